@@ -5,6 +5,7 @@
     ├── IntegrityError              bytes that arrived are not the bytes that were sent
     ├── RefusedError                an engine declined an update before any byte moved
     │   ├── IncompatibleWeightsError    names, shapes or dtypes differ; names every offender
+    │   ├── NotFiniteError              the trainer's weights hold NaN or infinity (`check_finite`)
     │   ├── StaleVersionError           the version does not grow, or belongs to another run
     │   ├── EngineBusyError             another publisher's run holds the engine
     │   ├── InsufficientMemoryError     staging or undo would not fit into the host's memory
@@ -88,6 +89,10 @@ class RefusedError(WeightcastError):
 
 class IncompatibleWeightsError(RefusedError):
     """Offered tensors are unknown, missing, doubled or of another shape or dtype. `problems` names all of them."""
+
+
+class NotFiniteError(RefusedError):
+    """The weights to publish hold NaN or infinity (`check_finite` looks for that). `problems` names each tensor."""
 
 
 class StaleVersionError(RefusedError):

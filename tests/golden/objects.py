@@ -13,6 +13,7 @@ from weightcast.format.manifest import DigestKind, Manifest, Piece, TensorRecord
 from weightcast.format.messages import (
     Abort,
     Accepted,
+    DtypesQuestion,
     Failed,
     Heartbeat,
     HeldBlock,
@@ -26,6 +27,7 @@ from weightcast.format.messages import (
     Received,
     ReleaseMemory,
     Seal,
+    TensorDtypes,
     UpdateInfo,
     WeightInfo,
 )
@@ -92,6 +94,11 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
     "seal.json": (Seal(RUN, 7, 2, "e" * 32), UpdateInfo),
     "abort_secret.json": (Abort(RUN, 7, "the trainer ended", "c" * 64), UpdateInfo),
     "abort.json": (Abort(RUN, 7, "the trainer ended"), UpdateInfo),
+    "dtypes_question.json": (
+        DtypesQuestion([TensorSpec("norm.Größe", "float32", (16,), aliases=("tied",), group="g")]),
+        DtypesQuestion,
+    ),
+    "dtypes.json": (TensorDtypes({"norm.Größe": "float32"}), TensorDtypes),
     "info.json": (
         WeightInfo("7", run=RUN, holder=RUN, paused=True, torn="", world_size=2, abilities=("lease", "undo")),
         WeightInfo,

@@ -186,7 +186,7 @@ def test_all_ranks_install_what_was_published(engine: Engine) -> None:
         assert it.publish().ok
         assert engine.holds(TENSORS)
         assert engine.info().weight_version == "0"
-        assert set(engine.info().abilities) == {"streaming", "undo"}
+        assert set(engine.info().abilities) == {"streaming", "undo", "dtypes"}
         assert engine.call(Install(it.run, 0)) is None, "a second call of the same finds it done"
 
 

@@ -20,7 +20,7 @@ from real_vllm.trainer import GLOO, IPC, trainer
 from real_sglang.faults import Break
 from real_sglang.oracle import assert_drops_caches, assert_is_of, assert_serves, assert_went_on
 from real_sglang.servers import ONE, TWO, Server, Setup, Span
-from weightcast import HttpEngine, cli
+from weightcast import HttpEngine, ModuleSource, Publisher, cli
 from weightcast.cli import exits
 
 FAMILIES = [
@@ -88,6 +88,18 @@ def test_an_install_is_one_line_of_the_servers_log(server: Server) -> None:
         report = it.publish(0)
     lines = server.log_lines(f"installed version {report.version} of run {report.run[:8]} in ")
     assert len(lines) == 1, lines
+
+
+@on(FAMILIES[-1])
+def test_each_tensor_is_cast_to_what_the_engine_has(server: Server) -> None:
+    """A trainer in float32, asked for no dtype of its own."""
+    source = ModuleSource(make_model(server.setup.family, 1, server.setup.dtype).float(), dtype="engine")
+    engine = HttpEngine(server.url)
+    with contextlib.closing(engine), Publisher(source, engines=[engine]) as publisher:
+        assert set((engine.dtypes(source.specs()) or {}).values()) == {"bfloat16"}
+        report = publisher.publish()
+        assert report.num_bytes * 2 == sum(spec.num_bytes for spec in source.specs())
+        assert_serves(server, 1)
 
 
 @on(full=FAMILIES)

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pytest
+import torch
 from real_engines.setups import on
 
 from real_vllm.cold import assert_answered, assert_serves
+from real_vllm.models import make_model
 from real_vllm.oracle import LONG_PROMPT, NUM_STREAMED, PROMPT, Answer, joined
-from real_vllm.servers import MOE_REPLICAS, ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server, Span
+from real_vllm.servers import MOE_REPLICAS, ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server, Setup, Span
 from real_vllm.trainer import FILE, GLOO, IPC, trainer
-from weightcast import HttpEngine
+from weightcast import HttpEngine, ModuleSource, Publisher
 
+BF16 = Setup(dtype=torch.bfloat16)
 NUM_BEFORE_PAUSE = 20
 QUIET_SECONDS = 2.0
 """A part that the server has sent comes within this time."""
@@ -37,6 +40,18 @@ def test_alternating_publishes_serve_what_was_published(server: Server, transpor
             assert report.ok
             assert server.version() == str(report.version)
             assert_serves(server, seed)
+
+
+@on(BF16)
+def test_each_tensor_is_cast_to_what_the_engine_has(server: Server) -> None:
+    """A trainer in float32, asked for no dtype of its own."""
+    source = ModuleSource(make_model(server.setup.family, 1, server.setup.dtype).float(), dtype="engine")
+    engine = HttpEngine(server.url)
+    with contextlib.closing(engine), Publisher(source, engines=[engine]) as publisher:
+        assert set((engine.dtypes(source.specs()) or {}).values()) == {"bfloat16"}
+        report = publisher.publish()
+        assert report.num_bytes * 2 == sum(spec.num_bytes for spec in source.specs())
+        assert_serves(server, 1)
 
 
 @on(ONE, TWO, REPLICAS, full=[STOCK, MOE_REPLICAS])

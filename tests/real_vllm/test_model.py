@@ -167,6 +167,24 @@ def test_the_checkpoints_dtype_and_the_live_one_are_taken(offline: Offline) -> N
     assert "cast on the way: ModuleSource(model, dtype=torch.float32)" in str(refused.value)
 
 
+@offline_on(BF16, TIED)
+def test_it_says_which_dtypes_its_weights_have(offline: Offline) -> None:
+    """By the start-up checkpoint, and by a dry run; one that is kept in float32 beside bfloat16 is that."""
+    tensors = weights(offline, 1)
+    dtype = str(offline.setup.dtype).removeprefix("torch.")
+    offered = [msgspec.structs.replace(spec, dtype="float64") for spec in specs(tensors)]
+    norm = offline.model.get_parameter(NORM)
+    former = norm.data
+    for wide in (dtype, "float32"):
+        norm.data = former.to(getattr(torch, wide))
+        try:
+            expected = dict.fromkeys(tensors, dtype) | {NORM: wide}
+            assert engine_of(offline).dtypes(offered) == expected
+            assert by_dry_run(offline).dtypes(offered) == expected
+        finally:
+            norm.data = former
+
+
 @offline_on(EXPERTS, TIED)
 def test_the_work_rounds_are_still_needed(offline: Offline) -> None:
     """vLLM's own three calls leave weights packed for the CPU as they were. Where they don't, `reload` can be less."""
@@ -250,7 +268,7 @@ def test_what_the_loader_does_not_take_is_refused(offline: Offline, change: Chan
     tensors, before = weights(offline, 1), state(offline.model)
     change(tensors)
     with pytest.raises(IncompatibleWeightsError) as refused:
-        by_dry_run(offline)(plan(specs(tensors), 1 << 20))
+        by_dry_run(offline).accept(plan(specs(tensors), 1 << 20))
     assert_named(refused.value, named)
     assert state(offline.model) == before
 
@@ -269,7 +287,7 @@ def test_trying_an_offer_leaves_no_trace(offline: Offline) -> None:
         before, answer = state(offline.model), offline.ask(PROMPT, NUM_TOKENS)
         offer(engine_of(offline), weights(offline, 1))
         if offline.setup.dtype == offline.setup.saved_dtype:
-            by_dry_run(offline)(plan(specs(weights(offline, 1)), 1 << 20))
+            by_dry_run(offline).accept(plan(specs(weights(offline, 1)), 1 << 20))
         assert state(offline.model) == before
         assert offline.ask(PROMPT, NUM_TOKENS) == answer
 

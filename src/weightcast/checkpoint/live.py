@@ -33,7 +33,7 @@ from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host.copy import Ints, TensorPlaces, word_of, words_at, words_of
-from weightcast.seams.source import Regions
+from weightcast.seams.source import Gather, Regions
 
 Buffers: TypeAlias = Literal["persistent", "none", "all"]
 """Which buffers belong: those of the state dict (as `save_pretrained` has it), none, or also the others."""
@@ -48,9 +48,18 @@ CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 """Dtypes between which values may be cast: scaled formats (fp8, fp4) mean nothing without their scales."""
 
 
-def cast_target(dtype: object) -> str:
-    """The name of a dtype that weights can be cast to. Raises ValueError for another, TypeError for none of torch's."""
-    choices = ", ".join(f"torch.{name}" for name in sorted(CASTABLE))
+CastTo: TypeAlias = torch.dtype | Literal["engine"]
+"""What a source's tensors are cast to: a dtype, or what each engine says that it has."""
+
+
+def cast_target(dtype: object) -> str | None:
+    """The name of a dtype that weights can be cast to; None for "engine", of which only engines know.
+
+    Raises ValueError for another, TypeError for none of torch's.
+    """
+    choices = ", ".join(f"torch.{name}" for name in sorted(CASTABLE)) + " or 'engine'"
+    if isinstance(dtype, str) and dtype == "engine":
+        return None
     if not isinstance(dtype, torch.dtype):
         name = str(dtype).rpartition(".")[2].rstrip("'>")
         remedy = f"pass torch.{name}" if name in CASTABLE else f"pass one of {choices}"
@@ -416,6 +425,15 @@ class LiveCheckpoint:
             owner = _owner(self._blocks, view)
             if view.is_meta if owner is None else owner.local.is_meta:
                 raise ValueError(f"{name!r} is on the meta device, it has no values: materialise the module first")
+
+    @property
+    def num_gathers(self) -> int:
+        """How often `complete` gathers; 0: every view has its values."""
+        return self._merging.num_gathers if self._is_adapted else 0
+
+    def complete(self, gather: Gather) -> None:
+        """Merge the adapters of sharded layers, with all ranks."""
+        self._merging.complete(gather)
 
     def regions(self) -> Regions:
         """What this rank holds of each record: all of it, or its parts of what is sharded, which may be none."""

@@ -17,9 +17,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from weightcast.format.bucket import narrow
+from weightcast.format.bucket import DTYPE_NAMES, narrow
 from weightcast.format.geometry import Region, common, relative
-from weightcast.seams.source import Held
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Held, TensorPart
 
 Runs: TypeAlias = list[tuple[int, int]]
 """Indices along one dim, in the order of the local tensor: ranges from a start, each of a size."""
@@ -50,6 +51,52 @@ def is_sharded(tensor: torch.Tensor) -> bool:
         return False
     mesh = distributed.device_mesh
     return mesh.size() > 1 or mesh.get_coordinate() is None
+
+
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor of which this rank holds `local`, sharded as another one is. No communication."""
+    distributed = as_dtensor(tensor)
+    assert distributed is not None
+    made: torch.Tensor = type(distributed).from_local(
+        local,
+        distributed.device_mesh,
+        distributed.placements,
+        run_check=False,
+        shape=distributed.shape,
+        stride=distributed.stride(),
+    )
+    return made
+
+
+def part(name: str, tensor: torch.Tensor) -> TensorPart:
+    """What this rank holds of a sharded tensor, and what is to be gathered. Raises ValueError as `block`."""
+    own = block(name, tensor)
+    return TensorPart(TensorSpec(name, DTYPE_NAMES[own.local.dtype], tuple(tensor.shape)), own.local.device, own.boxes)
+
+
+def in_whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the global shape with what this rank holds in its places, and zeros elsewhere."""
+    own = block("", tensor)
+    whole = torch.zeros(tuple(tensor.shape), dtype=own.local.dtype, device=own.local.device)
+    for region, memory in own.boxes:
+        narrow(whole, region).copy_(memory)
+    return whole
+
+
+def copy_part(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy to what this rank holds of `target`, which may be sharded, from its places in `whole`."""
+    if not is_sharded(target):
+        local_tensor(target).detach().copy_(whole)
+        return
+    for region, memory in block("", target).boxes:
+        memory.copy_(narrow(whole, region))
+
+
+def is_part(target: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether `copy_part` would change nothing."""
+    if not is_sharded(target):
+        return torch.equal(local_tensor(target), whole)
+    return all(torch.equal(memory, narrow(whole, region)) for region, memory in block("", target).boxes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

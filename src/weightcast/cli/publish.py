@@ -29,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_engines(parser, required=False)
     parser.set_defaults(usage_error=parser.error)
     add("--version", type=number, metavar="N", help="default: one above the highest of the engines and the store")
-    add("--dtype", choices=values.DTYPES, help="cast to it on the way (default: as the checkpoint has it)")
+    dtype_help = (
+        "cast to it on the way; engine: each tensor to what the engines have (default: as the checkpoint has it)"
+    )
+    add("--dtype", choices=(*values.DTYPES, "engine"), help=dtype_help)
     output.add_update(parser, transport_help="how bytes travel, or the store that they go into")
     wait_help = f"for engines that are starting, all together; refusals are not waited for (default: {WAIT_SECONDS:g})"
     add("--wait", type=values.seconds, nargs="?", const=WAIT_SECONDS, default=0.0, metavar="SECONDS", help=wait_help)
@@ -48,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     with contextlib.ExitStack() as stack:
         on_progress = stack.enter_context(output.measured(f"publishing {args.checkpoint}"))
-        dtype = None if args.dtype is None else TORCH_DTYPES[args.dtype]
+        dtype = TORCH_DTYPES.get(args.dtype, args.dtype)
         source = stack.enter_context(SafetensorsSource(args.checkpoint, dtype=dtype))
         publisher = Publisher(
             source,

@@ -35,8 +35,16 @@ from weightcast.errors import (
     WeightcastError,
     from_record,
 )
-from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, decode
-from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, decode, encode
+from weightcast.format.messages import (
+    DtypesQuestion,
+    HeldWeights,
+    InitInfo,
+    PauseMode,
+    TensorDtypes,
+    UpdateInfo,
+    WeightInfo,
+)
 from weightcast.host.closing import close_in_child, on_failure
 from weightcast.host.deadline import Deadline, number_of_seconds
 from weightcast.host.descriptors import shortage
@@ -145,6 +153,12 @@ class HttpEngine(EngineClient, ServesTraffic):
     def specs(self) -> list[TensorSpec]:
         """GET /weight_specs: the tensors that the engine holds. Raises UnsupportedError, PeerError."""
         return self._routes.get("/weight_specs", _Specs).tensors
+
+    def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str] | None:
+        """POST /weight_dtypes. None if the server has no such route. Raises UnsupportedError, PeerError."""
+        if "dtypes" not in self.info().abilities:
+            return None
+        return self._routes.post_for("/weight_dtypes", encode(DtypesQuestion(list(specs))), TensorDtypes).dtypes
 
     def held(
         self,

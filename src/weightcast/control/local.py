@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from weightcast.engines.gate import Gate
+from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.seams.client import EngineClient, ServesTraffic
 from weightcast.seams.engine import Engine
@@ -57,6 +58,9 @@ class LocalEngine(EngineClient, ServesTraffic):
 
     def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
         return self.worker.held(names) if "prove" in self.info().abilities else None
+
+    def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str] | None:
+        return self.worker.dtypes(specs)
 
     def quarantine(self, reason: str) -> None:
         self.gate.tear(reason)

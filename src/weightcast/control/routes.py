@@ -35,7 +35,7 @@ from weightcast.errors import (
     to_record,
 )
 from weightcast.format.manifest import MAX_BYTES, MAX_MESSAGE_BYTES, decode
-from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo
+from weightcast.format.messages import DtypesQuestion, InitInfo, PauseMode, TensorDtypes, UpdateInfo
 from weightcast.serving.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -207,6 +207,7 @@ class WeightRoutes:
             ("GET", "/get_world_size", self._world_size),
             ("GET", "/weight_specs", self._specs),
             ("GET", "/weight_digests", self._digests),
+            ("POST", "/weight_dtypes", self._dtypes),
             ("POST", "/quarantine", self._quarantine),
         ]
         return [
@@ -267,6 +268,10 @@ class WeightRoutes:
         if specs is None:
             raise UnsupportedError(f"{type(self._worker.engine).__name__} can't say which tensors it takes")
         return reply({"tensors": list(specs)})
+
+    async def _dtypes(self, request: Request) -> Response:
+        body = await read_body(request, MAX_MESSAGE_BYTES)
+        return reply(await self._run(lambda: TensorDtypes(self._worker.dtypes(decode(body, DtypesQuestion).tensors))))
 
     async def _digests(self, request: Request) -> Response:
         names = set(request.query_params.getlist("names"))

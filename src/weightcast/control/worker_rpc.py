@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from weightcast.errors import ControlError, ErrorRecord
-from weightcast.format.manifest import MAX_BYTES, RunId, VersionNumber
+from weightcast.format.manifest import MAX_BYTES, RunId, TensorSpec, VersionNumber
 from weightcast.format.messages import Count, InitInfo, UpdateInfo, WeightInfo
 from weightcast.serving.install_map import HeldTensor
 
@@ -74,13 +74,19 @@ class Prove(msgspec.Struct, frozen=True, tag="prove", tag_field="call"):
     names: tuple[str, ...] = ()
 
 
+class Dtypes(msgspec.Struct, frozen=True, tag="dtypes", tag_field="call"):
+    """Say in which dtypes this rank has these tensors."""
+
+    tensors: list[TensorSpec]
+
+
 class Quarantine(msgspec.Struct, frozen=True, tag="quarantine", tag_field="call"):
     """Refuse to serve until a complete update has come."""
 
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-RankCall: TypeAlias = Init | UpdateCall | Install | Settle | Ask | Leave | Prove | Quarantine
+RankCall: TypeAlias = Init | UpdateCall | Install | Settle | Ask | Leave | Prove | Quarantine | Dtypes
 
 
 class RankReply(msgspec.Struct, frozen=True):
@@ -89,6 +95,7 @@ class RankReply(msgspec.Struct, frozen=True):
     `weights_asleep`: the host has taken the weights' memory away for now. `serial`: the call's, where it had one.
     `instance`: this rank's, as in WeightInfo, which is the same on all ranks and has none. `held`: what `Prove` asked
     for; `next`: the number of the tensor to go on from, -1 after the last. `is_loading`: a version is streamed in.
+    `dtypes`: what `Dtypes` asked for, by record name, of the tensors that this rank takes any of.
     """
 
     engine_rank: Count
@@ -101,6 +108,7 @@ class RankReply(msgspec.Struct, frozen=True):
     held: list[HeldTensor] = []
     next: int = -1
     is_loading: bool = False
+    dtypes: dict[str, str] = {}
 
 
 def numbered(call: RankCall) -> dict[str, Any]:

@@ -30,7 +30,9 @@ class ModuleEngine:
     """An `Engine` that copies into a module's own parameters and buffers; also undoes and reads.
 
     It accepts the names and shapes that the module has in checkpoint form (see `checkpoint`): a model with fused
-    experts takes one tensor per expert. With `cast`, half, bfloat16, single and double precision may differ.
+    experts takes one tensor per expert. With `cast`, half, bfloat16, single and double precision may differ: what comes
+    is cast to the module's dtype as it is copied. It can't bring back what a source with a dtype of its own has rounded
+    before: float32 that is sent as bfloat16 to a float32 parameter is rounded, which `dtype="engine"` avoids.
     Calls come from one thread at a time, and nothing else may use the module meanwhile. Extra memory: none but
     `snapshot_bytes` for an undo. Raises ValueError if the module has no checkpoint form in place, or
     where tensors share memory without being tied as a whole.

@@ -13,7 +13,16 @@ from msgspec import UNSET, UnsetType
 
 from weightcast.errors import ErrorRecord
 from weightcast.format.geometry import Region
-from weightcast.format.manifest import MAX_BYTES, MAX_ORIGINS, PROTOCOL, Manifest, RunId, TensorSpec, VersionNumber
+from weightcast.format.manifest import (
+    MAX_BYTES,
+    MAX_ORIGINS,
+    MAX_TENSORS,
+    PROTOCOL,
+    Manifest,
+    RunId,
+    TensorSpec,
+    VersionNumber,
+)
 
 InstallMode = Literal["staged", "streaming"]
 PauseMode = Literal["keep", "wait", "abort"]
@@ -149,12 +158,25 @@ class HeldWeights(msgspec.Struct, frozen=True, omit_defaults=True):
     next: int = -1
 
 
+class DtypesQuestion(msgspec.Struct, frozen=True):
+    """A publisher to an engine: in which dtypes it has these tensors."""
+
+    tensors: Annotated[list[TensorSpec], msgspec.Meta(max_length=MAX_TENSORS)]
+
+
+class TensorDtypes(msgspec.Struct, frozen=True):
+    """The answer to a `DtypesQuestion`: dtypes by record name, of the tensors that the engine knows."""
+
+    dtypes: dict[str, str]
+
+
 class WeightInfo(msgspec.Struct, frozen=True):
     """What an engine says of itself: `weight_version` is "default" before its first update, `run` is that version's.
 
     `holder` is the run that may update it now, or empty. `world_size` workers connect a link each.
     `abilities`: "lease" (a pause ends with the lease of the run that asked for it), "install" (`finish` pauses and
-    resumes by itself), "undo", "streaming", "inspect" (specs can be read), "prove" (digests of live tensors can).
+    resumes by itself), "undo", "streaming", "inspect" (specs can be read), "prove" (digests of live tensors can),
+    "dtypes" (it answers a `DtypesQuestion`).
     `torn`: why it refuses to serve, or empty. `instance`: a random id of the engine's life; one engine has one, however
     it is called.
     """

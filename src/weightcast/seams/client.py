@@ -19,11 +19,12 @@ Any failure: EngineClient.update(Abort). Optional abilities are Protocols, asked
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldWeights, InitInfo, UpdateInfo, WeightInfo
 from weightcast.links.watchdog import RecoveryRequest, Watchdog
 from weightcast.seams.transport import Sender
@@ -63,6 +64,13 @@ class EngineClient(Protocol):
 
     def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
         """The digests of its live tensors (or of those named), for `verify="installed"`; None if they can't be read."""
+        return None
+
+    def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str] | None:
+        """The dtype in which it has each tensor of these names and shapes, by record name, for `dtype="engine"`.
+
+        Names that it does not know are left out. None for an engine that can't say.
+        """
         return None
 
     def quarantine(self, reason: str) -> None:

@@ -12,7 +12,7 @@ Optional abilities are Protocols of one member, asked with `isinstance`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -50,6 +50,16 @@ class Casting(Protocol):
     """An engine that was asked to take other dtypes than its own; `offered` and `held` are dtype names."""
 
     def can_cast(self, offered: str, held: str) -> bool: ...
+
+
+@runtime_checkable
+class SaysDtypes(Protocol):
+    """An engine that can say in which dtypes it has tensors of these names and shapes, where `specs` can't list them.
+
+    By record name; names that it does not know, or has no part of, are left out.
+    """
+
+    def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str]: ...
 
 
 @runtime_checkable

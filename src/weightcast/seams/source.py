@@ -1,13 +1,14 @@
 """The seam of sources: what a trainer rank publishes, as views of its memory, each with its place in a global tensor.
 
 Source.regions(), then .specs()      at each publish; specs only when regions gave another object
+CollectiveSource.complete(gather)    after that, on every trainer rank, where num_gathers is not 0
 StreamSource.stream(), then .specs() at each publish, where tensors exist one at a time only
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -43,6 +44,52 @@ class Source(Protocol):
         Returns the same object as long as every view is still of the same memory, of the same specs: a publisher then
         does not ask for the specs again.
         """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorPart:
+    """A tensor that the trainer ranks hold together: the global one, and what this rank holds of it on `device`."""
+
+    spec: TensorSpec
+    device: torch.device
+    held: Sequence[Held]
+
+
+Gather: TypeAlias = Callable[[Sequence[TensorPart]], Sequence[torch.Tensor]]
+"""Return the tensors whole, each on its device, in new memory. Every trainer rank calls it, for the same tensors.
+
+Raises PeerError if a rank was lost, and on every rank the error that a rank has raised instead of the call.
+"""
+
+
+@runtime_checkable
+class EngineTyped(Protocol):
+    """A source that can be cast to what engines have: then its specs have the dtypes of its own memory.
+
+    Where `casts_to_engines`, the publisher asks the engines, and has each tensor cast while it is packed.
+    """
+
+    @property
+    def casts_to_engines(self) -> bool: ...
+
+
+def casts_to_engines(source: object) -> bool:
+    return isinstance(source, EngineTyped) and source.casts_to_engines
+
+
+@runtime_checkable
+class CollectiveSource(Protocol):
+    """A source some of whose values are computed from what other trainer ranks hold, such as merged adapters.
+
+    The views of `regions` have no values of this version before `complete`.
+    """
+
+    @property
+    def num_gathers(self) -> int:
+        """How often `complete` gathers now, the same on all ranks; 0: it need not be called."""
+
+    def complete(self, gather: Gather) -> None:
+        """Compute them. Called on every rank, which all gather as often and the same tensors."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -573,7 +573,7 @@ def dtype_remedies(misfits: Collection[tuple[str, str]], held: Collection[str]) 
         return []
     (dtype,) = wanted
     if not CASTABLE.intersection(held) <= wanted:
-        return ["have the trainer's tensors in the engine's dtypes, or serve a ModuleEngine(model, cast=True)"]
+        return ["have each tensor cast to what the engine has: dtype='engine' of the source, `--dtype engine`"]
     return [f"cast on the way: ModuleSource(model, dtype=torch.{dtype}), from the shell `weightcast publish --dtype`"]
 
 

@@ -55,7 +55,7 @@ from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import device as host_device
 from weightcast.host.closing import close_at_exit
 from weightcast.host.memory import collector_paused, host_identity
-from weightcast.seams.engine import Engine, ExposesTensors, Undoable
+from weightcast.seams.engine import Engine, ExposesTensors, SaysDtypes, Undoable
 from weightcast.seams.transport import Share
 from weightcast.serving.install_map import Mapped, RecordedMap, held_weights
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo, device_of_weights, require_engine
@@ -122,6 +122,7 @@ class Worker:
             "undo": isinstance(self.engine, Undoable),
             "inspect": isinstance(self.engine, ExposesTensors),
             "prove": isinstance(self.engine, ExposesTensors) or has_map,
+            "dtypes": True,
         }
         return WeightInfo(
             weight_version="default" if version is None else str(version.number),
@@ -464,6 +465,23 @@ class Worker:
         current = self._session
         if current is None or current is session or current.info.run != session.info.run:
             self.gate.resume(owner=session.info.run)
+
+    def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        """The dtype in which the engine has each of these tensors that it knows, by record name.
+
+        Generation waits meanwhile where the engine's loader has to be tried. Raises UnsupportedError.
+        """
+        held = self.engine.specs()
+        if held is not None:
+            by_name = {name: spec.dtype for spec in held for name in spec.names}
+            return {
+                s.name: next(by_name[n] for n in s.names if n in by_name) for s in specs if by_name.keys() & s.names
+            }
+        if not isinstance(self.engine, SaysDtypes):
+            what = f"{type(self.engine).__name__} can't say which dtypes its weights have, as dtype='engine' asks"
+            raise UnsupportedError(f"{what}: give the source a dtype, or none")
+        with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):
+            return dict(self.engine.dtypes(specs))
 
     def held(self, names: Collection[str] = (), start: int = 0, limit_bytes: int = MAX_BYTES) -> HeldWeights:
         """The digest of each tensor (or of those named), from number `start` on, up to `limit_bytes` of them.

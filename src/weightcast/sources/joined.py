@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from weightcast.errors import listed
 from weightcast.format.manifest import TensorSpec
-from weightcast.seams.source import Regions, Source, StreamSource
+from weightcast.seams.source import CollectiveSource, Gather, Regions, Source, StreamSource, casts_to_engines
 
 
 class JoinedSource:
@@ -21,6 +21,9 @@ class JoinedSource:
         streams = [type(source).__name__ for source in sources if isinstance(source, StreamSource)]
         if streams:
             raise TypeError(f"{', '.join(streams)} streams its tensors, and can't be joined with others")
+        self.casts_to_engines = any(map(casts_to_engines, sources))
+        if not all(casts_to_engines(source) is self.casts_to_engines for source in sources):
+            raise ValueError("of joined sources all are cast to the engines' dtypes (dtype='engine'), or none")
         self._sources = sources
         self._each_specs: list[Sequence[TensorSpec]] = []
         self._specs: tuple[TensorSpec, ...] = ()
@@ -47,6 +50,18 @@ class JoinedSource:
         if not is_same:
             self._regions = found
         return self._regions
+
+    @property
+    def num_gathers(self) -> int:
+        return sum(source.num_gathers for source in self._collective)
+
+    def complete(self, gather: Gather) -> None:
+        for source in self._collective:
+            source.complete(gather)
+
+    @property
+    def _collective(self) -> list[CollectiveSource]:
+        return [source for source in self._sources if isinstance(source, CollectiveSource)]
 
 
 def _are_same(found: Sequence[object], known: Sequence[object]) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from weightcast.checkpoint.live import (
     Buffers,
+    CastTo,
     LiveCheckpoint,
     Names,
     OnAdapters,
@@ -19,7 +19,7 @@ from weightcast.checkpoint.live import (
 )
 from weightcast.errors import listed
 from weightcast.format.manifest import TensorSpec
-from weightcast.seams.source import Regions
+from weightcast.seams.source import Gather, Regions
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,15 @@ class ModuleSource:
     the module does not hold as plain memory are errors.
 
     `dtype`: what half, bfloat16, single and double precision tensors are cast to while they are packed; others stay.
+    "engine": each to the dtype that the engines have it in, which they are asked for (`specs` have the module's).
     `adapters`: a model with PEFT adapters (a `PeftModel`, or one into which they were injected) is published "merge"d:
     what `merge_and_unload` gives on a copy, bit for bit, under the names of its base; "refuse" makes it an error. The
     trainer's tensors stay as they are. Memory: a copy of the base tensors of adapted layers, on their device, made here
     and kept; `regions` merges into it each time. Disabled adapters are merged too, as peft does. Layers that the
-    trainer has merged itself (`merge_adapter`) are read in place; sharded ones must be, they can't be merged here.
+    trainer has merged itself (`merge_adapter`) are read in place. In layers that are sharded over ranks `complete`
+    merges: adapters are gathered, some layers at a time, and each rank keeps its shards of the outcome. Memory: a copy
+    of this rank's shards of adapted layers; while a publish begins, what peft needs for the largest of these layers,
+    whole (about three times its weight), and up to 64 MiB of adapters.
     `names` renames checkpoint names; `buffers` are by default those of the state dict.
     Raises TypeError for what is no module or dtype; ValueError for what can't be seen in checkpoint form without a copy
     (see `checkpoint`), for packed weights and extra state, which are no tensors of the module, for weights that torch
@@ -50,13 +54,14 @@ class ModuleSource:
     def __init__(
         self,
         model: nn.Module,
-        dtype: torch.dtype | None = None,
+        dtype: CastTo | None = None,
         names: Names | None = None,
         *,
         buffers: Buffers = "persistent",
         adapters: OnAdapters = "merge",
     ) -> None:
         self._dtype = None if dtype is None else cast_target(dtype)
+        self.casts_to_engines = dtype == "engine"
         self._live = LiveCheckpoint(model, buffers=buffers, names=names, sharded=True, on_adapters=adapters)
         if hooks := state_dict_hooks(model, loading=False):
             logger.warning(
@@ -85,3 +90,12 @@ class ModuleSource:
             self._views = self._live.views
             self._regions = self._live.regions()
         return self._regions
+
+    @property
+    def num_gathers(self) -> int:
+        """How often `complete` gathers: not at all without adapters in sharded layers."""
+        return self._live.num_gathers
+
+    def complete(self, gather: Gather) -> None:
+        """Merge the adapters of sharded layers; `regions` has their memory. See `CollectiveSource`."""
+        self._live.complete(gather)

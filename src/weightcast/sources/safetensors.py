@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from weightcast.checkpoint.files import INDEX_FILE, SINGLE_FILE, read_index, read_tensors
-from weightcast.checkpoint.live import cast_specs, cast_target
+from weightcast.checkpoint.live import CastTo, cast_specs, cast_target
 from weightcast.errors import ClosedError
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
@@ -25,13 +25,15 @@ class SafetensorsSource(ClosedOnExit):
     Tensors are private views of the mapped files: memory is the page cache, and values are read when they are packed.
     Don't write to the files meanwhile; with `copied` they are read here, into host memory of the checkpoint's size, and
     may change or go away afterwards. `dtype`: what half, bfloat16, single and double precision tensors are cast to
-    while they are packed: `specs` have it, `regions` don't; others stay. Raises FileNotFoundError if a file is missing,
+    while they are packed: `specs` have it, `regions` don't; others stay. "engine": each to the dtype that the engines
+    have it in. Raises FileNotFoundError if a file is missing,
     ValueError if one can't be read, a name occurs in two shards, `dtype` is no such dtype or `path` is a store,
     ClosedError after `close`.
     """
 
-    def __init__(self, path: str | Path, *, dtype: torch.dtype | None = None, copied: bool = False) -> None:
+    def __init__(self, path: str | Path, *, dtype: CastTo | None = None, copied: bool = False) -> None:
         target = None if dtype is None else cast_target(dtype)
+        self.casts_to_engines = dtype == "engine"
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path is a {type(path).__name__}; it must be a checkpoint's directory or file")
         self._closed = False

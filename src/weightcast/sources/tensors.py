@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from weightcast.checkpoint.live import cast_specs, cast_target
+from weightcast.checkpoint.live import CastTo, cast_specs, cast_target
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
@@ -24,17 +24,18 @@ class TensorSource:
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor] | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: CastTo | None = None,
         *,
         groups: Mapping[str, str] | None = None,
         aliases: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """`dtype`: what half, bfloat16, single and double precision tensors are cast to while they are packed; others
-        stay. `groups`: for names that must reach an engine in one call, the name of their group. `aliases`: for a name,
-        the other names that are tied to the same values. Raises ValueError for a dtype that can't travel, TypeError for
-        what is no dtype or no mapping of tensors.
+        stay; "engine": to the dtype that the engines have each in. `groups`: for names that must reach an engine in
+        one call, the name of their group. `aliases`: for a name, the other names that are tied to the same values.
+        Raises ValueError for a dtype that can't travel, TypeError for what is no dtype or no mapping of tensors.
         """
         self._dtype = None if dtype is None else cast_target(dtype)
+        self.casts_to_engines = dtype == "engine"
         self._groups, self._aliases = groups or {}, aliases or {}
         self.tensors: Mapping[str, torch.Tensor] = {}
         """What is published; read-only: see `replace`."""

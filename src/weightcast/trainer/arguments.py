@@ -10,6 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from weightcast.seams.source import CollectiveSource
+
 
 def whole_number(name: str, value: Any) -> int:
     """`value` as an int; also one of numpy's integers or a tensor of one integer. Raises TypeError for others."""
@@ -44,6 +46,15 @@ def require_tensors(specs: Sized) -> None:
         raise ValueError(
             "the source has no tensors: pass the weights themselves (a state dict that FSDP gathers is empty on all "
             "ranks but the first: publish there, with trainer_group=None, or ModuleSource(model) on every rank)"
+        )
+
+
+def require_alone(source: object) -> None:
+    """Raises ValueError if some of a source's values can only be computed by several trainer ranks together."""
+    if isinstance(source, CollectiveSource) and source.num_gathers:
+        raise ValueError(
+            "the model has PEFT adapters in layers that are sharded over ranks, and one rank can't merge them alone: "
+            "call publish on every rank, with trainer_group='auto' or their group"
         )
 
 

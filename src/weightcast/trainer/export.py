@@ -16,8 +16,8 @@ from weightcast.checkpoint.files import (
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.closing import on_failure
-from weightcast.seams.source import Source
-from weightcast.trainer.arguments import require_tensors
+from weightcast.seams.source import Source, casts_to_engines
+from weightcast.trainer import arguments
 from weightcast.trainer.packer import joined, tiling
 
 
@@ -45,7 +45,12 @@ def export(
 
 
 def _write(source: Source, directory: Path, max_shard_bytes: int) -> list[str]:
-    require_tensors(source.specs())
+    arguments.require_tensors(source.specs())
+    arguments.require_alone(source)
+    if casts_to_engines(source):
+        raise ValueError(
+            "dtype='engine' casts to what engines have, and a checkpoint has none: give the source a dtype"
+        )
     try:
         held = tiling(source.specs(), source.regions())
     except IncompatibleWeightsError as exc:

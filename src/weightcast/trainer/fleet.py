@@ -10,7 +10,7 @@ import contextlib
 import copy
 import enum
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import msgspec
@@ -32,7 +32,7 @@ from weightcast.errors import (
     detached,
     to_record,
 )
-from weightcast.format.manifest import MAX_VERSION, PROTOCOL
+from weightcast.format.manifest import MAX_VERSION, PROTOCOL, TensorSpec
 from weightcast.format.messages import (
     Accepted,
     Failed,
@@ -96,6 +96,9 @@ class FleetMember:
         """The engine itself, however it is called; empty for one that does not say."""
         self.has_proven = False
         """Whether it was compared with what was sent since it connected, and nothing was wrong."""
+        self.dtypes: Mapping[str, str] = {}
+        """By a tensor's name, of those that it was asked for last."""
+        self._dtypes_of: Sequence[TensorSpec] | None = None
         self._connection = Connection.LOST
         self._pause_end = PauseEnd.NONE
         self._known_manifest = ""
@@ -131,7 +134,7 @@ class FleetMember:
         """Drop what was connected, and ask what the engine is now; again if it was absent before."""
         self.result = EngineResult()
         listener.end_links("the publisher connects again", self.name)
-        self.links, self._known_manifest = [], ""
+        self.links, self._known_manifest, self._dtypes_of = [], "", None
         self._connection, self.has_proven = Connection.LOST, False
         self.client = self._given.connect()
         self.info = self.client.info()
@@ -139,6 +142,18 @@ class FleetMember:
             found = f"{self.name} speaks protocol {self.info.protocol}, this publisher speaks {PROTOCOL}"
             raise UnsupportedError(f"{found}: update one end")
         self.instance = "" if self.info.instance is UNSET else self.info.instance
+
+    def ask_dtypes(self, specs: Sequence[TensorSpec]) -> None:
+        """Ask what the engine has these tensors in, unless it has said so since `ask`. Raises UnsupportedError."""
+        if self._dtypes_of is specs:
+            return
+        dtypes = self.client.dtypes(specs)
+        if dtypes is None:
+            raise UnsupportedError(
+                f"{self.name} can't say which dtypes its weights have, as dtype='engine' asks: give the source a dtype "
+                "(dtype=torch.bfloat16) or none, or serve the engine with weightcast's plugin"
+            )
+        self.dtypes, self._dtypes_of = dtypes, specs
 
     def join(self, listener: LinkListener, init: InitInfo) -> None:
         """Have the workers of an engine that was asked connect, and wait for their hellos.

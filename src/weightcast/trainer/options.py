@@ -21,6 +21,10 @@ class PublishOptions:
     `bucket_size_bytes`: by default an eighth of the model, at most the transport's choice for the device.
     `undo`: engines keep a copy of their weights while they install, and go back to it if the install fails.
     `takeover`: take engines that another run holds.
+    `check_finite`: before anything is offered, look for NaN and infinity in all weights, and in what a cast makes of
+    them: where there are any the publish raises NotFiniteError, which names the tensors and the trainer rank, and
+    engines keep what they have. It reads each weight once. Of a source that streams its tensors each is looked at when
+    its turn comes: an engine with `install="streaming"` then refuses to serve until it is healed.
     `verify`: "installed" compares the digest of every tensor in the engines' live memory with that of what was sent: an
     engine in which one differs has failed, and refuses to serve until it is healed; what an engine can't prove is in
     the report. Weights leave from one origin then.
@@ -40,6 +44,7 @@ class PublishOptions:
     takeover: bool = False
     verify: Literal["installed"] | None = None
     verify_every: int = 1
+    check_finite: bool = False
     on_failure: Literal["raise", "report"] = "raise"
     origins: int | None = None
     deadline_seconds: float = 60.0
@@ -59,7 +64,7 @@ class PublishOptions:
             if origins < 1:
                 raise ValueError(f"origins is {origins}; it must be at least 1, or None for one on each trainer host")
             object.__setattr__(self, "origins", min(origins, MAX_ORIGINS))
-        for name in ("undo", "takeover"):
+        for name in ("undo", "takeover", "check_finite"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         number_of_seconds("deadline_seconds", self.deadline_seconds)

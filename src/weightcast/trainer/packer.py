@@ -49,6 +49,7 @@ from weightcast.format.geometry import (
     whole,
 )
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
+from weightcast.format.plan import plan
 from weightcast.host import device as host_device
 from weightcast.host.copy import Job, TensorPlaces, copy_all, copy_plain, is_plain, small_copies
 from weightcast.host.memory import collector_paused
@@ -132,6 +133,12 @@ class PackPlan:
         self.layout = layout
         self.manifest_digest = layout.manifest.digest()
         self.num_bytes = layout.manifest.num_bytes
+
+    def cast(self, specs: Sequence[TensorSpec]) -> None:
+        """Pack the same tensors in other dtypes from now on, in one origin's buckets; the packer is made again."""
+        kind = self.layout.manifest.digest_kind
+        self.specs, self._packer = specs, None
+        self.lay_out(Layout(plan(specs, self.bucket_size_bytes, digest_kind=kind)))
 
     def is_of(self, regions: Regions) -> bool:
         """Whether the packer was made for these very views, with which the specs can't have changed either."""

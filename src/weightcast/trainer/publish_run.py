@@ -50,6 +50,7 @@ from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, SenderContext
 from weightcast.seams.source import Regions
 from weightcast.seams.transport import Origins, Sender
+from weightcast.trainer.engine_dtypes import EngineDtypes
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import Fill, PackPlan, pack
@@ -136,7 +137,7 @@ class PublishInputs:
 
     `fleet`: the engines that are to take it. `again`: not a new version, but this one once more. `url`: the
     transport's. `spread`, `num_origins`: where several trainer ranks may have origins, as far as engines are known, and
-    how many at most.
+    how many at most. `engine_dtypes`: of a source that is cast to what engines have.
     """
 
     start: float
@@ -149,6 +150,7 @@ class PublishInputs:
     url: str
     spread: Callable[[], Origins]
     num_origins: int
+    engine_dtypes: EngineDtypes | None
 
 
 class FleetRoute:

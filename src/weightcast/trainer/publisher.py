@@ -8,6 +8,7 @@ several trainer ranks one knows engines and transport, and all return the same r
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import sys
@@ -32,13 +33,15 @@ from weightcast.host.memory import collector_paused
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, EngineClient
-from weightcast.seams.source import Regions, Source, StreamSource, TensorStream
+from weightcast.seams.source import Regions, Source, StreamSource, TensorStream, casts_to_engines
 from weightcast.seams.transport import Origins
 from weightcast.sources.store import StoreSource
 from weightcast.trainer import arguments
+from weightcast.trainer.engine_dtypes import EngineDtypes
+from weightcast.trainer.finite import require_finite
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
-from weightcast.trainer.packer import PackPlan
+from weightcast.trainer.packer import PackPlan, held_shards
 from weightcast.trainer.publish_run import Connections, OnProgress, PublishedVersion, PublishInputs, PublishRun
 from weightcast.trainer.stream_packer import StreamPacker
 
@@ -100,6 +103,7 @@ class Publisher(ClosedOnExit):
         self._watchdog = Watchdog()
         self._connections: Connections | None = None
         self._pack_plan: PackPlan | None = None
+        self._engine_dtypes = EngineDtypes() if casts_to_engines(source) else None
         self._published: PublishedVersion | None = None
         """The last version, if it was sent whole."""
         self._trainer_group = trainer_group
@@ -265,9 +269,10 @@ class Publisher(ClosedOnExit):
         `on_failure="report"` the report is returned instead); ValueError for a version that does not grow, where there
         is no engine and the transport keeps nothing for later, and where a store would keep a version without tensors;
         IncompatibleWeightsError if the source's tensors are not what its specs say, or not the same on all ranks;
-        InsufficientMemoryError if the transport's arena does not fit; UpdateAbortedError if the source streams its
-        tensors and a bucket is needed again, for the engines that remain when one was lost on the way; PeerError if a
-        trainer rank dies, stalls or does not publish. After any of these the next publish goes to every engine again.
+        InsufficientMemoryError if the transport's arena does not fit; NotFiniteError (`check_finite`);
+        UpdateAbortedError if the source streams its tensors and a bucket is needed again, for the engines that remain
+        when one was lost on the way; PeerError if a trainer rank dies, stalls or does not publish. After any of these
+        the next publish goes to every engine again.
         """
         self._require_here()  # first: the lock may be one that a thread of the other process holds
         with self._lock:
@@ -351,7 +356,8 @@ class Publisher(ClosedOnExit):
         try:
             self._is_publishing = True
             if group is None:
-                report = run.run(inputs())
+                prepared = inputs()
+                report = run.run(prepared, functools.partial(self._engines_known, prepared))
             elif group.is_publishing:
                 report = group.lead(self.run, last, inputs, run)
             else:
@@ -373,6 +379,19 @@ class Publisher(ClosedOnExit):
             raise publish_error(report)
         return report
 
+    def _engines_known(self, inputs: PublishInputs) -> None:
+        """When the engines have said what they are, before anything is offered: cast to what they have; look for NaN.
+
+        Raises ValueError, NotFiniteError.
+        """
+        if inputs.engine_dtypes is not None:
+            specs = self._source.specs()
+            inputs.engine_dtypes.ask(inputs.fleet, specs, is_again=inputs.again is not None)
+            if inputs.engine_dtypes.cast(specs) is not inputs.pack_plan.specs:
+                inputs.pack_plan.cast(inputs.engine_dtypes.cast(specs))
+        if self._options.check_finite and inputs.again is None and not isinstance(self._source, StreamSource):
+            require_finite(inputs.pack_plan.specs, held_shards(inputs.pack_plan.specs, inputs.regions))
+
     def _join_trainer_group(self) -> None:
         """Find out whether other ranks publish with this one; nothing is connected yet. Raises ValueError."""
         if self._trainer_group is not None and dist.is_available() and dist.is_initialized():
@@ -387,7 +406,10 @@ class Publisher(ClosedOnExit):
                     )
                 from weightcast.trainer.group.lead import TrainerGroup
 
-                self._group = TrainerGroup(group, self._source, self._options.deadline_seconds)
+                options = self._options
+                self._group = TrainerGroup(
+                    group, self._source, options.deadline_seconds, check_finite=options.check_finite
+                )
                 self._owned[:0] = self._group.owned
         self._is_joined = True
 
@@ -428,8 +450,12 @@ class Publisher(ClosedOnExit):
             device = connections.device
         if pack_plan is None or not is_known:
             pack_plan = self._ready_pack_plan(device, source)
+        if self._group is None:
+            arguments.require_alone(source)
         if isinstance(source, StreamSource):
-            pack_plan.use(regions, StreamPacker(pack_plan.layout, None if stream is None else stream.tensors))
+            tensors = None if stream is None else stream.tensors
+            check = self._options.check_finite
+            pack_plan.use(regions, StreamPacker(pack_plan.layout, tensors, check_finite=check))
         elif self._group is None:
             # Before there is a sender, which may write.
             pack_plan.packer(regions)
@@ -474,6 +500,7 @@ class Publisher(ClosedOnExit):
             spread=spread,
             # The digests of all tensors are taken where their buckets are sent from.
             num_origins=1 if self._options.verify == "installed" else self._options.origins or MAX_ORIGINS,
+            engine_dtypes=self._engine_dtypes if stored is None else None,
         )
 
     @property
@@ -483,6 +510,8 @@ class Publisher(ClosedOnExit):
     def _ready_pack_plan(self, device: torch.device, source: Source | StreamSource) -> PackPlan:
         """The plan for the source's specs: made once, and again when they have changed."""
         specs = source.specs()
+        if self._engine_dtypes is not None and source is self._source:
+            specs = self._engine_dtypes.cast(specs)
         if self._pack_plan is None or self._pack_plan.specs is not specs:
             _require_specs(specs)
             if self._transport.keeps_versions:

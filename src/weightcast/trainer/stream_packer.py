@@ -13,9 +13,11 @@ import torch
 from weightcast.checkpoint.live import is_memory
 from weightcast.errors import IncompatibleWeightsError, UpdateAbortedError
 from weightcast.format.bucket import DTYPE_NAMES, Digest, Layout, narrow, queued_digest
+from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorRecord, WeightVersion
 from weightcast.host.copy import copy_all
-from weightcast.trainer.packer import BlockDigests
+from weightcast.trainer.finite import require_finite
+from weightcast.trainer.packer import BlockDigests, Shard
 
 _SHARED_OUT_BYTES = 1 << 20
 """A copy of so much is shared out over threads; for a smaller one that costs more than it brings."""
@@ -24,8 +26,14 @@ _SHARED_OUT_BYTES = 1 << 20
 class StreamPacker:
     """Implements `Fill` for one version of a `StreamSource`. Memory: none besides the tensor that is there."""
 
-    def __init__(self, layout: Layout, tensors: Iterator[tuple[str, torch.Tensor]] | None) -> None:
-        """`tensors`: None for a version whose stream was taken before: no bucket can be filled again."""
+    def __init__(
+        self, layout: Layout, tensors: Iterator[tuple[str, torch.Tensor]] | None, *, check_finite: bool = False
+    ) -> None:
+        """`tensors`: None for a version whose stream was taken before: no bucket can be filled again.
+
+        `check_finite`: look for NaN and infinity in each tensor before it is packed.
+        """
+        self._checks_finite = check_finite
         self._layout = layout
         self._records = iter(layout.manifest.tensors)
         self._tensors = tensors
@@ -39,7 +47,7 @@ class StreamPacker:
         """Write the payload of bucket `index`, return its digest. With the last bucket the stream must be at its end.
 
         Raises IncompatibleWeightsError for another tensor than the specs name, UpdateAbortedError for a bucket that was
-        filled before, and what the iterator raises.
+        filled before, NotFiniteError, and what the iterator raises.
         """
         if self._tensors is None or index != self._num_filled:
             raise _gone(version)
@@ -75,6 +83,8 @@ class StreamPacker:
                 raise _other(f"found {found}, expected {expected}")
             if tensor.is_meta or not is_memory(tensor):
                 raise _other(f"found {found} on {tensor.device} without memory, or that is computed when it is read")
+            if self._checks_finite:
+                require_finite([record], [Shard(0, whole(record.shape), tensor)] if tensor.numel() else [])
             if record is wanted:
                 self._record, self._tensor = record, tensor
                 return

@@ -5,7 +5,7 @@ What each can prove:
 - `ByReference` knows every name, shape and dtype of the start-up checkpoint and, from one dry run of it, which of them
   this rank's loader uses. An offer must have the same, so that its install sets what the start set. Names that the
   loader would take as well, but that the checkpoint does not have, are refused.
-- `by_dry_run` knows what the loader does with the offer itself. It finds names that the loader refuses or, in an engine
+- `ByDryRun` knows what the loader does with the offer itself. It finds names that the loader refuses or, in an engine
   of one rank, ignores; parameters that would not be set or be set twice; other dtypes than the live ones. A tensor that
   is too large is found only in an engine of one rank: a rank of several takes its part of whatever comes.
 
@@ -15,17 +15,17 @@ Neither can see two tensors of one shape that are exchanged, or a square one tha
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
 
+from weightcast.checkpoint.live import CASTABLE
 from weightcast.errors import UnsupportedError, listed
 from weightcast.format.bucket import DTYPE_NAMES
-from weightcast.format.manifest import Manifest, TensorSpec
+from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec
 from weightcast.integrations.plugin.dry_run import DryRunOutcome
 from weightcast.serving.install_map import RecordedMap
 from weightcast.serving.load_plan import dtype_remedies, misfit_error
@@ -52,8 +52,17 @@ class AcceptedOffer:
     pads: bool
 
 
-Acceptance: TypeAlias = Callable[[Manifest], AcceptedOffer]
-"""Decides about an offer. Raises IncompatibleWeightsError, naming every offender."""
+class Acceptance(Protocol):
+    """What a rank's loader takes."""
+
+    def accept(self, manifest: Manifest) -> AcceptedOffer:
+        """Decide about an offer. Raises IncompatibleWeightsError, naming every offender."""
+        ...
+
+    def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        """The dtype in which the rank keeps each of these tensors that it takes any of, by record name."""
+        ...
+
 
 Trial: TypeAlias = Callable[[Sequence[TensorSpec]], DryRunOutcome]
 """A dry run of the model's loader on tensors like these, in this order."""
@@ -63,6 +72,7 @@ Trial: TypeAlias = Callable[[Sequence[TensorSpec]], DryRunOutcome]
 class _Held:
     spec: TensorSpec
     dtypes: frozenset[str]
+    kept: str
     is_required: bool = False
 
 
@@ -79,7 +89,7 @@ class ByReference:
         for spec in loaded:
             num_used, dtypes = outcome.used[spec.name]
             known = frozenset({spec.dtype, *(DTYPE_NAMES[dtype] for dtype in dtypes)})
-            self._held[spec.name] = _Held(spec, known, is_required=num_used > 0)
+            self._held[spec.name] = _Held(spec, known, _kept(spec.dtype, dtypes), is_required=num_used > 0)
         for name, owner in self._tied.items():
             self._held[name] = dataclasses.replace(self._held[owner], is_required=False)
         self._accepted = _accepted(model, loaded, outcome, self._tied)
@@ -103,8 +113,48 @@ class ByReference:
             raise misfit_error(problems, dtype_remedies(misfits, {held.spec.dtype for held in self._held.values()}))
         return dataclasses.replace(self._accepted, names=frozenset(offered - self._tied.keys()))
 
+    def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        known = {spec.name: next((n for n in spec.names if n in self._held), None) for spec in specs}
+        return {name: self._held[held].kept for name, held in known.items() if held is not None}
 
-def by_dry_run(model: nn.Module, trial: Trial, manifest: Manifest, *, is_alone: bool) -> AcceptedOffer:
+
+@dataclasses.dataclass(frozen=True)
+class ByDryRun:
+    """Lets the loader try each offer. `is_alone`: the engine has one rank."""
+
+    model: nn.Module
+    trial: Trial
+    is_alone: bool
+
+    def accept(self, manifest: Manifest) -> AcceptedOffer:
+        return _tried(self.model, self.trial, manifest, is_alone=self.is_alone)
+
+    def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        """By a dry run on tensors like these."""
+        tied = _tied(self.model, {name for spec in specs for name in spec.names})
+        used = self.trial([TensorSpec(n, s.dtype, s.shape) for s in specs for n in s.names if n not in tied]).used
+        owners = {spec.name: [tied.get(name, name) for name in spec.names] for spec in specs}
+        kept: dict[str, str] = {}
+        for spec in specs:
+            found = {
+                dtype for owner in owners[spec.name] if owner in used and used[owner][0] for dtype in used[owner][1]
+            }
+            if found:
+                kept[spec.name] = _kept(spec.dtype, found)
+        return kept
+
+
+def _kept(dtype: str, live: Collection[torch.dtype]) -> str:
+    """In which dtype to send what a checkpoint has in `dtype` and a loader copies to parameters of these dtypes.
+
+    The widest of these: to a narrower one it is then rounded once. Where one is no plain floating point, the loader
+    computes it (it quantises, for example) from what a checkpoint has.
+    """
+    names = {DTYPE_NAMES[each] for each in live}
+    return max(names, key=lambda name: (ITEMSIZE_BYTES[name], name)) if names and names <= CASTABLE else dtype
+
+
+def _tried(model: nn.Module, trial: Trial, manifest: Manifest, *, is_alone: bool) -> AcceptedOffer:
     """Lets the loader try the offer."""
     offered = {name: TensorSpec(name, r.dtype, r.shape) for r in manifest.tensors for name in r.names}
     tied = _tied(model, offered.keys())
@@ -123,7 +173,7 @@ def by_dry_run(model: nn.Module, trial: Trial, manifest: Manifest, *, is_alone: 
             problems.append(f"unfit tensor {_shown(spec)}: {what} used by {type(model).__name__}")
     for name, owner in tied.items():
         if name in offered:
-            held = _Held(offered[owner], frozenset({offered[owner].dtype}))
+            held = _Held(offered[owner], frozenset({offered[owner].dtype}), offered[owner].dtype)
             problems += _differences(name, offered[name], held)
     twins = _tied(model, outcome.targets.keys())
     for target in outcome.targets.values():
@@ -140,9 +190,7 @@ def by_dry_run(model: nn.Module, trial: Trial, manifest: Manifest, *, is_alone: 
 
 def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] | None, *, is_alone: bool) -> Acceptance:
     """`is_alone`: the engine has one rank. Raises UnsupportedError if the model's loader can't be tried."""
-    if reference is None:
-        return functools.partial(by_dry_run, model, trial, is_alone=is_alone)
-    return ByReference(model, trial, reference).accept
+    return ByDryRun(model, trial, is_alone) if reference is None else ByReference(model, trial, reference)
 
 
 def _accepted(

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from weightcast.control.worker_rpc import Ask, Install, Prove, Quarantine, RankCall, Settle, UpdateCall
+from weightcast.control.worker_rpc import Ask, Dtypes, Install, Prove, Quarantine, RankCall, Settle, UpdateCall
 from weightcast.errors import (
     ClosedError,
     ControlError,
@@ -28,6 +28,7 @@ from weightcast.errors import (
     WeightcastError,
     thrown,
 )
+from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldWeights, Offer, PauseMode, WeightInfo
 from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.server_mutex import ServerMutex
@@ -143,6 +144,11 @@ class PluginEngine(abc.ABC):
         async with self._alone():
             replies = await self._in_time(self._replies(Prove(start, limit_bytes, tuple(names))))
         return replies.held(with_blocks=bool(names))
+
+    async def dtypes(self, specs: list[TensorSpec]) -> dict[str, str]:
+        """The dtypes in which the ranks together have these tensors, by record name."""
+        async with self._alone():
+            return (await self._in_time(self._replies(Dtypes(specs)))).dtypes()
 
     async def quarantine(self, reason: str) -> None:
         """Pause, and refuse to serve until a complete update has come."""

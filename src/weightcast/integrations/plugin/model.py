@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedError, listed, thrown
-from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer
@@ -118,10 +118,16 @@ class LoaderEngine(abc.ABC):
             # Layers or parameters were exchanged since the loader was tried.
             self._offer, self._acceptance = None, self._make_acceptance()
         if self._offer is None or self._offer[0] != digest:
-            accepted = self._acceptance(manifest)
+            accepted = self._acceptance.accept(manifest)
             owners = Counter(owner for r in manifest.tensors for owner in {accepted.tied.get(n, n) for n in r.names})
             self._apart = {owner for owner in accepted.tied.values() if owners[owner] > 1}
             self._offer = digest, accepted
+
+    def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str]:
+        """In which dtypes this rank's loader keeps tensors of these names and shapes, of those that it takes any of."""
+        if self._acceptance is None:
+            raise UnsupportedError(f"weightcast can't update an engine with {', '.join(self._unsupported)}")
+        return self._acceptance.dtypes(specs)
 
     @property
     def install_map(self) -> RecordedMap | None:

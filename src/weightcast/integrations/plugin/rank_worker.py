@@ -22,6 +22,7 @@ from msgspec import UNSET
 
 from weightcast.control.worker_rpc import (
     Ask,
+    Dtypes,
     Init,
     Install,
     Leave,
@@ -95,6 +96,7 @@ class RankWorker:
         """
         start = time.perf_counter()
         held: tuple[list[HeldTensor], int] = ([], -1)
+        dtypes: dict[str, str] = {}
         with Attempt() as attempt:
             try:
                 call = msgspec.convert(values, RankCall)
@@ -102,13 +104,15 @@ class RankWorker:
                 raise ManifestError(f"this is no call of weightcast's ranks: {exc}", fault="type") from exc
             if isinstance(call, Prove):
                 held = self._held(call)
+            elif isinstance(call, Dtypes):
+                dtypes = self._worker.dtypes(call.tensors)
             else:
                 self.do(call)
         serial = str(values.get("serial", "")) if isinstance(values, dict) else ""
         seconds, asleep = time.perf_counter() - start, self._weights_asleep()
         rank, instance = self._worker.engine_rank, self._worker.instance
         info, is_loading = self.info(), self._gate.is_writing
-        reply = RankReply(rank, info, attempt.error, seconds, asleep, serial, instance, *held, is_loading)
+        reply = RankReply(rank, info, attempt.error, seconds, asleep, serial, instance, *held, is_loading, dtypes)
         return msgspec.to_builtins(reply)
 
     def info(self) -> WeightInfo:
@@ -146,7 +150,7 @@ class RankWorker:
                 self._worker.shutdown()
             case Quarantine(reason):
                 self._gate.tear(f"{reason}; publish a complete update to heal this engine")
-            case Ask() | Prove():
+            case Ask() | Prove() | Dtypes():
                 pass
 
     def finish(self) -> None:

@@ -9,6 +9,7 @@ from msgspec import UNSET
 
 from weightcast.control.worker_rpc import RankReply
 from weightcast.errors import EngineTornError, from_record
+from weightcast.format.manifest import ITEMSIZE_BYTES
 from weightcast.format.messages import HeldWeights, WeightInfo
 from weightcast.serving.install_map import held_weights
 
@@ -54,6 +55,18 @@ class Replies(NamedTuple):
         info, ranks = self.info, {reply.engine_rank: reply.held for reply in self.ranks}
         held = held_weights(info.run, info.weight_version, ranks, with_blocks=with_blocks)
         return msgspec.structs.replace(held, next=self.ranks[0].next)
+
+    def dtypes(self) -> dict[str, str]:
+        """What the ranks have tensors in together, of replies to `Dtypes`. Raises the first error of any rank.
+
+        Where ranks differ, the widest: it is cast to the others without another rounding than theirs.
+        """
+        self.raise_first()
+        found: dict[str, str] = {}
+        for reply in self.ranks:
+            for name, dtype in reply.dtypes.items():
+                found[name] = max(found.get(name, dtype), dtype, key=ITEMSIZE_BYTES.__getitem__)
+        return found
 
     def raise_first(self, peer: str = "") -> None:
         """Raise the first error of any rank. `peer`: whom a PeerError then names."""

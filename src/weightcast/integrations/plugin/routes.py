@@ -33,6 +33,7 @@ from weightcast.control.routes import (
 from weightcast.control.worker_rpc import Init, Leave, UpdateCall
 from weightcast.errors import EngineTornError, PeerTimeoutError
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
+from weightcast.format.messages import DtypesQuestion, TensorDtypes
 from weightcast.integrations.plugin.engine import PluginEngine
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class EngineRoutes:
             ("POST", "/resume", self._resume),
             ("GET", "/weight_info", self._info),
             ("GET", "/weight_digests", self._digests),
+            ("POST", "/weight_dtypes", self._dtypes),
             ("POST", "/quarantine", self._quarantine),
             ("GET", "/is_paused", self._is_paused),
             ("GET", "/get_world_size", self._world_size),
@@ -117,6 +119,11 @@ class EngineRoutes:
 
     async def _digests(self, request: Request) -> Response:
         return reply(await self._find().held(request.query_params.getlist("names"), *held_range(request)))
+
+    async def _dtypes(self, request: Request) -> Response:
+        content = await read_body(request, MAX_MESSAGE_BYTES)
+        question: DtypesQuestion = await asyncio.to_thread(decode, content, DtypesQuestion)
+        return reply(TensorDtypes(await self._find().dtypes(question.tensors)))
 
     async def _quarantine(self, request: Request) -> Response:
         body: QuarantineBody = decode(await read_body(request, MAX_SMALL_BODY_BYTES), QuarantineBody)

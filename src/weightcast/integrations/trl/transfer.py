@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import trl
 
-from weightcast.checkpoint.live import memory_key
+from weightcast.checkpoint.live import CastTo, memory_key
 from weightcast.errors import PublishError, PublishReport, warn_if_untested
 from weightcast.host.deadline import number_of_seconds
 from weightcast.seams.client import EngineClient
@@ -44,7 +44,7 @@ class WeightcastTransfer:
         engines: Sequence[str | EngineClient],
         *,
         on_failure: Literal["raise", "skip"] = "raise",
-        dtype: torch.dtype | None = None,
+        dtype: CastTo | None = None,
         transport: str = "ipc://",
         token: str | None = None,
         options: PublishOptions | None = None,
@@ -55,7 +55,8 @@ class WeightcastTransfer:
         `on_failure`: what happens when an engine does not take an update. "raise": the PublishError ends the training.
         "skip": a warning is logged and training goes on; that engine keeps the version that it has, and the next update
         tries it again. The first update always raises.
-        `dtype`: what the weights are cast to while they are packed, as of `TensorSource`.
+        `dtype`: what the weights are cast to while they are packed, as of `TensorSource`; "engine": what the
+        engines have.
         `wait_ready_seconds`: how long the first update waits for engines that are starting.
 
         Raises ValueError or TypeError for other arguments than these.

@@ -8,13 +8,14 @@ refuse its requests then: where the engine is an object of this process, that do
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from weightcast.control.worker_rpc import (
     Ask,
+    Dtypes,
     Init,
     Install,
     Leave,
@@ -27,6 +28,7 @@ from weightcast.control.worker_rpc import (
     replies_to,
 )
 from weightcast.errors import ClosedError, UnsupportedError, WeightcastError
+from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldWeights, InitInfo, Offer, PauseMode, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.refusal import Refusal
 from weightcast.integrations.plugin.replies import Replies
@@ -167,6 +169,9 @@ class RankClient(EngineClient, ServesTraffic):
         if "prove" not in self._required(Ask()).info.abilities:
             return None
         return self._required(Prove(names=tuple(names))).held(with_blocks=bool(names))
+
+    def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str] | None:
+        return self._required(Dtypes(list(specs))).dtypes()
 
     def shutdown(self) -> None:
         """End whichever run's hold; the engine serves on."""

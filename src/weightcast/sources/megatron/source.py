@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.checkpoint.live import TensorChangeDetector, cast_target, require_here
+from weightcast.checkpoint.live import CastTo, TensorChangeDetector, cast_target, require_here
 from weightcast.errors import listed, warn_if_untested
 from weightcast.format.amounts import count
 from weightcast.format.bucket import narrow, split_like
@@ -47,7 +47,7 @@ class MegatronSource:
         model_chunks: nn.Module | Sequence[nn.Module],
         hf_config: Any,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: CastTo | None = None,
         family: Family | str | None = None,
         parallel: Parallel | None = None,
         mtp: bool = True,
@@ -56,8 +56,9 @@ class MegatronSource:
         a transformers configuration, its dict, or a path to config.json or its directory.
 
         `dtype` of what is published, by default the model's `params_dtype`; what a table has in another (expert biases
-        in float32) stays. `family`: a table, or the `model_type` whose table is to be used. `parallel`: this rank's
-        place, by default Megatron's own `parallel_state`. `mtp`: publish multi-token prediction layers too.
+        in float32) stays; "engine": the dtypes that the engines have. `family`: a table, or the `model_type` whose
+        table is to be used. `parallel`: this rank's place, by default Megatron's own `parallel_state`.
+        `mtp`: publish multi-token prediction layers too.
 
         Raises ValueError for a parameter that the family's table does not know, shapes or layers that are not those of
         `hf_config`, an unknown model type or dtype; here and, if the model changes, in `regions`.
@@ -68,7 +69,9 @@ class MegatronSource:
         config = read_config(hf_config)
         self._chunks, self._models = chunks, [_inner(chunk) for chunk in chunks]
         megatron = self._models[0].config
-        target = cast_target(megatron.params_dtype if dtype is None else dtype)
+        self.casts_to_engines = dtype == "engine"
+        target = cast_target(megatron.params_dtype if dtype in (None, "engine") else dtype)
+        assert target is not None
         self._mtp = mtp
         table = _family(family, config["model_type"])
         self._mapping = TensorMapping(

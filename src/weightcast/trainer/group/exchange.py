@@ -51,6 +51,7 @@ class Instruction(enum.IntEnum):
 
     A round, which is the next bucket of each origin, is BUCKET (pack it), PACKED, and DIGESTED where digests are shared
     out: see `gather`. OPEN, TRIAL and ASK are for the ranks that lead an origin: see `origins`.
+    CHECK: look for NaN, see `shares`.
     """
 
     START = 1
@@ -63,6 +64,7 @@ class Instruction(enum.IntEnum):
     TRIAL = 8
     ASK = 9
     END = 10
+    CHECK = 11
 
 
 class RankStatus(NamedTuple):
@@ -72,6 +74,7 @@ class RankStatus(NamedTuple):
     `is_mapped`: this rank packs into its origin's memory. Of a rank that leads an origin: `is_busy`, `is_lost`,
     `num_failures`: see `origins`; `next_round` is that of its next bucket, `offset_bytes` where the payload begins in
     its memory, -1 if it has none; `is_moved`: that memory must be mapped again; `shares_digest`: see `gather`.
+    `num_gathers`: of its source, see `CollectiveSource`.
     """
 
     num_error_bytes: int = 0
@@ -90,6 +93,7 @@ class RankStatus(NamedTuple):
     offset_bytes: int = -1
     is_moved: int = 0
     shares_digest: int = 0
+    num_gathers: int = 0
 
 
 def in_round(statuses: Sequence[RankStatus], number: int) -> list[RankStatus]:
@@ -325,12 +329,16 @@ class TrainerRanks:
             sizes = [status.argument for status in statuses]
             if not all(0 < size <= MAX_MESSAGE_BYTES for size in sizes):
                 raise ManifestError(f"messages of {sizes} bytes from the trainer ranks")
-            with self._unbroken() as group:
-                rows = torch.zeros(self.size, max(sizes), dtype=torch.uint8)
-                own = rows[self.group_rank].clone()
-                own[: len(data)] = _bytes_tensor(data)
-                wait(group.all_gather(list(rows.unbind()), own))
-                return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+            rows = torch.zeros(self.size, max(sizes), dtype=torch.uint8)
+            own = rows[self.group_rank].clone()
+            own[: len(data)] = _bytes_tensor(data)
+            self.all_gather(rows, own)
+            return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+    def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> None:
+        """Every rank's bytes, each a row by group rank; `own` is this rank's, and as long as a row on every rank."""
+        with self._lock, self._unbroken() as group:
+            wait(group.all_gather(list(rows.unbind()), own))
 
     def send_message(self, message: msgspec.Struct, group_rank: int) -> None:
         data = encode(message)

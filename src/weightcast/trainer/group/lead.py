@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 class TrainerGroup:
     """One rank's part in publishing together: the first rank leads, the others follow."""
 
-    def __init__(self, group: ProcessGroup | None, source: Source, deadline_seconds: float) -> None:
-        """`group`: None is the default one."""
+    def __init__(
+        self, group: ProcessGroup | None, source: Source, deadline_seconds: float, *, check_finite: bool = False
+    ) -> None:
+        """`group`: None is the default one. `check_finite`: the publishing rank's option; the others are asked."""
+        self._checks_finite = check_finite
         self._ranks = TrainerRanks(group, deadline_seconds)
         self._source = source
         self._shares = Shares(self._ranks, deadline_seconds)
@@ -70,14 +73,23 @@ class TrainerGroup:
             statuses = ranks.start(status)
             assert prepared is not None
             self._use(shares.lead(statuses, prepared.pack_plan.layout, _settings(run, prepared)), prepared)
+            shares.complete(statuses)
 
-            def settle_again() -> None:
+            def engines_known() -> None:
                 """Which kind of server an engine is, and so what it takes, may be known only now."""
+                if prepared.engine_dtypes is not None:
+                    specs = self._source.specs()
+                    prepared.engine_dtypes.ask(prepared.fleet, specs, is_again=prepared.again is not None)
+                    prepared.pack_plan.specs = prepared.engine_dtypes.cast(specs)
                 self._use(shares.settle(prepared.pack_plan.layout, _settings(run, prepared)), prepared)
+                if self._checks_finite and prepared.again is None:
+                    with ranks.uninterrupted():
+                        ranks.announce_when_idle(Instruction.CHECK)
+                        shares.check_finite()
 
             with ranks.error_at_next_exchange(), ranks.keeping_alive():
                 try:
-                    report = publish_run.run(prepared, settle_again)
+                    report = publish_run.run(prepared, engines_known)
                 finally:
                     ranks.version = max(version, publish_run.number)
             error, data = ranks.error, b"" if report is None else report.to_json()
@@ -125,7 +137,9 @@ class TrainerGroup:
             require_no_step("publish or sync")
             shares.look(self._source, self._source.regions())
         with self._in_step():
-            shares.follow(ranks.start(shares.status()))
+            first = ranks.start(shares.status())
+            shares.follow(first)
+            shares.complete(first)
             status, in_hand = RankStatus(), list[RankStatus]()
             while True:
                 own, contribution = shares.own, shares.contribution
@@ -143,6 +157,8 @@ class TrainerGroup:
                     case Instruction.SETTLE if is_ready:
                         shares.agree(argument)
                         status = RankStatus()
+                    case Instruction.CHECK if is_ready:
+                        shares.check_finite()
                     case Instruction.BUCKET if is_ready and not any(each.is_lost for each in statuses):
                         in_hand = in_round(statuses, argument)
                         shared = None if own is None else own.shared(in_hand)
@@ -192,4 +208,5 @@ class TrainerGroup:
 
 def _settings(run: str, prepared: PublishInputs) -> Settings:
     size, kind = prepared.pack_plan.bucket_size_bytes, prepared.pack_plan.layout.manifest.digest_kind
-    return Settings(run, prepared.url, size, kind, "gloo", prepared.spread(), prepared.num_origins)
+    dtypes = {} if prepared.engine_dtypes is None else dict(prepared.engine_dtypes.by_name)
+    return Settings(run, prepared.url, size, kind, "gloo", prepared.spread(), prepared.num_origins, dtypes)

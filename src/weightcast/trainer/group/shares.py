@@ -23,11 +23,14 @@ from weightcast.format.geometry import Region, merged, relative, split
 from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, RunId, TensorSpec, decode, encode
 from weightcast.format.plan import plan
 from weightcast.host import device as host_device
-from weightcast.seams.source import Regions, Source
+from weightcast.seams.source import CollectiveSource, Regions, Source
 from weightcast.seams.transport import Origins
+from weightcast.trainer.engine_dtypes import cast_by_name
+from weightcast.trainer.finite import require_finite
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks
 from weightcast.trainer.group.gather import Contribution, OriginPacker
 from weightcast.trainer.group.origins import GroupPacker, OriginSender, RankPlace, choose, homes, own_url
+from weightcast.trainer.group.whole_tensors import gather_whole
 from weightcast.trainer.packer import HeldRegion, SeenRegions, Shard, held_shards, require_tiling
 
 _MIN_SPLIT_BYTES = 1 << 20
@@ -44,7 +47,8 @@ class _HeldShards(msgspec.Struct, frozen=True):
 class Settings(msgspec.Struct, frozen=True):
     """The publishing rank to all: what it takes to make the same plan. `url`: of its transport.
 
-    `spread`, `num_origins`: where origins may be, and how many at most.
+    `spread`, `num_origins`: where origins may be, and how many at most. `dtypes`: what tensors are cast to, by name, in
+    the place of the specs' dtypes.
     """
 
     run: RunId
@@ -54,6 +58,7 @@ class Settings(msgspec.Struct, frozen=True):
     backend: Literal["gloo", "nccl"]
     spread: Origins
     num_origins: int
+    dtypes: dict[str, str] = {}
 
 
 class _Address(msgspec.Struct, frozen=True):
@@ -95,8 +100,11 @@ class Shares:
         self.run = ""
         self._ranks = ranks
         self._deadline_seconds = deadline_seconds
+        self._source: object = None
         self._regions: SeenRegions | None = None
         self._specs: Sequence[TensorSpec] = ()
+        self._cast_specs: Sequence[TensorSpec] = ()
+        """As they are published."""
         self._digest = (0, 0)
         self._shards: list[Shard] = []
         self._parts: list[HeldRegion] = []
@@ -112,6 +120,7 @@ class Shares:
 
     def look(self, source: Source, regions: Regions) -> None:
         """See what this rank holds now. No communication. Raises IncompatibleWeightsError."""
+        self._source = source
         if self._regions is not None and self._regions.is_of(regions):
             return
         self._regions = None
@@ -147,6 +156,7 @@ class Shares:
             digest_low=low,
             digest_high=high,
             device=number,  # it tells GPUs apart; host memory is 0
+            num_gathers=self._source.num_gathers if isinstance(self._source, CollectiveSource) else 0,
         )
 
     def forget(self) -> None:
@@ -181,7 +191,8 @@ class Shares:
         with ranks.error_at_next_exchange():
             holdings: list[_HeldShards] = [decode(row, _HeldShards) for row in rows]
             held, places = [each.parts for each in holdings], [each.place for each in holdings]
-            sharing = share(self._specs, held, places, settings)
+            self._cast_specs = cast_by_name(self._specs, settings.dtypes)
+            sharing = share(self._cast_specs, held, places, settings)
             low, high = struct.unpack_from("<qq", bytes.fromhex(sharing.layout.manifest.digest()))
         statuses = ranks.exchange(
             RankStatus(command=Instruction.SETTLE, version=ranks.version, digest_low=low, digest_high=high)
@@ -197,6 +208,31 @@ class Shares:
             self._holder.close()
         self._holder = None
         return sharing
+
+    def complete(self, statuses: Sequence[RankStatus]) -> None:
+        """After the shares are settled: have every value computed that takes several ranks. Raises on every rank alike.
+
+        `statuses`: of the first exchange.
+        """
+        ranks, counts = self._ranks, [status.num_gathers for status in statuses]
+        if not any(counts):
+            return
+        with ranks.error_at_next_exchange():
+            if len(set(counts)) > 1:
+                found = ", ".join(f"{n} on rank {rank}" for rank, n in zip(ranks.ranks, counts, strict=True))
+                raise IncompatibleWeightsError(
+                    "the trainer ranks do not have the same adapters in sharded layers (calls to gather them: "
+                    f"{found}): have the same adapters active on every rank"
+                )
+            assert isinstance(self._source, CollectiveSource)
+            self._source.complete(functools.partial(gather_whole, ranks))
+        ranks.exchange(RankStatus(command=Instruction.SETTLE, version=ranks.version))
+
+    def check_finite(self) -> None:
+        """Look for NaN and infinity in what this rank brings. Raises NotFiniteError on every rank, which names one."""
+        with self._ranks.error_at_next_exchange():
+            require_finite(self._cast_specs, self._own_shards())
+        self._ranks.exchange(RankStatus(command=Instruction.SETTLE, version=self._ranks.version))
 
     # --- the publishing rank ---
 

@@ -1,0 +1,79 @@
+"""The dtypes that a fleet's engines have tensors in, for a source that is cast to them.
+
+Invariants: every engine has said what it has before anything is offered to it; engines of one publisher have the same
+dtypes, and one that differs has failed, by name, before any byte moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from weightcast.checkpoint.live import CASTABLE
+from weightcast.errors import IncompatibleWeightsError, listed
+from weightcast.format.manifest import TensorSpec
+from weightcast.trainer.fleet import Fleet, FleetMember
+
+
+class EngineDtypes:
+    """What a publisher's engines have said, kept from publish to publish."""
+
+    def __init__(self) -> None:
+        self.by_name: Mapping[str, str] = {}
+        """The dtypes to cast to, by record name, where they differ from the source's."""
+        self._cast: tuple[Sequence[TensorSpec], Mapping[str, str], Sequence[TensorSpec]] = ((), {}, ())
+
+    def ask(self, fleet: Fleet, specs: Sequence[TensorSpec], *, is_again: bool) -> None:
+        """Ask the engines that have not been asked since they were connected; note those that differ as failed.
+
+        `specs`: the source's own. `is_again`: a version goes out that other engines have, in its dtypes. Raises
+        ValueError for a fleet without engines.
+        """
+        if not len(fleet):
+            raise ValueError(
+                "dtype='engine' casts to what engines have, and there is no engine to ask: a store has none; give the "
+                "source a dtype (dtype=torch.bfloat16), or none"
+            )
+        fleet.each(lambda member: member.ask_dtypes(specs))
+        first: FleetMember | None = None
+        found = {spec.name: self.by_name.get(spec.name, spec.dtype) for spec in specs} if is_again else {}
+        # Those that serve this publisher's last version come first: one that comes late does not change it for them.
+        for member in sorted(fleet.healthy(), key=lambda member: not member.is_joined):
+            differing = [n for n, dtype in member.dtypes.items() if n in found and _both(dtype, found[n])]
+            if differing:
+                whose = "the version that it is to be brought to" if first is None else first.name
+                problems = [f"{n!r} is {member.dtypes[n]} in {member.name}, {found[n]} in {whose}" for n in differing]
+                member.fail(
+                    IncompatibleWeightsError(
+                        f"{listed(problems)}: with dtype='engine' the engines of a publisher have the same dtypes; "
+                        "start this one with the same dtype, or publish to it by another publisher",
+                        problems,
+                    )
+                )
+                continue
+            first = first or member
+            found.update({n: dtype for n, dtype in member.dtypes.items() if n not in found})
+        if found:
+            casts = {spec.name: found.get(spec.name, spec.dtype) for spec in specs if spec.dtype in CASTABLE}
+            own = {spec.name: spec.dtype for spec in specs}
+            by_name = {n: dtype for n, dtype in casts.items() if dtype in CASTABLE and dtype != own[n]}
+            self.by_name = self.by_name if by_name == self.by_name else by_name
+
+    def cast(self, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        """The specs with these dtypes; the same object for the same specs and dtypes."""
+        if self._cast[0] is not specs or self._cast[1] is not self.by_name:
+            self._cast = specs, self.by_name, cast_by_name(specs, self.by_name)
+        return self._cast[2]
+
+
+def cast_by_name(specs: Sequence[TensorSpec], dtypes: Mapping[str, str]) -> Sequence[TensorSpec]:
+    """The specs, with these dtypes in place of their own; the same object for none."""
+    if not dtypes:
+        return specs
+    return tuple(msgspec.structs.replace(spec, dtype=dtypes.get(spec.name, spec.dtype)) for spec in specs)
+
+
+def _both(dtype: str, other: str) -> bool:
+    """Whether two dtypes differ where a cast would have made them equal."""
+    return dtype != other and dtype in CASTABLE and other in CASTABLE
