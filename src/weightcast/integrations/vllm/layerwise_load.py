@@ -45,13 +45,15 @@ class Reload:
         self._attention: list[Any] = [layer for layer in model.modules() if internals.require().is_attention(layer)]
         self._fillings: list[Filling] = []
         self._tied: list[Any] = []
-        """Packed layers in host memory with a parameter that belongs to an earlier layer as well."""
+        """Packed layers in host memory whose weight is an earlier layer's. Other tensors, such as the bias that a router
+        and its experts share, are packed nowhere."""
         seen: set[int] = set()
         for layer in model.modules():
-            own = {id(p) for p in layer.parameters(recurse=False) if p.is_cpu and p.numel()}
-            if own & seen and is_packed(layer):
-                self._tied.append(layer)
-            seen |= own
+            weight = layer._parameters.get("weight")
+            if weight is not None and weight.is_cpu and weight.numel():
+                if id(weight) in seen and is_packed(layer):
+                    self._tied.append(layer)
+                seen.add(id(weight))
 
     @property
     def processed(self) -> set[str]:
