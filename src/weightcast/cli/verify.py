@@ -118,6 +118,7 @@ def compare(checkpoint: Holding, engine: Holding) -> list[Difference]:
     for spec in engine.specs:
         for name in spec.names:
             by_name.setdefault(name, []).append(spec)
+    named = {name for spec in checkpoint.specs for name in spec.names}
     matched: set[str] = set()
     found: list[Difference] = []
     for spec in checkpoint.specs:
@@ -128,7 +129,7 @@ def compare(checkpoint: Holding, engine: Holding) -> list[Difference]:
         for other in others.values():
             ours, theirs = checkpoint.describe(spec), engine.describe(other)
             if other.name not in engine.unproven and ours != theirs:
-                name = spec.name if other.name in spec.names else other.name
+                name = spec.name if other.name in named else other.name
                 found.append(Difference(name, "differs", checkpoint=ours, engine=theirs))
     strangers = (spec for spec in engine.specs if spec.name not in matched)
     return found + [Difference(spec.name, "unknown", engine=engine.describe(spec)) for spec in strangers]

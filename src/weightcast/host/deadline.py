@@ -64,7 +64,7 @@ def in_background(call: Callable[[], T], *, name: str) -> Future[T]:
 
 
 def to_its_end(call: Callable[[], T], *, name: str) -> T:
-    """Run `call` whatever interrupts this thread meanwhile: a Ctrl-C is raised once it is done, a second one at once."""
+    """Run `call` to its end. A Ctrl-C meanwhile is raised once it is done, a second one at once."""
     future = in_background(call, name=name)
     try:
         return future.result()

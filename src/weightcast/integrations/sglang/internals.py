@@ -35,8 +35,8 @@ LOADED = tuple(
 BEGUN = f"{_UPDATER}.begin_weight_update"
 CHECKED = f"{_UPDATER}.check_weights"
 RELEASED = f"{_UPDATER}.release_memory_occupation"
-"""What other messages run there that change the weights, or take their memory away. In a session that was begun a client
-may also write to them past SGLang; a check may overwrite them."""
+"""What other messages run there that change the weights, or take their memory away. In a session that was begun a
+client may also write to them past SGLang; a check may overwrite them."""
 CHANGES = tuple(path.rpartition(".")[2] for path in (CALLED, *LOADED, BEGUN, CHECKED, RELEASED))
 """The names of these."""
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
