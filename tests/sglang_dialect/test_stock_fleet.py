@@ -606,3 +606,16 @@ def test_a_server_that_was_started_anew_is_updated_like_any_other(start: Start) 
         assert made.publish(version=2).ok
         assert_serves(server, 2, 2)
         assert_serves(other, 2, 2)
+
+
+def test_a_server_that_is_connected_again_is_in_one_group(start: Start) -> None:
+    server, source = start(), Trained()
+    with publisher(source.step(1), server) as made:
+        for version in (1, 3, 5):
+            assert made.publish(version=version).ok
+            assert len(server.state()["groups"]) == 1
+            server.fault("refuse after loading", 2)
+            assert failures(made, version=version + 1).keys() == {server.url}
+            source.step(version)
+        assert made.publish().ok
+    assert not server.state()["groups"]
