@@ -43,6 +43,7 @@ class VllmModel(LoaderEngine):
     def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device, *, agree: Agree = alone) -> None:
         internals.require()
         self.device = device
+        self._reload = Reload(model, vllm_config)
         started_with = weakref.WeakSet(model.modules())
 
         def make_acceptance() -> Acceptance:

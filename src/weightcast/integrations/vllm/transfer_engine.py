@@ -86,8 +86,10 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             yield
         elif name == "discard":
             tags = kwargs.get("tags", *args[:1] or ((),))
-            rank.interrupt(f"vLLM discards its memory ({', '.join(tags)})", loses_weights="weights" in tags)
+            rank.interrupt("vLLM discards memory")
             yield
+            if "weights" in tags:
+                rank.interrupt("vLLM has discarded the weights' memory", loses_weights=True)
         elif name == "reload_weights":
             rank.interrupt("vLLM reloads the weights by itself", loses_weights=True)
             yield
