@@ -609,13 +609,15 @@ def test_a_server_that_was_started_anew_is_updated_like_any_other(start: Start) 
 
 
 def test_a_server_that_is_connected_again_is_in_one_group(start: Start) -> None:
-    server, source = start(), Trained()
+    """After a failure that its group was well in."""
+    server, source = start(num_ranks=2), Trained()
     with publisher(source.step(1), server) as made:
-        for version in (1, 3, 5):
-            assert made.publish(version=version).ok
+        for value in (1, 3, 5):
+            assert made.publish(version=value).ok
             assert len(server.state()["groups"]) == 1
-            server.fault("refuse after loading", 2)
-            assert failures(made, version=version + 1).keys() == {server.url}
-            source.step(version)
+            server.fault("one rank does not load", 2)
+            source.step(value + 1)
+            assert failures(made, version=value + 1).keys() == {server.url}
+            source.step(value + 2)
         assert made.publish().ok
     assert not server.state()["groups"]
