@@ -37,7 +37,11 @@ VERSION = WeightVersion("5a" * 16, 1)
 CPU = torch.device("cpu")
 BF16 = OfflineSetup("qwen3", torch.bfloat16)
 DENSE, PADDED, EXPERTS, BIASED, TIED = map(OfflineSetup, ("qwen3", "qwen3-padded", "qwen3-moe", "qwen2", "llama-tied"))
-ROUTER_BIAS = tuple(map(OfflineSetup, ("glm4-moe", "deepseek-v3", "ernie-moe")))
+ROUTER_BIAS = (
+    *map(OfflineSetup, ("glm4-moe", "ernie-moe")),
+    # vLLM's kernels for its weights on a CPU take no float32.
+    OfflineSetup("deepseek-v3", torch.bfloat16, torch.bfloat16),
+)
 SPECULATING = OfflineSetup("qwen3", speculates=True)
 ALL = (DENSE, PADDED, EXPERTS, BIASED, TIED, BF16)
 LAYER = "model.layers.1"
