@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightcast import ModuleSource, Publisher, registry
+from weightcast import ModuleSource, Publisher, TensorSource, registry
 from weightcast.seams.transport import Transport
 
 
@@ -23,6 +23,13 @@ def test_what_is_no_url_is_the_callers_mistake(url: str) -> None:
     known = "file://, gloo://, ipc://, memory://, nccl://"
     with pytest.raises(ValueError, match=f"is not a transport URL; write one like {known}"):
         registry.transport(url)
+
+
+@pytest.mark.parametrize("url", ["gloo://::1:0", "gloo://::1", "nccl://fe80::1:29500/secret"])
+def test_an_ipv6_address_needs_brackets(url: str) -> None:
+    remedy = r"has an IPv6 address without brackets: write one like '(gloo|nccl)://\[::1\]:0'"
+    with pytest.raises(ValueError, match=remedy):
+        Publisher(TensorSource({"a": torch.zeros(1)}), transport=url)
 
 
 def test_an_unknown_scheme_is_answered_with_the_known_ones() -> None:

@@ -60,10 +60,13 @@ def scheme(url: str) -> str:
         raise TypeError(
             f"{url!r:.80} is no transport URL; pass text such as 'ipc://', or 'file:///DIR' for a directory"
         )
-    name, separator, _ = url.partition("://")
+    name, separator, rest = url.partition("://")
     if not separator or not name:
         schemes = ", ".join(f"{n}://" for n in known())
         raise ValueError(f"{url!r} is not a transport URL; write one like {schemes} (a directory is file:///DIR)")
+    netloc = rest.partition("/")[0]
+    if netloc.count(":") > 1 and "[" not in netloc:
+        raise ValueError(f"{url!r} has an IPv6 address without brackets: write one like '{name}://[::1]:0'")
     return name
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from weightcast import EngineServer, ModuleEngine, Publisher, TensorSource, cli
 from weightcast.cli import exits, verify
-from weightcast.errors import ControlError
+from weightcast.errors import ControlError, PeerError
 
 pytestmark = pytest.mark.cluster
 
@@ -231,6 +232,18 @@ def test_only_what_was_compared_is_quarantined(monkeypatch: pytest.MonkeyPatch) 
                     verify.verify(ours, [server.url], None, quarantine=True)
         assert not server.gate.torn
         assert not verify.verify(ours, [server.url], None, quarantine=True).ok
+        assert "'weight'" in server.gate.torn
+
+
+def test_an_engine_that_differs_is_quarantined_whatever_another_one_does() -> None:
+    ours, tensors = (TensorSource({"weight": torch.full((4, 4), value)}) for value in (1.0, 2.0))
+    with EngineServer(ModuleEngine(torch.nn.Linear(4, 4, bias=False))) as server:
+        with Publisher(tensors, engines=[server.url]) as publisher:
+            publisher.publish()
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            dead = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(PeerError):
+            verify.verify(ours, [dead, server.url], None, quarantine=True)
         assert "'weight'" in server.gate.torn
 
 

@@ -48,6 +48,16 @@ def test_tied_in_one_and_apart_in_the_other() -> None:
     assert kinds(compare(holding((TIED, "1")), holding((embed, "1"), (head, "2")))) == [("embed", "differs")]
 
 
+def test_an_engines_tied_parameter_is_compared_with_what_it_is_tied_to() -> None:
+    """A checkpoint has one name for both; vLLM's head is a parameter of its own that lies where the embedding lies."""
+    embed, head = TensorSpec("embed", "bfloat16", (2, 3)), TensorSpec("head", "bfloat16", (2, 3), aliases=("embed",))
+    assert compare(holding((embed, "1")), holding((embed, "1"), (head, "1"))) == []
+    assert compare(holding((TIED, "1")), holding((embed, "1"), (head, "1"))) == []
+    assert kinds(compare(holding((embed, "1")), holding((embed, "1"), (head, "2")))) == [("head", "differs")]
+    both = kinds(compare(holding((embed, "1")), holding((embed, "2"), (head, "2"))))
+    assert both == [("embed", "differs"), ("head", "differs")]
+
+
 def test_a_digest_that_is_not_there_is_a_difference() -> None:
     engine = Holding([A], {})
     assert kinds(compare(holding((A, "1")), engine)) == [("a", "differs")]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,12 +12,13 @@ import torch
 from core.direct import DirectEngine, fleet
 from publishers import publisher_of
 
-from integrations.loader_model import FUSED, HIDDEN, Model, ModelEngine, checkpoint
+from integrations.loader_model import FUSED, HIDDEN, Model, ModelEngine, Norm, checkpoint, specs
 from weightcast import LocalEngine, ModuleEngine, ModuleSource, TensorSource
-from weightcast.errors import EngineTornError, PeerDiedError, PublishError, UnsupportedError
+from weightcast.errors import EngineTornError, InstallError, PeerDiedError, PublishError, UnsupportedError
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.messages import HeldWeights
+from weightcast.format.plan import plan
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.serving.install_map import HeldTensor, PlacedDigest, whole_digest
 
@@ -96,6 +99,127 @@ def test_a_head_that_is_no_longer_tied_is_found() -> None:
         engine.after_copy = untie
         with pytest.raises(PublishError, match=r"'head\.table' on rank 0"):
             publisher.publish(3)
+
+
+class SharedHead(Model):
+    """The head is the embedding's module, as in SGLang."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = self.embed
+
+
+def without_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
+
+
+@pytest.mark.parametrize("kind", [TiedModel, SharedHead])
+def test_a_tied_head_is_proven_by_a_source_that_does_not_name_it(kind: type[Model]) -> None:
+    """As a checkpoint of Hugging Face's does not."""
+    model, tensors = kind(), without_head(checkpoint(1))
+    engine = ModelEngine(model)
+
+    def untie(model: Model) -> None:
+        model.head = torch.nn.Module()
+        model.head.table = torch.nn.Parameter(model.embed.table + 1, requires_grad=False)
+
+    with fleet(TensorSource(tensors), engine, verify="installed") as (publisher, (client,)):
+        for number in (1, 2):
+            (result,) = publisher.publish(number).engines.values()
+            assert result.unproven.keys() == OPAQUE | {"turned.router"}
+        assert client.held().digests["head.table"] == tensor_digest(tensors["embed.table"])
+        engine.after_copy = CORRUPTIONS["a row of the embedding"][0]
+        with pytest.raises(PublishError, match=r"'embed\.table' on rank 0.*'head\.table' on rank 0"):
+            publisher.publish(3)
+        assert client.gate.torn
+        engine.after_copy = lambda model: None
+        assert publisher.publish(4).ok
+        engine.after_copy = untie
+        with pytest.raises(PublishError, match=r"'head\.table' on rank 0"):
+            publisher.publish(5)
+        assert client.gate.torn
+
+
+@pytest.mark.parametrize("kind", [TiedModel, SharedHead])
+def test_a_head_that_was_untied_is_refused_at_the_next_offer(kind: type[Model]) -> None:
+    """Its loader sets the embedding alone, and would leave the head as it is in every later version."""
+    model = kind()
+    engine = ModelEngine(model)
+    tensors = without_head(checkpoint(1))
+    with fleet(TensorSource(tensors), engine) as (publisher, (client,)):
+        assert publisher.publish(1).ok
+        tied = model.head
+        model.head = torch.nn.Module()
+        model.head.table = torch.nn.Parameter(model.embed.table.clone(), requires_grad=False)
+        with pytest.raises(PublishError, match=r"'head\.table' was 'embed\.table'.*tie them again"):
+            publisher.publish(2)
+        assert (client.gate.torn, client.gate.version.number) == ("", 1)
+        model.head = tied
+        assert publisher.publish(3).ok
+
+
+def test_layers_that_are_exchanged_between_offer_and_install_are_noticed() -> None:
+    model, tensors = Model(), checkpoint(1)
+    engine = ModelEngine(model)
+    engine.validate(plan(specs(tensors), 1 << 20))
+    model.norm = Norm()
+    with pytest.raises(InstallError, match="exchanged since the offer"):
+        engine.load(tensors.items())
+    assert not model.norm.weight.any()
+
+
+@pytest.mark.parametrize("error", [StopIteration, RuntimeError, PeerDiedError, KeyboardInterrupt])
+def test_what_differs_is_quarantined_whatever_fails_then(error: type[BaseException]) -> None:
+    engine = ModelEngine(Model())
+    with fleet(TensorSource(checkpoint(1)), engine, verify="installed") as (publisher, (client,)):
+        for number in (1, 2):
+            assert publisher.publish(number).ok
+        engine.after_copy = stale_expert
+        held = client.held
+
+        def failing(names: Sequence[str] = ()) -> HeldWeights | None:
+            if names:
+                raise error("while it is asked where it differs")
+            return held(names)
+
+        client.held = failing  # type: ignore[method-assign]
+        with pytest.raises((PublishError, KeyboardInterrupt)):
+            publisher.publish(3)
+        assert "experts.2.w2" in client.gate.torn
+        client.held = held  # type: ignore[method-assign]
+        engine.after_copy = lambda model: None
+        assert publisher.publish(4).ok
+
+
+def test_a_quarantine_is_made_in_spite_of_a_ctrl_c() -> None:
+    engine = ModelEngine(Model())
+    with fleet(TensorSource(checkpoint(1)), engine, verify="installed") as (publisher, (client,)):
+        for number in (1, 2):
+            assert publisher.publish(number).ok
+        engine.after_copy = stale_expert
+        quarantine, asked, interrupted = client.quarantine, threading.Event(), threading.Event()
+        main = threading.main_thread().ident
+        assert main is not None
+
+        def slow(reason: str) -> None:
+            asked.set()
+            signal.pthread_kill(main, signal.SIGINT)
+            assert interrupted.wait(10)
+            quarantine(reason)
+
+        def on_interrupt(*_: object) -> None:
+            interrupted.set()
+            raise KeyboardInterrupt
+
+        client.quarantine = slow  # type: ignore[method-assign]
+        former = signal.signal(signal.SIGINT, on_interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                publisher.publish(3)
+        finally:
+            signal.signal(signal.SIGINT, former)
+        assert asked.is_set()
+        assert "experts.2.w2" in client.gate.torn
 
 
 def test_clean_updates_are_clean_and_name_what_is_not_proven() -> None:

@@ -38,6 +38,10 @@ def test_a_feature_that_was_not_tried_is_named(name: str, value: Any) -> None:
     assert internals.unsupported(arguments(**{name: value}), MODEL) == [f"{name}={value!r}"]
 
 
+def test_speculation_without_a_draft_model_is_none_of_these() -> None:
+    assert internals.unsupported(arguments(speculative_algorithm="NGRAM"), MODEL) == []
+
+
 def test_packed_and_derived_weights_are_named() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].use_intel_amx_backend = True

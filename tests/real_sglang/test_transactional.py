@@ -30,8 +30,11 @@ FAMILIES = [
         ("llama-tied", torch.float32, 2),
         ("qwen3-moe", torch.float32, 1),
         ("qwen3", torch.bfloat16, 2),
+        ("ernie-moe", torch.float32, 1),
     )
 ]
+ROUTER_BIAS = Setup("glm4-moe")
+"""Router and experts have one bias for both."""
 LATENT = Setup("deepseek-v2")
 """SGLang makes MLA's absorbed weights in place at each load. It can't generate with MLA without its kernels."""
 
@@ -102,7 +105,7 @@ def test_each_tensor_is_cast_to_what_the_engine_has(server: Server) -> None:
         assert_serves(server, 1)
 
 
-@on(full=FAMILIES)
+@on(ROUTER_BIAS, full=FAMILIES)
 def test_families(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         for seed in (1, 0, 1):
@@ -123,6 +126,32 @@ def test_an_install_leaves_the_very_weights_that_a_load_from_disk_leaves(server:
             assert server.checksum() != from_disk
             it.publish(1)
             assert server.checksum() == from_disk
+
+
+@on(ONE, full=[TWO])
+def test_weights_that_sglang_changes_by_itself_are_of_no_version(server: Server) -> None:
+    """By whichever of its routes, and also where one of them fails, which may have written some."""
+    strangers: list[tuple[str, dict[str, Any], str]] = [
+        ("/update_weights_from_disk", {"model_path": str(server.folder)}, "default"),
+        ("/update_weights_from_disk", {"model_path": str(server.folder), "weight_version": "theirs"}, "theirs"),
+        ("/update_weights_from_disk", {"model_path": "/nowhere"}, "default"),
+        ("/begin_weight_update", {}, "default"),
+        ("/weights_checker", {"action": "reset_tensors"}, "default"),
+    ]
+    with trainer(server.setup, server.url) as it:
+        version = str(it.publish(1).version)
+        for path, body, label in strangers:
+            assert (server.version(), server.get("/weight_info")["run"]) == (version, it.publisher.run)
+            server.post(path, body)
+            assert server.answer(PROMPT, 4).spans == [(label, 0, 4)], path
+            info = server.get("/weight_info")
+            assert (info["weight_version"], info["run"], info["torn"]) == (label, "", ""), path
+            if path == "/begin_weight_update":
+                assert server.post("/end_weight_update").status_code == 200
+            assert it.publisher.sync(server.url).ok
+            assert_serves(server, 1)
+        it.publish(0)
+        assert_serves(server, 0)
 
 
 @on(ONE, TWO)

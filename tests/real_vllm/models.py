@@ -63,6 +63,23 @@ _LATENT = {
     },
 }
 """The ranks are those that vLLM's kernels for CPUs are made for; SGLang's MLA on a CPU has no other way to rotate."""
+_ROUTER_BIAS = {
+    **_LATENT,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+}
+_GLM_EXPERTS = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+_ERNIE_EXPERTS = {
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_intermediate_size": 64,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": 2,
+}
+"""These three have a bias for each expert, which only chooses among them; vLLM registers it with the router and with
+the experts."""
 _WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "initializer_range": 0.05}
 _LARGE = {"intermediate_size": 1000, "num_hidden_layers": 182, "head_dim": 16, "initializer_range": 0.05}
 _DEEP = {"intermediate_size": 292, "num_hidden_layers": 182, "head_dim": 16, "initializer_range": 0.05}
@@ -76,6 +93,11 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "deepseek-v2": lambda: transformers.DeepseekV2Config(
         **{k: v for k, v in _SHAPE.items() if k != "head_dim"} | _LATENT
     ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(
+        **{k: v for k, v in _SHAPE.items() if k != "head_dim"} | _ROUTER_BIAS
+    ),
+    "glm4-moe": lambda: transformers.Glm4MoeConfig(**_SHAPE | _EXPERTS | _GLM_EXPERTS),
+    "ernie-moe": lambda: transformers.Ernie4_5_MoeConfig(**_SHAPE | _ERNIE_EXPERTS),
     "qwen3-wide": lambda: transformers.Qwen3Config(**_SHAPE | _WIDE),
     "qwen3-deep": lambda: transformers.Qwen3Config(**_SHAPE | _DEEP),
     "qwen3-large": lambda: transformers.Qwen3Config(**_SHAPE | _LARGE),

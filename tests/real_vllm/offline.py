@@ -24,15 +24,17 @@ class OfflineSetup:
     """Which checkpoint (seed 0 of `family`, in `saved_dtype`), served in `dtype`.
 
     `packs`: whether weights are packed for the CPU's kernels; without, layers use their parameters as they are.
+    `speculates`: with tokens of the request's own text, for which there is no draft model.
     """
 
     family: str
     dtype: torch.dtype = torch.float32
     saved_dtype: torch.dtype = torch.float32
     packs: bool = True
+    speculates: bool = False
 
     def __str__(self) -> str:
-        name = self.family if self.packs else f"{self.family}-unpacked"
+        name = self.family + "-unpacked" * (not self.packs) + "-speculating" * self.speculates
         return name if self.dtype == self.saved_dtype else f"{name}-{self.dtype}"
 
 
@@ -91,7 +93,9 @@ def _started(setup: OfflineSetup, folder: Path) -> Iterator[Offline]:
             patch.setattr(_custom_ops, "_supports_onednn", False)
             patch.setattr(utils, "check_cpu_sgl_kernel", lambda *args: False)
         dtype = str(setup.dtype).removeprefix("torch.")
-        options = {"max_model_len": 256, "num_gpu_blocks_override": 64, "enable_prefix_caching": False}
+        options: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 64, "enable_prefix_caching": False}
+        if setup.speculates:
+            options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
         llm = LLM(str(folder), dtype=dtype, enforce_eager=True, **options)
         try:
             yield Offline(setup, llm)

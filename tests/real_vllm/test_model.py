@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +28,7 @@ from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.integrations.plugin.acceptance import Acceptance, acceptance
 from weightcast.integrations.vllm import internals
+from weightcast.integrations.vllm.layerwise_load import has_plain_weights
 from weightcast.integrations.vllm.model import VllmModel, dry_run
 from weightcast.seams.engine import Engine, ExposesTensors, Undoable, Validating
 from weightcast.sources.module import ModuleSource
@@ -34,6 +37,12 @@ VERSION = WeightVersion("5a" * 16, 1)
 CPU = torch.device("cpu")
 BF16 = OfflineSetup("qwen3", torch.bfloat16)
 DENSE, PADDED, EXPERTS, BIASED, TIED = map(OfflineSetup, ("qwen3", "qwen3-padded", "qwen3-moe", "qwen2", "llama-tied"))
+ROUTER_BIAS = (
+    *map(OfflineSetup, ("glm4-moe", "ernie-moe")),
+    # vLLM's kernels for its weights on a CPU take no float32.
+    OfflineSetup("deepseek-v3", torch.bfloat16, torch.bfloat16),
+)
+SPECULATING = OfflineSetup("qwen3", speculates=True)
 ALL = (DENSE, PADDED, EXPERTS, BIASED, TIED, BF16)
 LAYER = "model.layers.1"
 Q_PROJ, DOWN_PROJ, NORM = f"{LAYER}.self_attn.q_proj.weight", f"{LAYER}.mlp.down_proj.weight", "model.norm.weight"
@@ -122,7 +131,7 @@ def test_it_has_the_abilities_that_it_claims(offline: Offline) -> None:
 # --- installs ---
 
 
-@offline_on(*ALL)
+@offline_on(*ALL, *ROUTER_BIAS, SPECULATING)
 def test_alternating_installs_serve_what_a_cold_start_does(offline: Offline) -> None:
     engine = engine_of(offline)
     assert_seed(offline, 0)
@@ -313,6 +322,73 @@ def test_a_refused_offer_leaves_the_accepted_one(offline: Offline) -> None:
     engine.load(tensors.items())
     engine.commit(VERSION)
     assert_seed(offline, 1)
+
+
+# --- layers that were exchanged since vLLM was started ---
+
+
+def exchanged(layer: torch.nn.Module) -> torch.nn.Module:
+    """A copy with tensors of its own, which compute the same."""
+    copied = copy.copy(layer)
+    copied._parameters = dict(layer._parameters)
+    for name, parameter in layer.named_parameters(recurse=False):
+        made = torch.nn.Parameter(parameter.data.clone(), requires_grad=False)
+        made.__class__ = parameter.__class__
+        vars(made).update(vars(parameter))
+        copied._parameters[name] = made
+    return copied
+
+
+@offline_on(DENSE, EXPERTS)
+def test_a_layer_that_took_anothers_place_is_refused_at_the_offer(offline: Offline) -> None:
+    """vLLM would load into the former one, whatever is published."""
+    engine, attention = engine_of(offline), offline.model.get_submodule(f"{LAYER}.self_attn")
+    install(engine, weights(offline, 1))
+    o_proj = attention.o_proj
+    attention.o_proj = exchanged(o_proj)
+    try:
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match=rf"{LAYER}\.self_attn\.o_proj took another layer's place"):
+                offer(engine, weights(offline, 0))
+            assert_seed(offline, 1)
+    finally:
+        attention.o_proj = o_proj
+    install(engine, weights(offline, 0))
+    assert_seed(offline, 0)
+
+
+@offline_on(DENSE, TIED)
+def test_layers_that_have_changed_places_are_loaded_where_they_are(offline: Offline) -> None:
+    engine, layers = engine_of(offline), offline.model.model.layers
+    install(engine, weights(offline, 1))
+    for seed in (0, 1):
+        layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
+        install(engine, weights(offline, seed))
+        assert_seed(offline, seed)
+
+
+@offline_on(TIED)
+def test_a_head_that_was_untied_is_refused_at_the_offer(offline: Offline) -> None:
+    engine, head = engine_of(offline), offline.model.lm_head
+    install(engine, weights(offline, 1))
+    tied = head.weight
+    head._parameters["weight"] = torch.nn.Parameter(tied.data.clone(), requires_grad=False)
+    try:
+        with pytest.raises(UnsupportedError, match=f"{HEAD!r} was {EMBEDDING!r} .* tie them again"):
+            offer(engine, weights(offline, 0))
+    finally:
+        head._parameters["weight"] = tied
+
+
+@offline_on(DENSE)
+def test_a_packed_layer_is_known_by_what_it_computes(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = offline.model.lm_head
+    assert not has_plain_weights(layer)
+    monkeypatch.setattr(layer, "cpu_linear", functools.partial(layer.cpu_linear))
+    assert not has_plain_weights(layer), "however vLLM writes it"
+    for plain in (torch.nn.functional.linear, lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)):
+        monkeypatch.setattr(layer, "cpu_linear", plain)
+        assert has_plain_weights(layer)
 
 
 # --- tied embeddings ---
@@ -632,6 +708,30 @@ def test_a_vllm_without_a_name_is_refused_by_that_name(offline: Offline, monkeyp
         internals.require.cache_clear()
 
 
+@pytest.mark.parametrize("name", [*internals.CHANGES, *internals.WEIGHT_CALLS])
+@offline_on(DENSE)
+def test_a_vllm_without_a_method_that_changes_weights_is_refused_by_its_name(
+    offline: Offline, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = internals.require().worker
+    monkeypatch.delattr(worker, name)
+    monkeypatch.setattr(internals, "require", internals.require.__wrapped__)
+    with pytest.raises(UnsupportedError, match=rf"Worker\.{name}\b"):
+        engine_of(offline)
+
+
+@offline_on(DENSE)
+def test_a_sleep_of_another_kind_is_refused_by_its_name(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only of vLLM's own it is known where the weights are asleep."""
+    model = offline.config.model_config
+    monkeypatch.setattr(model, "sleep_mode_backend", "another")
+    assert internals.unsupported(offline.config) == []
+    monkeypatch.setattr(model, "enable_sleep_mode", True)
+    assert internals.unsupported(offline.config) == ["sleep_mode_backend='another'"]
+    monkeypatch.setattr(model, "sleep_mode_backend", "cumem")
+    assert internals.unsupported(offline.config) == []
+
+
 @offline_on(TIED)
 def test_a_vllm_that_packs_ties_otherwise_is_refused(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(offline.model.lm_head, "cpu_linear")
@@ -653,7 +753,8 @@ def test_a_vllm_that_packs_ties_otherwise_is_refused(offline: Offline, monkeypat
         ("offload_config.uva", "cpu_offload_gb", 1.0, "cpu_offload_gb"),
         ("offload_config.prefetch", "offload_group_size", 2, "offload_group_size"),
         ("", "lora_config", object(), "enable_lora"),
-        ("", "speculative_config", object(), "speculative_config"),
+        ("", "speculative_config", types.SimpleNamespace(method="eagle"), "speculative_config"),
+        ("", "speculative_config", types.SimpleNamespace(method="draft_model"), "speculative_config"),
     ],
 )
 @offline_on(DENSE)

@@ -153,6 +153,27 @@ def test_a_server_that_sleeps_is_updated_between_two_wakes(server: Server) -> No
             assert_serves(server, seed)
 
 
+@on(ONE, full=[TWO])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/collective_rpc", {"method": "reload_weights"}), ("/weight_checker", {"action": "reset"})],
+    ids=["reload", "reset"],
+)
+def test_weights_that_vllm_changes_by_itself_are_of_no_version(server: Server, path: str, body: dict[str, str]) -> None:
+    with trainer(server.setup, server.url) as it:
+        version = str(it.publish(1).version)
+        assert list(server.generate(PROMPT, 4))[-1].spans == [(version, 0, 4)]
+        assert server.post(path, body).status_code == 200
+        assert list(server.generate(PROMPT, 4))[-1].spans == [("default", 0, 4)]
+        info = server.get("/weight_info")
+        assert (info["weight_version"], info["run"], info["torn"]) == ("default", "", "")
+        assert it.publisher.sync(server.url).ok
+        assert (server.version(), server.get("/weight_info")["run"]) == (version, it.publisher.run)
+        assert_serves(server, 1)
+        it.publish(0)
+        assert_serves(server, 0)
+
+
 @on(ONE, TWO)
 def test_weights_that_are_gone_are_not_served(server: Server) -> None:
     """A sleep of level 2 drops them."""

@@ -587,3 +587,18 @@ def test_a_server_that_was_started_anew_is_updated_like_any_other(start: Start) 
         assert made.publish(version=2).ok
         assert_serves(server, 2, 2)
         assert_serves(other, 2, 2)
+
+
+def test_a_server_that_is_connected_again_is_in_one_group(start: Start) -> None:
+    """After a failure that its group was well in."""
+    server, source = start(num_ranks=2), Trained()
+    with publisher(source.step(1), server) as made:
+        for value in (1, 3, 5):
+            assert made.publish(version=value).ok
+            assert len(server.state()["groups"]) == 1
+            server.fault("one rank does not load", 2)
+            source.step(value + 1)
+            assert failures(made, version=value + 1).keys() == {server.url}
+            source.step(value + 2)
+        assert made.publish().ok
+    assert not server.state()["groups"]

@@ -504,14 +504,16 @@ class InstallMap:
     num_proofs = 0
     """How often `proven` may have changed."""
 
-    is_stale = False
-    """Whether `bind` has found another model than the one that this was made for."""
-
     shared: Collection[str] = frozenset()
     """Names whose tensors the engine wants to see in any case."""
 
     def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
         self._live = live
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the model is another one than this was made for."""
+        return False
 
     @property
     def live(self) -> Mapping[str, torch.Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
 from functools import partial
 
 import msgspec
@@ -14,7 +15,7 @@ from weightcast.cli import exits, output, values
 from weightcast.errors import ControlError, UnsupportedError, listed
 from weightcast.format.amounts import count, size
 from weightcast.format.manifest import TensorSpec
-from weightcast.host.deadline import in_background
+from weightcast.host.deadline import in_background, to_its_end
 from weightcast.seams.source import Source
 from weightcast.store.address import StoreAddress
 
@@ -113,18 +114,23 @@ def run(args: argparse.Namespace) -> int:
 
 def compare(checkpoint: Holding, engine: Holding) -> list[Difference]:
     """Every tensor in which the two differ. Tensors are matched by any of their names; tied ones have several."""
-    by_name = {name: spec for spec in engine.specs for name in spec.names}
+    by_name: dict[str, list[TensorSpec]] = {}
+    for spec in engine.specs:
+        for name in spec.names:
+            by_name.setdefault(name, []).append(spec)
+    named = {name for spec in checkpoint.specs for name in spec.names}
     matched: set[str] = set()
     found: list[Difference] = []
     for spec in checkpoint.specs:
-        others = {by_name[name].name: by_name[name] for name in spec.names if name in by_name}
+        others = {other.name: other for name in spec.names for other in by_name.get(name, ())}
         matched |= others.keys()
         if not others:
             found.append(Difference(spec.name, "missing", checkpoint=checkpoint.describe(spec)))
         for other in others.values():
             ours, theirs = checkpoint.describe(spec), engine.describe(other)
             if other.name not in engine.unproven and ours != theirs:
-                found.append(Difference(spec.name, "differs", checkpoint=ours, engine=theirs))
+                name = spec.name if other.name in named else other.name
+                found.append(Difference(name, "differs", checkpoint=ours, engine=theirs))
     strangers = (spec for spec in engine.specs if spec.name not in matched)
     return found + [Difference(spec.name, "unknown", engine=engine.describe(spec)) for spec in strangers]
 
@@ -159,10 +165,10 @@ def verify(
     """
     from weightcast.format.tensor_digest import tensor_digest
 
-    asked = [
-        in_background(partial(_ask, url, token, timeout_seconds, bandwidth), name="weightcast-verify")
+    asked = {
+        in_background(partial(_ask, url, token, timeout_seconds, bandwidth), name="weightcast-verify"): url
         for url in engines
-    ]  # they compute while we do
+    }  # they compute while we do
     specs, regions = source.specs(), source.regions()
     num_bytes, done_bytes, digests = sum(spec.num_bytes for spec in specs), 0, {}
     with output.measured("checkpoint") as show:
@@ -171,15 +177,32 @@ def verify(
             digests[spec.name] = tensor_digest(tensor)
             done_bytes += spec.num_bytes
             show(done_bytes, num_bytes)
-    verdicts, ours = [], Holding(specs, digests)
+    ours = Holding(specs, digests)
+    verdicts: dict[str, EngineVerdict] = {}
+    errors: list[Exception] = []
     with output.stage("waiting for the engines"):
-        for url, answer in zip(engines, asked, strict=True):
-            weight_version, theirs = answer.result()
-            verdict = EngineVerdict(url, weight_version, compare(ours, theirs), dict(theirs.unproven))
-            verdicts.append(verdict)
-            if verdict.differences and quarantine:
-                _quarantine(url, token, verdict)
-    return Verdict(not any(verdict.differences for verdict in verdicts), len(specs), num_bytes, verdicts)
+        # In the order of their answers: one that differs does not serve on while another has no answer, or fails.
+        for answer in as_completed(asked):
+            url = asked[answer]
+            judge = partial(_verdict, url, answer.result, ours, token, quarantine=quarantine)
+            try:
+                verdicts[url] = to_its_end(judge, name="weightcast-verify")
+            except Exception as exc:
+                errors.append(exc)
+    if errors:
+        raise errors[0]
+    found = [verdicts[url] for url in engines]
+    return Verdict(not any(verdict.differences for verdict in found), len(specs), num_bytes, found)
+
+
+def _verdict(
+    url: str, answer: Callable[[], tuple[str, Holding]], ours: Holding, token: str | None, *, quarantine: bool
+) -> EngineVerdict:
+    weight_version, theirs = answer()
+    verdict = EngineVerdict(url, weight_version, compare(ours, theirs), dict(theirs.unproven))
+    if verdict.differences and quarantine:
+        _quarantine(url, token, verdict)
+    return verdict
 
 
 def _quarantine(url: str, token: str | None, verdict: EngineVerdict) -> None:

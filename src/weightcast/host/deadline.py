@@ -6,7 +6,7 @@ import numbers
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -61,6 +61,15 @@ def in_background(call: Callable[[], T], *, name: str) -> Future[T]:
     future: Future[T] = Future()
     threading.Thread(target=_run, args=(call, future), name=name, daemon=True).start()
     return future
+
+
+def to_its_end(call: Callable[[], T], *, name: str) -> T:
+    """Run `call` to its end. A Ctrl-C meanwhile is raised once it is done, a second one at once."""
+    future = in_background(call, name=name)
+    try:
+        return future.result()
+    finally:
+        wait([future])
 
 
 def _run(call: Callable[[], T], future: Future[T]) -> None:

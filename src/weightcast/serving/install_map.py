@@ -154,6 +154,8 @@ class RecordedMap(InstallMap):
         """
         self._catalog = catalog
         self._model = model
+        self._layers = layers_of(model)
+        self._is_expired = False
         self._targets = targets
         self._opaque = dict(opaque)
         self._tied = tied
@@ -188,7 +190,12 @@ class RecordedMap(InstallMap):
 
     def expire(self) -> None:
         """The next install is to go through the loader, and the model to be recorded again."""
-        self.is_stale = True
+        self._is_expired = True
+
+    @property
+    def is_stale(self) -> bool:
+        apart = (name for name, owner in self._tied.items() if not is_tied(self._model, name, owner))
+        return self._is_expired or layers_of(self._model) != self._layers or any(apart)
 
     def has(self, name: str) -> bool:
         return name in self._copies and name not in self._opaque
@@ -232,7 +239,7 @@ class RecordedMap(InstallMap):
 
     def bind(self) -> bool:
         """As above: where it is False, the model has to be recorded again."""
-        if self.is_stale:
+        if self._is_expired:
             return False
         # An engine may put other memory behind a parameter.
         if self._is_looked_up and not self._members.have_changed() and self._places.are_same():
@@ -250,7 +257,7 @@ class RecordedMap(InstallMap):
             form = None if tensor is None else TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
             if tensor is None or tensor.is_meta or form != target:
                 logger.warning("%s is not as it was when the model's loader was tried: it is to be tried again", name)
-                self._live, self.is_stale = {}, True
+                self._live, self._is_expired = {}, True
                 return False
             live[name] = tensor
         self._members, self._is_looked_up = ModuleMembers(registers), True
@@ -309,13 +316,12 @@ class RecordedMap(InstallMap):
         return found, -1
 
     def _held_tied(self, owner: HeldTensor, name: str) -> HeldTensor:
-        """What a parameter holds that should be the owner's."""
-        spec = msgspec.structs.replace(owner.spec, name=name)
+        """What a parameter holds that should be the owner's, and is compared with that of any of the owner's names."""
+        spec = msgspec.structs.replace(owner.spec, name=name, aliases=owner.spec.names)
         copies = self._copies.get(owner.spec.name, [])
         if owner.unproven or any(copy.target != owner.spec.name for copy in copies):
             return HeldTensor(spec, unproven=owner.unproven or f"it is tied to {owner.spec.name!r}")
-        module, _, leaf = name.rpartition(".")
-        live = self._model.get_submodule(module)._parameters.get(leaf)
+        live = _parameter(self._model, name)
         if live is None or live.shape != self._live[owner.spec.name].shape:
             return HeldTensor(spec, unproven=f"the model has no {name} of the form of {owner.spec.name}")
         if live.data_ptr() == self._live[owner.spec.name].data_ptr():
@@ -361,6 +367,27 @@ class RecordedMap(InstallMap):
         self._is_looked_up = False
         self.num_proofs += 1
         self._mapped_targets = {copy.target: self._targets[copy.target] for copy in mapped}
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module under each of its names."""
+    return dict(model.named_modules(remove_duplicate=False))
+
+
+def is_tied(model: nn.Module, name: str, owner: str) -> bool:
+    """Whether two names of parameters are of the same memory."""
+    first, second = _parameter(model, name), _parameter(model, owner)
+    if first is None or second is None:
+        return False
+    return first is second or (first.shape == second.shape and first.data_ptr() == second.data_ptr())
+
+
+def _parameter(model: nn.Module, name: str) -> torch.Tensor | None:
+    module, _, leaf = name.rpartition(".")
+    try:
+        return model.get_submodule(module)._parameters.get(leaf)
+    except AttributeError:
+        return None
 
 
 def held_weights(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -44,6 +45,7 @@ from weightcast.format.messages import (
     Received,
     WeightInfo,
 )
+from weightcast.host.deadline import to_its_end
 from weightcast.links.link import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import ClientSender, EngineClient, ServesTraffic, TwoPhaseInstall
@@ -252,10 +254,10 @@ class FleetMember:
         return held
 
     def quarantine(self, reason: str) -> None:
-        """It holds other weights than it should."""
+        """It holds other weights than it should. A Ctrl-C is raised once it is done."""
         self.fail(IntegrityError(reason))
         try:
-            self.client.quarantine(reason)
+            to_its_end(functools.partial(self.client.quarantine, reason), name="weightcast-quarantine")
         except WeightcastError as exc:
             raise IntegrityError(f"{reason}; it may serve that, since it was not reached to refuse it: {exc}") from exc
 

@@ -7,7 +7,8 @@ what an engine can't prove is in its result, by name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 
 import torch
 
@@ -58,41 +59,45 @@ class SentDigests:
         if held is None:
             member.result.unproven = dict.fromkeys(sent, "this engine's weights can't be read")
             return
-        problems, wrong, proven = list(held.differing.values()), [], set[str]()
-        unproven = dict(held.unproven)
-        for spec in held.tensors:
-            record, digest = sent.get(spec.name, (None, ""))
-            found = held.digests.get(spec.name)
-            if record is None or found is None:
-                continue
-            if spec.dtype != record.dtype:
-                unproven[spec.name] = f"it was sent as {record.dtype} and is held as {spec.dtype}"
-            elif found != digest:
-                wrong.append(spec.name)
-            proven.update(record.names)
-        if wrong:
-            where = self._located(member, wrong[:_MAX_LOCATED])
+        problems, proven = list(held.differing.values()), set[str]()
+        unproven, wrong, where = dict(held.unproven), dict[str, TensorRecord](), dict[str, str]()
+        try:
+            for spec in held.tensors:
+                # A tied parameter has the names of the tensor that it is to equal besides its own.
+                record, digest = next((sent[name] for name in spec.names if name in sent), (None, ""))
+                found = held.digests.get(spec.name)
+                if record is None or found is None:
+                    continue
+                if spec.dtype != record.dtype:
+                    unproven[spec.name] = f"it was sent as {record.dtype} and is held as {spec.dtype}"
+                elif found != digest:
+                    wrong[spec.name] = record
+                proven.update(record.names)
+            if wrong:
+                where = self._located(member, dict(itertools.islice(wrong.items(), _MAX_LOCATED)))
+        finally:
+            # An engine that is known to differ does not serve on, whatever has kept this from saying where.
             problems += (f"{name!r} {where.get(name, '')}".rstrip() for name in wrong)
-        if problems:
-            member.quarantine(f"its live memory is not what was sent: {listed(problems)}")
+            if problems:
+                member.quarantine(f"its live memory is not what was sent: {listed(problems)}")
         silent = dict.fromkeys(sent.keys() - proven, "the engine does not say what it holds of it")
         member.result.unproven = {name: reason for name, reason in (silent | unproven).items() if name in sent}
 
-    def _located(self, member: FleetMember, names: Sequence[str]) -> dict[str, str]:
+    def _located(self, member: FleetMember, wrong: Mapping[str, TensorRecord]) -> dict[str, str]:
         """Which ranks and blocks of an engine differ, in words, as far as this rank holds the same elements."""
-        held = member.held(names)
+        held = member.held(list(wrong))
         found: dict[str, str] = {}
-        for name, blocks in () if held is None else held.blocks.items():
-            wrong = [block for block in blocks if self._digest(name, block.region) not in (None, block.digest)]
+        for name, record in wrong.items():
+            blocks = [] if held is None else held.blocks.get(name, [])
             found[name] = "; ".join(
                 f"on rank {block.engine_rank} at {list(block.region.offsets)}, sizes {list(block.region.sizes)}"
-                for block in wrong
+                for block in blocks
+                if self._digest(record, block.region) not in (None, block.digest)
             )
         return found
 
-    def _digest(self, name: str, region: Region) -> str | None:
+    def _digest(self, record: TensorRecord, region: Region) -> str | None:
         """Of a region of what was sent; None where this rank does not hold all of it."""
-        record = next(record for record in self._layout.manifest.tensors if name in record.names)
         digest, num_elements = "0" * 32, 0
         for held, tensor in self._regions.get(record.name, ()):
             shared = common(region, held)

@@ -212,16 +212,20 @@ def _accepted(
     )
 
 
-def _tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:
-    """The parameters that a later module shares with an earlier one under which `names` has them: its name to that."""
+def ties(model: nn.Module) -> dict[str, str]:
+    """Every further name of a parameter, also where a module has several names: that name to the parameter's first."""
     owners: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for prefix, layer in model.named_modules():
-        for name, parameter in layer.named_parameters(prefix, recurse=False):
-            owner = owners.setdefault(id(parameter), name)
-            if owner != name and owner in names:
-                tied[name] = owner
-    return tied
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = owners.setdefault(id(parameter), name)
+        if owner != name:
+            found[name] = owner
+    return found
+
+
+def _tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """The parameters with another name before theirs under which `names` has them: their name to that."""
+    return {name: owner for name, owner in ties(model).items() if owner in names}
 
 
 def _differences(name: str, offered: TensorSpec, held: _Held) -> Iterator[str]:

@@ -56,6 +56,8 @@ class PluginEngine(abc.ABC):
         self._host = host
         self._mutex = mutex
         self._deadline_seconds = deadline_seconds
+        self._own_label = ""
+        """The label that this has given the host last."""
 
     # --- the host's side: what goes wrong there may be any exception ---
 
@@ -109,7 +111,8 @@ class PluginEngine(abc.ABC):
     async def info(self) -> WeightInfo:
         """What all ranks are together. Waits for an install under way.
 
-        Before an update, and while torn, the version is the host's label: the last that was whole.
+        Before an update, while torn, and once the host has changed the weights by itself, the version is the host's
+        label: the last that was whole, or whatever the host calls what it has.
         """
         async with self._alone():
             replies, label, paused = await self._in_time(
@@ -117,6 +120,9 @@ class PluginEngine(abc.ABC):
             )
             if replies.torn:
                 self._mutex.in_doubt = True
+            elif replies.info.weight_version == "default" and label == self._own_label:
+                await self._in_time(self._publish(replies))
+                label = "default"
         info = replies.info
         return msgspec.structs.replace(
             info,
@@ -127,7 +133,8 @@ class PluginEngine(abc.ABC):
         )
 
     async def why_torn(self) -> str:
-        """Why the engine must not generate, or empty. Free unless an install is under way or has failed: waits for it.
+        """Why the engine must not generate, or empty. Free unless an install is under way or has failed, for which it
+        waits, or the host may have changed the weights.
 
         Where the answer can't be had in time, it is empty: a request then waits in the engine, which is paused.
         """
@@ -136,8 +143,16 @@ class PluginEngine(abc.ABC):
                 async with self._alone():
                     # The request that had the engine until now may have settled it.
                     if self._mutex.in_doubt:
-                        return (await self._in_time(self._replies(Ask()))).torn
+                        replies = await self._in_time(self._replies(Ask()))
+                        if not (replies.torn or replies.is_loading):
+                            await self._in_time(self._publish(replies))
+                            self._mutex.in_doubt = False
+                        return replies.torn
         return ""
+
+    def doubt(self) -> None:
+        """The host may change the weights by itself: before it generates again, ask the ranks what they are."""
+        self._mutex.in_doubt = True
 
     async def held(self, names: Sequence[str], start: int, limit_bytes: int) -> HeldWeights:
         """What all ranks hold, of the tensors (or those named) from number `start` on. Raises EngineTornError."""
@@ -246,8 +261,13 @@ class PluginEngine(abc.ABC):
         self._mutex.in_doubt = False
 
     async def _publish(self, replies: Replies) -> None:
-        if replies.info.weight_version != "default":
-            await self._set_label(replies.info.weight_version)
+        """Label the host with the version that the ranks hold; a label of ours that they don't hold is taken back."""
+        version = replies.info.weight_version
+        if version != "default":
+            await self._set_label(version)
+            self._own_label = version
+        elif self._own_label and await self._label() == self._own_label:
+            await self._set_label("default")
 
     # --- waiting ---
 

@@ -23,8 +23,8 @@ from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedEr
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.host.closing import on_failure
-from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer
-from weightcast.serving.install_map import RecordedMap
+from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, ties
+from weightcast.serving.install_map import RecordedMap, is_tied, layers_of
 
 Agree: TypeAlias = Callable[[BaseException | None], None]
 """Called once per step on every rank with its own error or None; raises on every rank if any had one."""
@@ -71,6 +71,8 @@ class LoaderEngine(abc.ABC):
         self._acceptance = None if unsupported else make_acceptance()
         self._unsupported = unsupported
         self._agree = agree
+        self._layers = layers_of(model)
+        self._ties = ties(model)
         self._offer: tuple[str, AcceptedOffer] | None = None
         self._apart: set[str] = set()
         """Names that other names of the same offer are tied to."""
@@ -110,13 +112,16 @@ class LoaderEngine(abc.ABC):
 
         Raises IncompatibleWeightsError, naming every tensor that is unknown, unfit, missing or doubled. What is
         accepted is the next `load`'s; a manifest of the same digest is not tried again. What this proves: `acceptance`.
+        Where layers were exchanged since the loader was tried, it is tried again, and UnsupportedError is raised if it
+        would not set all that the engine computes with.
         """
         if self._acceptance is None:
             raise UnsupportedError(f"weightcast can't update an engine with {', '.join(self._unsupported)}")
-        digest = manifest.digest()
-        if self._offer is not None and self._offer[1].install_map.is_stale:
+        self._require_ties()
+        digest, layers = manifest.digest(), layers_of(self._model)
+        if layers != self._layers or (self._offer is not None and self._offer[1].install_map.is_stale):
             # Layers or parameters were exchanged since the loader was tried.
-            self._offer, self._acceptance = None, self._make_acceptance()
+            self._offer, self._acceptance, self._layers = None, self._make_acceptance(), layers
         if self._offer is None or self._offer[0] != digest:
             accepted = self._acceptance.accept(manifest)
             owners = Counter(owner for r in manifest.tensors for owner in {accepted.tied.get(n, n) for n in r.names})
@@ -128,6 +133,15 @@ class LoaderEngine(abc.ABC):
         if self._acceptance is None:
             raise UnsupportedError(f"weightcast can't update an engine with {', '.join(self._unsupported)}")
         return self._acceptance.dtypes(specs)
+
+    def _require_ties(self) -> None:
+        apart = [name for name, owner in self._ties.items() if not is_tied(self._model, name, owner)]
+        if apart:
+            what = ", ".join(f"{name!r} was {self._ties[name]!r}" for name in apart[:8])
+            raise UnsupportedError(
+                f"when this engine was started {what}, and is another tensor now, which the loader of "
+                f"{type(self._model).__name__} does not set: tie them again, or start the engine again"
+            )
 
     @property
     def install_map(self) -> RecordedMap | None:
@@ -160,6 +174,8 @@ class LoaderEngine(abc.ABC):
             with on_failure(self._give_up):
                 load = self._load
                 if load is None:
+                    if layers_of(self._model) != self._layers:
+                        raise InstallError("layers of the model were exchanged since the offer: publish again")
                     self._missing = ["every tensor"]
                     load = self._load = _Load(set(accepted.names))
                     copied = accepted.install_map.modules(mapped) if accepted.calls else ()

@@ -164,7 +164,7 @@ class RankWorker:
     def interrupt(self, reason: str, *, loses_weights: bool = False) -> None:
         """The host is about to take the weights' memory away, or to write to it: nothing streams into them any more.
 
-        `loses_weights`: it is torn from then on, until a complete update or `reloaded`. Never raises.
+        `loses_weights`: it is torn from then on, until a complete update or `changed`. Never raises.
         """
         with Attempt():
             self._worker.abort_streaming(UpdateAbortedError(reason))
@@ -173,9 +173,13 @@ class RankWorker:
             if isinstance(self._worker.engine, LoaderEngine):
                 self._worker.engine.weights_lost()
 
-    def reloaded(self) -> None:
-        """The host has loaded all weights by itself: they are whole, and of no version of ours."""
-        self._gate.set_version(None)
+    def changed(self, *, is_whole: bool) -> None:
+        """The host has changed the weights by itself: they are of no version of ours.
+
+        `is_whole`: it has loaded all of them, which heals a torn engine.
+        """
+        if is_whole or not self._gate.torn:
+            self._gate.set_version(None)
 
     # --- the calls ---
 

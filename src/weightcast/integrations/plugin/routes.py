@@ -148,18 +148,37 @@ def log(error: Exception) -> None:
 
 
 class TornGuard:
-    """Answers POST requests to paths that begin as `generation` with 503 while the engine is torn."""
+    """Answers POST requests to paths that begin as `generation` with 503 while the engine is torn.
 
-    def __init__(self, app: ASGIApp, why_torn: Callable[[], Awaitable[str]], generation: Sequence[str]) -> None:
+    At paths that begin as `changing` the host changes the weights by itself: `doubt` is called before and after.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        why_torn: Callable[[], Awaitable[str]],
+        doubt: Callable[[], None],
+        generation: Sequence[str],
+        changing: Sequence[str],
+    ) -> None:
         self._app = app
         self._why_torn = why_torn
+        self._doubt = doubt
         self._generation = tuple(generation)
+        self._changing = tuple(changing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http" and scope["method"] == "POST":
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            torn = await self._why_torn() if path.startswith(self._generation) else ""
+        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
+        if path.startswith(self._changing):
+            self._doubt()
+            try:
+                await app(scope, receive, send)
+            finally:
+                self._doubt()
+            return
+        if path.startswith(self._generation) and scope["method"] == "POST":
+            torn = await self._why_torn()
             if torn:
                 app = refusal(f"the engine holds no whole version: {torn}", "EngineTornError", 503)
         await app(scope, receive, send)

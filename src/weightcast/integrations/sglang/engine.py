@@ -35,6 +35,8 @@ _GENERATION = (
     *("/api/chat", "/api/generate", "/rerank", "/score", "/systemone"),
 )
 
+_CHANGING = ("/update_weights_from_", "/begin_weight_update", "/weights_checker")
+
 
 def attach(app: FastAPI, manager: Any) -> None:
     """Add the routes to a server that does not run yet.
@@ -49,7 +51,9 @@ def attach(app: FastAPI, manager: Any) -> None:
     for method, path, handler in EngineRoutes(lambda: engine).handlers():
         endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(guarded(handler, token=token, on_error=log))
         app.add_api_route(path, endpoint, methods=[method])
-    app.add_middleware(TornGuard, why_torn=engine.why_torn, generation=_GENERATION)
+    app.add_middleware(
+        TornGuard, why_torn=engine.why_torn, doubt=engine.doubt, generation=_GENERATION, changing=_CHANGING
+    )
     manager.continue_generation = functools.partial(_continue, engine)
 
 
@@ -80,7 +84,7 @@ class SglangEngine(PluginEngine):
             manager,
             *("auto_create_handle_loop", "update_weights_from_tensor_communicator", "is_pause", "is_pause_cond"),
             *("model_update_lock", "pause_generation", "continue_generation", "abort_request", "update_weight_version"),
-            *("config_value", "server_args"),
+            *("config_value", "server_args", *(path.rpartition(".")[2] for path in internals.ASKED)),
         )
         internals.require(manager.server_args, "admin_api_key", "api_key")
         super().__init__("SGLang", ServerMutex.of_one(), deadline_seconds)

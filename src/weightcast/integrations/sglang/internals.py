@@ -28,11 +28,27 @@ MADE = f"{SCHEDULER}.Scheduler.__init__"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 CALLED = f"{_UPDATER}.update_weights_from_tensor"
 """What a message to the scheduler processes runs in each of them, between two steps of the model."""
-LOADED = tuple(f"{_UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "ipc"))
+LOADED = tuple(
+    f"{_UPDATER}.{name}"
+    for name in ("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_ipc")
+)
+BEGUN = f"{_UPDATER}.begin_weight_update"
+CHECKED = f"{_UPDATER}.check_weights"
 RELEASED = f"{_UPDATER}.release_memory_occupation"
-"""What other messages run there that change the weights, or take their memory away."""
-ASKED = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_tensor"
-"""What SGLang's own route to it runs, in the process of the HTTP server."""
+"""What other messages run there that change the weights, or take their memory away. In a session that was begun a
+client may also write to them past SGLang; a check may overwrite them."""
+CHANGES = tuple(path.rpartition(".")[2] for path in (CALLED, *LOADED, BEGUN, CHECKED, RELEASED))
+"""The names of these."""
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+ASKED = (
+    f"{_CONTROL}.update_weights_from_tensor",
+    f"{_CONTROL}.update_weights_from_distributed",
+    f"{_CONTROL}.update_weights_from_ipc",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
+)
+"""What SGLang's own routes run that load weights, in the process of the HTTP server."""
+UNLABELLED = "default"
+"""SGLang's label of weights that nobody has named."""
 SERVED = f"{HTTP_SERVER}._setup_and_run_http_server"
 
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -41,7 +57,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "rl_quant_profile": (None,),
     "enable_lora": (None, False),
     "lora_paths": (None, [], {}),
-    "speculative_algorithm": (None,),
+    "speculative_algorithm": (None, "NGRAM"),  # which has no draft model
     "dp_size": (1,),
     "pp_size": (1,),
     "ep_size": (1,),

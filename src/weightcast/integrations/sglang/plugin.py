@@ -26,13 +26,15 @@ def register() -> None:
 
         HookRegistry.register(internals.MADE, scheduler.made, HookType.AFTER)
         HookRegistry.register(internals.CALLED, scheduler.called, HookType.AROUND)
-        for loaded in internals.LOADED:
+        for loaded in (*internals.LOADED, internals.BEGUN):
             HookRegistry.register(loaded, scheduler.loads, HookType.BEFORE)
+        HookRegistry.register(internals.CHECKED, scheduler.checks, HookType.BEFORE)
         HookRegistry.register(internals.RELEASED, scheduler.releases, HookType.BEFORE)
     # SGLang's own children never serve, and would only import the server's modules for it.
     if internals.HTTP_SERVER in sys.modules or not any(name in sys.modules for name in internals.CHILDREN):
         HookRegistry.register(internals.SERVED, _served, HookType.AROUND)
-        HookRegistry.register(internals.ASKED, _asked, HookType.AROUND)
+        for asked in internals.ASKED:
+            HookRegistry.register(asked, _asked, HookType.AROUND)
 
 
 def _served(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -48,9 +50,14 @@ def _served(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 async def _asked(original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang's own route takes no rank calls: what guards weightcast's would not guard it."""
+    """SGLang's own routes take no rank calls: what guards weightcast's would not guard them.
+
+    What they load without a label of its own would have that of the version before it.
+    """
     from weightcast.integrations.sglang.scheduler import FORMAT
 
-    if request.load_format == FORMAT:
+    if getattr(request, "load_format", None) == FORMAT:
         return False, f"load_format {FORMAT!r} is for weightcast's own routes"
+    if request.weight_version is None:
+        request.weight_version = internals.UNLABELLED
     return await original(manager, request, *args, **kwargs)

@@ -61,19 +61,30 @@ def called(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> A
 
 
 def loads(manager: Any, *args: Any, **kwargs: Any) -> None:
-    """Before SGLang loads weights that another client sends, or has it read."""
-    _interrupt(manager, "SGLang loads weights by itself")
+    """Before SGLang loads weights that another client sends, or has it read: they are of no version of ours then.
+
+    Also where the load fails, which may have written some of them.
+    """
+    _interrupt(manager, "SGLang loads weights by itself", changes=True)
+
+
+def checks(manager: Any, request: Any) -> None:
+    """Before SGLang checks weights, which includes to overwrite them."""
+    if request.action == "reset_tensors":
+        _interrupt(manager, "SGLang resets the weights", changes=True)
 
 
 def releases(manager: Any, *args: Any, **kwargs: Any) -> None:
     """Before SGLang releases memory: once it is back, buffers are as they were here."""
-    _interrupt(manager, "its memory is released")
+    _interrupt(manager, "its memory is released", changes=False)
 
 
-def _interrupt(manager: Any, reason: str) -> None:
+def _interrupt(manager: Any, reason: str, *, changes: bool) -> None:
     rank = getattr(manager.scheduler, _RANK, None)
     if isinstance(rank, SchedulerRank):
         rank.interrupt(reason)
+        if changes:
+            rank.changed(is_whole=False)
 
 
 class SchedulerRank:
@@ -82,7 +93,7 @@ class SchedulerRank:
     def __init__(self, scheduler: Any, ranks: RankConsensus) -> None:
         internals.require(scheduler, "flush_cache", "is_fully_idle", "_engine_paused", "tp_worker", "server_args")
         internals.require(scheduler, "weight_updater")
-        internals.require(scheduler.weight_updater, "offload_tags")
+        internals.require(scheduler.weight_updater, "offload_tags", *internals.CHANGES)
         internals.require(scheduler.tp_worker, "model_runner")
         internals.require_arguments(scheduler.flush_cache, "empty_cache")
         self._scheduler, self._ranks = scheduler, ranks
@@ -107,7 +118,7 @@ class SchedulerRank:
             unsupported=tuple(unsupported),
             require_ready=self._require_still,
         )
-        self.interrupt = self._rank.interrupt
+        self.interrupt, self.changed = self._rank.interrupt, self._rank.changed
 
     def answer(self, message: bytes) -> str:
         """A `RankCall`; the `RankReply` of every rank, as JSON."""

@@ -28,6 +28,21 @@ _INFO = (
 )
 
 
+WEIGHT_CALLS = {
+    "init_weight_transfer_engine": "init_transfer_engine",
+    "start_weight_update": "start_weight_update",
+    "start_draft_weight_update": "start_draft_weight_update",
+    "update_weights": "update_weights",
+    "finish_weight_update": "finish_weight_update",
+    "shutdown_weight_transfer_engine": "shutdown",
+}
+"""The worker's methods that call its transfer engine -> the engine's."""
+CHANGES = ("sleep", "discard", "reload_weights", "reset_weights")
+"""The worker's methods by which vLLM changes the weights by itself, or takes their memory away."""
+_DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculation that propose tokens of the request's own text, or of former ones."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Internals:
     """vLLM's layerwise reload, part by part, each with its place. `layer_info` gives what vLLM notes of a layer."""
@@ -48,6 +63,7 @@ class Internals:
     embedding_method: Annotated[type, f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod"]
     is_attention: Annotated[Callable[[nn.Module], bool], f"{_LAYERS}.attention:is_deferred_attention_layer"]
     quant_method: Annotated[type, f"{_LAYERS}.quantization.base_config:QuantizeMethodBase"]
+    worker: Annotated[Any, "vllm.v1.worker.gpu_worker:Worker"]
 
     @property
     def plain_methods(self) -> tuple[type, ...]:
@@ -71,6 +87,9 @@ def require() -> Internals:
     if info is not None:
         known = {field.name for field in dataclasses.fields(info)} | vars(info).keys()
         problems += [f"{_RELOAD}.types:LayerReloadingInfo.{name}" for name in _INFO if name not in known]
+    worker = found.get("worker")
+    if worker is not None:
+        problems += [f"{worker.__name__}.{name}" for name in (*WEIGHT_CALLS, *CHANGES) if not hasattr(worker, name)]
     if problems:
         raise UnsupportedError(
             f"vLLM {version()} lacks {len(problems)} of the names that weightcast leans on; "
@@ -88,12 +107,15 @@ def version() -> str:
 def unsupported(vllm_config: Any) -> list[str]:
     """Every configured feature that neither trying an offer nor an install was tested with, by vLLM's name for it."""
     parallel, cache, offload = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.offload_config
-    quantization = vllm_config.model_config.quantization
+    model, speculation = vllm_config.model_config, vllm_config.speculative_config
+    quantization, sleeps_by = model.quantization, model.sleep_mode_backend
+    has_draft = speculation is not None and speculation.method not in _DRAFTS_WITHOUT_WEIGHTS
     configured = {
         f"quantization={quantization!r}": quantization is not None,
         f"kv_cache_dtype={cache.cache_dtype!r}": cache.cache_dtype not in ("auto", "float16", "bfloat16"),
         "enable_lora": vllm_config.lora_config is not None,
-        "speculative_config (a draft model)": vllm_config.speculative_config is not None,
+        "speculative_config (a draft model)": has_draft,
+        f"sleep_mode_backend={sleeps_by!r}": model.enable_sleep_mode and sleeps_by != "cumem",
         "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,

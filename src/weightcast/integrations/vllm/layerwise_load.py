@@ -45,13 +45,15 @@ class Reload:
         self._attention: list[Any] = [layer for layer in model.modules() if internals.require().is_attention(layer)]
         self._fillings: list[Filling] = []
         self._tied: list[Any] = []
-        """Packed layers in host memory with a parameter that belongs to an earlier layer as well."""
+        """Packed layers in host memory whose weight is an earlier layer's. Other tensors that layers share, such as a
+        router's bias, are packed nowhere."""
         seen: set[int] = set()
         for layer in model.modules():
-            own = {id(p) for p in layer.parameters(recurse=False) if p.is_cpu and p.numel()}
-            if own & seen and is_packed(layer):
-                self._tied.append(layer)
-            seen |= own
+            weight = layer._parameters.get("weight")
+            if weight is not None and weight.is_cpu and weight.numel():
+                if id(weight) in seen and is_packed(layer):
+                    self._tied.append(layer)
+                seen.add(id(weight))
 
     @property
     def processed(self) -> set[str]:
@@ -186,17 +188,32 @@ def is_packed(layer: nn.Module) -> bool:
 def has_plain_weights(layer: nn.Module) -> bool:
     """Whether all that vLLM computes with are its parameters and buffers, as a checkpoint has them.
 
-    Of layers that it may pack: where its method for unquantised weights leaves them as they are. On a CPU it notes by
-    which function they are used, one that holds packed weights of its own or one that holds nothing.
+    Of layers that it may pack: where its method for unquantised weights leaves them as they are. On a CPU it calls a
+    function with the weights for that, which may have packed ones of its own and leave those that it is given alone.
     """
     if not is_packed(layer):
         return True
     if type(layer.quant_method) not in internals.require().plain_methods:
         return False
-    live: Any = layer
-    if not all(parameter.is_cpu for parameter in present(layer._parameters).values()):
+    parameters = present(layer._parameters)
+    if not all(parameter.is_cpu for parameter in parameters.values()):
         return not hasattr(layer, "cpu_linear")
-    return "cpu_linear" in vars(layer) and getattr(live.cpu_linear, "__closure__", None) is None
+    weight = parameters.get("weight")
+    return "cpu_linear" in vars(layer) and weight is not None and _uses_what_it_is_given(layer, weight)
+
+
+def _uses_what_it_is_given(layer: Any, weight: torch.Tensor) -> bool:
+    """Whether the layer's function multiplies with the weight of the call: one row in place of all its rows."""
+    if weight.ndim != 2 or not weight.numel():
+        return False
+    with torch.inference_mode():
+        x = torch.ones_like(weight[:1])
+        x[:, 1:] = 0
+        try:
+            products = [layer.cpu_linear(x, torch.full_like(x, value), None) for value in (1, 2)]
+        except Exception:
+            return False
+    return [product.shape == (1, 1) and product.item() for product in products] == [1, 2]
 
 
 def _is_cpu_experts(layer: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightcast.errors import UnsupportedError, listed
 from weightcast.format.manifest import TensorSpec
 from weightcast.host import device as host_device
 from weightcast.integrations.plugin import checkpoint_header
@@ -41,8 +43,16 @@ class VllmModel(LoaderEngine):
         internals.require()
         self.device = device
         self._reload = Reload(model, vllm_config)
+        started_with = weakref.WeakSet(model.modules())
 
         def make_acceptance() -> Acceptance:
+            strange = [name for name, layer in model.named_modules() if layer not in started_with and _has_own(layer)]
+            if strange:
+                raise UnsupportedError(
+                    f"{listed(strange)} took another layer's place since vLLM has loaded the model, and vLLM does not "
+                    "know how its weights were loaded: put the former layer back, or start vLLM again"
+                )
+            self._reload = Reload(model, vllm_config)
             self._reload.require_work_rounds()
             started, load, parallel = vllm_config.model_config, vllm_config.load_config, vllm_config.parallel_config
             return acceptance(
@@ -70,6 +80,11 @@ class VllmModel(LoaderEngine):
 
     def _end_load(self) -> None:
         self._reload.abort()
+
+
+def _has_own(layer: nn.Module) -> bool:
+    """Whether it has tensors besides those of its submodules."""
+    return bool(present(layer._parameters) or present(layer._buffers))
 
 
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:

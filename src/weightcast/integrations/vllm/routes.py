@@ -28,6 +28,7 @@ _GENERATION = (
     *("/v1/", "/v2/", "/inference/", "/invocations", "/cohere/", "/generative_scoring"),
     *("/pooling", "/classify", "/score", "/rerank"),
 )
+_CHANGING = ("/collective_rpc", "/weight_checker", "/sleep")
 _OPERATIONS = {
     "/init_weight_transfer_engine": "init",
     "/start_weight_update": "start",
@@ -57,7 +58,9 @@ class WeightcastRoutes(EngineRoutes):
         for route in list(app.routes):
             if isinstance(route, APIRoute) and route.path == "/wake_up":
                 app.add_api_route(route.path, self._waking(route.endpoint), methods=["POST"])
-        app.add_middleware(TornGuard, why_torn=self._why_torn, generation=_GENERATION)
+        app.add_middleware(
+            TornGuard, why_torn=self._why_torn, doubt=self._doubt, generation=_GENERATION, changing=_CHANGING
+        )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """`engine_client` is None for vLLM's render server, which has no engine: every route then says so."""
@@ -75,6 +78,10 @@ class WeightcastRoutes(EngineRoutes):
 
     async def _why_torn(self) -> str:
         return "" if self._engine is None else await self._engine.why_torn()
+
+    def _doubt(self) -> None:
+        if self._engine is not None:
+            self._engine.doubt()
 
     async def _pause(self, request: Request) -> Response:
         mode = pause_mode(request, "abort")

@@ -19,7 +19,6 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
 from weightcast.control.worker_rpc import Init, Leave, UpdateCall, marked
 from weightcast.errors import ClosedError, ManifestError, UnsupportedError, WeightcastError, warn_if_untested
@@ -31,16 +30,6 @@ from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.model import VllmModel
 
 logger = logging.getLogger(__name__)
-
-_CALLS = {
-    "init_weight_transfer_engine": "init_transfer_engine",
-    "start_weight_update": "start_weight_update",
-    "start_draft_weight_update": "start_draft_weight_update",
-    "update_weights": "update_weights",
-    "finish_weight_update": "finish_weight_update",
-    "shutdown_weight_transfer_engine": "shutdown",
-}
-"""vLLM's worker method -> its transfer engine's."""
 
 
 class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
@@ -78,8 +67,9 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             require_ready=require_awake,
             weights_asleep=are_asleep,
         )
-        _pass_by_order_check(VllmWorker)
-        _hear_of_changes(VllmWorker)
+        worker = internals.require().worker
+        _pass_by_order_check(worker)
+        _hear_of_changes(worker)
 
     def answer(self, values: object) -> Any:
         """The worker method of `control.worker_rpc`."""
@@ -87,12 +77,29 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             return self._rank.answer(values)
 
     @contextlib.contextmanager
-    def changing(self, reason: str, *, loses_weights: bool = False, reloads: bool = False) -> Iterator[None]:
-        """In it vLLM itself takes the weights away, or with `reloads` loads all of them again."""
-        self._rank.interrupt(reason, loses_weights=loses_weights or reloads)
-        yield
-        if reloads:
-            self._rank.reloaded()
+    def changing(self, name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Around one of `internals.CHANGES`, called with these arguments."""
+        rank = self._rank
+        if name == "sleep":
+            level = kwargs.get("level", *args[:1] or (1,))
+            rank.interrupt(f"the engine was put to sleep (level {level})", loses_weights=level > 1)
+            yield
+        elif name == "discard":
+            tags = kwargs.get("tags", *args[:1] or ((),))
+            rank.interrupt("vLLM discards memory")
+            yield
+            if "weights" in tags:
+                rank.interrupt("vLLM has discarded the weights' memory", loses_weights=True)
+        elif name == "reload_weights":
+            rank.interrupt("vLLM reloads the weights by itself", loses_weights=True)
+            yield
+            rank.changed(is_whole=True)
+        else:
+            rank.interrupt("vLLM resets the weights")
+            try:
+                yield
+            finally:
+                rank.changed(is_whole=False)
 
     # --- the stock calls, by the names that vLLM's workers call them ---
 
@@ -168,7 +175,7 @@ def _pass_by_order_check(worker_class: Any) -> None:
 
         return call
 
-    for name, own_name in _CALLS.items():
+    for name, own_name in internals.WEIGHT_CALLS.items():
         setattr(worker_class, name, passing(getattr(worker_class, name), own_name))
 
 
@@ -179,19 +186,14 @@ def _hear_of_changes(worker_class: Any) -> None:
     def hearing(name: str, stock: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(stock)
         def call(worker: Any, *args: Any, **kwargs: Any) -> None:
-            engine, level = worker.weight_transfer_engine, kwargs.get("level", *args[:1] or (1,))
-            if not isinstance(engine, WeightcastTransferEngine):
-                change: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            elif name == "sleep":
-                change = engine.changing(f"the engine was put to sleep (level {level})", loses_weights=level > 1)
-            else:
-                change = engine.changing("vLLM reloads the weights by itself", reloads=True)
-            with change:
+            engine = worker.weight_transfer_engine
+            is_ours = isinstance(engine, WeightcastTransferEngine)
+            with engine.changing(name, *args, **kwargs) if is_ours else contextlib.nullcontext():
                 stock(worker, *args, **kwargs)
 
         return call
 
     for each in (worker_class, *worker_class.__subclasses__()):
-        for name in ("sleep", "reload_weights"):
+        for name in internals.CHANGES:
             if name in vars(each):
                 setattr(each, name, hearing(name, vars(each)[name]))

@@ -56,7 +56,11 @@ class DistributedRoute:
 
     def open(self, servers: Servers, version: int) -> None:
         """Have each server in a group, the former one if it is there."""
+        names = {server.name for server in servers.living}
         for gone in self._groups.keys() - set(servers.living):
+            if gone.name in names:
+                # Connected again: the server is still in the group that its former client had it join.
+                gone.leave_group()
             self._groups.pop(gone).end()
         servers.each(lambda server: self._retried(server, self._group_of))
 
