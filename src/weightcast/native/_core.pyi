@@ -5,24 +5,26 @@ counts the calling one, and is a most. `cached`: the targets are read again soon
 Addresses are not checked here: `weightcast.native` hands over only tables that it has checked.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
-from typing_extensions import Buffer
+import numpy as np
+
+Table: TypeAlias = bytes | np.ndarray[Any, Any]
 
 CHUNK_BYTES: int
 MAX_THREADS: int
 VECTORS: str
 
-def copy(rows: Buffer, threads: int, cached: bool, /) -> None:
+def copy(rows: Table, threads: int, cached: bool, /) -> None:
     """Copy rows of (target, source, size)."""
 
-def copy_strided(rows: Buffer, threads: int, cached: bool, /) -> None:
+def copy_strided(rows: Table, threads: int, cached: bool, /) -> None:
     """Copy rows of (target, source, run, then three times: count, target stride, source stride)."""
 
 def digest(address: int, size: int, first: int, last: int, threads: int, /) -> tuple[int, int]:
     """What the chunks from `first` to `last` bring to the digest of a payload; chunk 0 brings its length."""
 
-def copy_and_digest(address: int, size: int, rows: Buffer, threads: int, cached: bool, /) -> tuple[int, int]:
+def copy_and_digest(address: int, size: int, rows: Table, threads: int, cached: bool, /) -> tuple[int, int]:
     """Fill a payload by rows of (offset, source, size), in order; what the chunks bring that they cover whole.
 
     Source 0: zeros. A source that is its own place: what lies there.
