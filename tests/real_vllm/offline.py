@@ -24,7 +24,8 @@ class OfflineSetup:
     """Which checkpoint (seed 0 of `family`, in `saved_dtype`), served in `dtype`.
 
     `packs`: whether weights are packed for the CPU's kernels; without, layers use their parameters as they are.
-    `speculates`: with tokens of the request's own text, for which there is no draft model.
+    `speculates`: with tokens of the request's own text, for which there is no draft model. `attention`: vLLM's name of
+    the backend; "": the one that it takes by itself.
     """
 
     family: str
@@ -32,6 +33,7 @@ class OfflineSetup:
     saved_dtype: torch.dtype = torch.float32
     packs: bool = True
     speculates: bool = False
+    attention: str = ""
 
     def __str__(self) -> str:
         name = self.family + "-unpacked" * (not self.packs) + "-speculating" * self.speculates
@@ -96,6 +98,8 @@ def _started(setup: OfflineSetup, folder: Path) -> Iterator[Offline]:
         options: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 64, "enable_prefix_caching": False}
         if setup.speculates:
             options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+        if setup.attention:
+            options["attention_backend"] = setup.attention
         llm = LLM(str(folder), dtype=dtype, enforce_eager=True, **options)
         try:
             yield Offline(setup, llm)

@@ -37,11 +37,9 @@ VERSION = WeightVersion("5a" * 16, 1)
 CPU = torch.device("cpu")
 BF16 = OfflineSetup("qwen3", torch.bfloat16)
 DENSE, PADDED, EXPERTS, BIASED, TIED = map(OfflineSetup, ("qwen3", "qwen3-padded", "qwen3-moe", "qwen2", "llama-tied"))
-ROUTER_BIAS = (
-    *map(OfflineSetup, ("glm4-moe", "ernie-moe")),
-    # vLLM's kernels for its weights on a CPU take no float32.
-    OfflineSetup("deepseek-v3", torch.bfloat16, torch.bfloat16),
-)
+# vLLM's kernels for its weights on a CPU take no float32, and AMX_MLA is not supported.
+LATENT = OfflineSetup("deepseek-v3", torch.bfloat16, torch.bfloat16, attention="CPU_MLA")
+ROUTER_BIAS = (*map(OfflineSetup, ("glm4-moe", "ernie-moe")), LATENT)
 SPECULATING = OfflineSetup("qwen3", speculates=True)
 ALL = (DENSE, PADDED, EXPERTS, BIASED, TIED, BF16)
 LAYER = "model.layers.1"
@@ -374,7 +372,7 @@ def test_a_head_that_was_untied_is_refused_at_the_offer(offline: Offline) -> Non
     tied = head.weight
     head._parameters["weight"] = torch.nn.Parameter(tied.data.clone(), requires_grad=False)
     try:
-        with pytest.raises(UnsupportedError, match=f"{HEAD!r} was {EMBEDDING!r} .* tie them again"):
+        with pytest.raises(UnsupportedError, match=f"{HEAD!r} was {EMBEDDING!r}, .* tie them again"):
             offer(engine, weights(offline, 0))
     finally:
         head._parameters["weight"] = tied
@@ -736,6 +734,13 @@ def test_a_sleep_of_another_kind_is_refused_by_its_name(offline: Offline, monkey
 def test_a_vllm_that_packs_ties_otherwise_is_refused(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(offline.model.lm_head, "cpu_linear")
     with pytest.raises(UnsupportedError, match="cpu_linear"):
+        engine_of(offline)
+
+
+@offline_on(LATENT)
+def test_an_attention_that_drops_its_weights_is_refused(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offline.model.model.layers[0].self_attn.mla_attn.mla_attn, "is_amx_bmm_enabled", True)
+    with pytest.raises(UnsupportedError, match="--attention-backend CPU_MLA"):
         engine_of(offline)
 
 
