@@ -24,17 +24,17 @@ class OfflineSetup:
     """Which checkpoint (seed 0 of `family`, in `saved_dtype`), served in `dtype`.
 
     `packs`: whether weights are packed for the CPU's kernels; without, layers use their parameters as they are.
-    `speculates`: with tokens of the request's own text, for which there is no draft model.
+    `attention`: vLLM's name of the backend; "": the one that it takes by itself.
     """
 
     family: str
     dtype: torch.dtype = torch.float32
     saved_dtype: torch.dtype = torch.float32
     packs: bool = True
-    speculates: bool = False
+    attention: str = ""
 
     def __str__(self) -> str:
-        name = self.family + "-unpacked" * (not self.packs) + "-speculating" * self.speculates
+        name = self.family + "-unpacked" * (not self.packs)
         return name if self.dtype == self.saved_dtype else f"{name}-{self.dtype}"
 
 
@@ -94,8 +94,8 @@ def _started(setup: OfflineSetup, folder: Path) -> Iterator[Offline]:
             patch.setattr(utils, "check_cpu_sgl_kernel", lambda *args: False)
         dtype = str(setup.dtype).removeprefix("torch.")
         options: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 64, "enable_prefix_caching": False}
-        if setup.speculates:
-            options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+        if setup.attention:
+            options["attention_backend"] = setup.attention
         llm = LLM(str(folder), dtype=dtype, enforce_eager=True, **options)
         try:
             yield Offline(setup, llm)

@@ -16,8 +16,8 @@ from real_vllm.test_model import BF16, DENSE, EXPERTS, TIED, engine_of, weights
 from weightcast import LocalEngine, TensorSource
 from weightcast.errors import PublishError
 
-FAMILIES = ("qwen3", "llama-tied", "qwen3-moe", "deepseek-v2")
-PLAIN, PLAIN_TIED, PLAIN_EXPERTS, PLAIN_LATENT = (OfflineSetup(family, packs=False) for family in FAMILIES)
+PLAIN, PLAIN_TIED, PLAIN_EXPERTS = (OfflineSetup(f, packs=False) for f in ("qwen3", "llama-tied", "qwen3-moe"))
+PLAIN_LATENT = OfflineSetup("deepseek-v2", packs=False, attention="CPU_MLA")
 
 
 @contextlib.contextmanager

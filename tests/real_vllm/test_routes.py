@@ -259,7 +259,7 @@ def test_the_server_says_what_it_is(server: Server) -> None:
     world_size = server.setup.tp * server.setup.dp
     assert info.world_size == world_size
     # What it holds it can prove once a version was offered, by whichever test came before.
-    assert set(info.abilities) - {"prove"} == {"install", "streaming", "undo"}
+    assert set(info.abilities) - {"prove"} == {"install", "streaming", "undo", "dtypes"}
     assert not info.torn
     assert server.get("/get_world_size") == {"world_size": world_size}
     assert server.get("/get_world_size?include_dp=false") == {"world_size": server.setup.tp}

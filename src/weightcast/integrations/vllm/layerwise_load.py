@@ -62,7 +62,14 @@ class Reload:
         return {name for name, layer in self._model.named_modules() if layer in layers}
 
     def require_work_rounds(self) -> None:
-        """Raises UnsupportedError if a layer that a work-round is for lacks what the work-round needs."""
+        """Raises UnsupportedError if a layer that a work-round is for lacks what the work-round needs, or if vLLM has
+        dropped weights that it would have to load again.
+        """
+        if any(getattr(layer, "is_amx_bmm_enabled", False) for layer in self._attention):
+            raise UnsupportedError(
+                f"vLLM {internals.version()} drops the weights of kv_b_proj once its attention by AMX_MLA has packed "
+                "them, and can't load them again: start it with --attention-backend CPU_MLA"
+            )
         experts: list[Any] = [layer for layer in self._packed.values() if _is_cpu_experts(layer)]
         methods = [layer.quant_method for layer in experts]
         lacking = {f"{type(method).__name__}.moe_kernel" for method in methods if not hasattr(method, "moe_kernel")}
