@@ -22,6 +22,7 @@ from real_sglang.oracle import assert_drops_caches, assert_is_of, assert_serves,
 from real_sglang.servers import ONE, TWO, Server, Setup, Span
 from weightcast import HttpEngine, ModuleSource, Publisher, cli
 from weightcast.cli import exits
+from weightcast.errors import PublishError
 
 FAMILIES = [
     Setup(family, dtype, tp)
@@ -150,6 +151,23 @@ def test_weights_that_sglang_changes_by_itself_are_of_no_version(server: Server)
                 assert server.post("/end_weight_update").status_code == 200
             assert it.publisher.sync(server.url).ok
             assert_serves(server, 1)
+        it.publish(0)
+        assert_serves(server, 0)
+
+
+@on(ONE, TWO)
+@pytest.mark.parametrize("layer", ["input_layernorm", "self_attn.o_proj"])
+def test_a_layer_that_took_anothers_place_is_refused_at_the_offer(server: Server, layer: str) -> None:
+    """SGLang computes with the former norm, whatever is loaded into the one in its place."""
+    layer = f"model.layers.1.{layer}"
+    with trainer(server.setup, server.url) as it:
+        it.publish(1)
+        with (
+            server.failing(Break(exchange=layer)),
+            pytest.raises(PublishError, match=f"{layer} took another layer's place"),
+        ):
+            it.publish(0)
+        assert_serves(server, 1)
         it.publish(0)
         assert_serves(server, 0)
 
