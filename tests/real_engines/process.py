@@ -139,9 +139,9 @@ class ServerProcess(abc.ABC):
         )
 
     def __enter__(self) -> Self:
-        if self._process is None:
-            self.launch()
         try:
+            if self._process is None:
+                self.launch()
             self._await_health()
         except BaseException:
             self.close()
