@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ from core.direct import fleet
 from torch import nn
 
 from weightcast import TensorSource
+from weightcast.errors import PublishError
 from weightcast.integrations.sglang.model import SglangModel
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 NUM_VERSIONS = 4
+NAMES = ("first.weight", "second.weight")
 
 
 class Model(nn.Module):
@@ -47,18 +50,21 @@ class Updater:
         self.end(self.model)
 
 
-def sessions_of(folder: Path, model: Model, end: Callable[[Model], object]) -> int:
-    """How many sessions some publishes take, the first of which proves what can be copied."""
-    updater = Updater(model, end)
+def engine_of(folder: Path, model: Model, updater: Updater) -> SglangModel:
     runner = SimpleNamespace(
         model=model,
         model_config=SimpleNamespace(model_path=str(folder), revision=None),
         weight_updater=updater,
         server_args=SimpleNamespace(download_dir=None),
     )
-    engine = SglangModel(runner, unsupported=(), flush=lambda: True)
-    tensors = {name: torch.zeros(4, 4) for name in ("first.weight", "second.weight")}
-    with fleet(TensorSource(tensors), engine) as (publisher, _):
+    return SglangModel(runner, unsupported=(), flush=lambda: True)
+
+
+def sessions_of(folder: Path, model: Model, end: Callable[[Model], object]) -> int:
+    """How many sessions some publishes take, the first of which proves what can be copied."""
+    updater = Updater(model, end)
+    tensors = {name: torch.zeros(4, 4) for name in NAMES}
+    with fleet(TensorSource(tensors), engine_of(folder, model, updater)) as (publisher, _):
         for number in range(1, NUM_VERSIONS + 1):
             for tensor in tensors.values():
                 tensor.fill_(number)
@@ -86,3 +92,24 @@ def test_a_session_that_does_something_later_on_is_not_left_out(tmp_path: Path) 
     model = Model(scaled=False)
     assert sessions_of(tmp_path, model, end) == NUM_VERSIONS
     assert hasattr(model, "made")
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "moved"])
+def test_a_layer_in_anothers_place_is_refused(tmp_path: Path, is_new: bool) -> None:
+    """SGLang may go on with the former one, which it refers to from elsewhere too."""
+    model = Model(scaled=False)
+    first, second = model.first, model.second
+    tensors = {name: torch.ones(4, 4) for name in NAMES}
+    engine = engine_of(tmp_path, model, Updater(model, lambda model: None))
+    with fleet(TensorSource(tensors), engine) as (publisher, _):
+        publisher.publish(1)
+        model.first, model.second = (copy.deepcopy(first), second) if is_new else (second, first)
+        for number in (2, 3):
+            with pytest.raises(PublishError, match=r"first.* took another layer's place since SGLang has loaded"):
+                publisher.publish(number)
+        model.first, model.second = first, second
+        for tensor in tensors.values():
+            tensor.fill_(4)
+        publisher.publish(4)
+        assert model.first.weight.eq(4).all()
+        assert model.second.weight.eq(4).all()

@@ -123,7 +123,10 @@ class ServerProcess(abc.ABC):
             environment = self._environment()
             if self._kind not in _warm:
                 _warm[self._kind] = WarmPython(*_IMPORTED[self._kind], environment=environment, executable=python)
-            self._process = _warm[self._kind].start(_SERVE, self._log.name, json.dumps(environment), module, *arguments)
+            # The first one waits until the engine is imported.
+            self._process = _warm[self._kind].start(
+                _SERVE, self._log.name, json.dumps(environment), module, *arguments, seconds=START_SECONDS
+            )
             return
         self._process = subprocess.Popen(
             self._command(),
@@ -136,9 +139,9 @@ class ServerProcess(abc.ABC):
         )
 
     def __enter__(self) -> Self:
-        if self._process is None:
-            self.launch()
         try:
+            if self._process is None:
+                self.launch()
             self._await_health()
         except BaseException:
             self.close()

@@ -1,5 +1,5 @@
 """A plugin of the tests, in the scheduler processes: has the model's loader, or the copies in its place, fail where and
-when a test says so, and counts the garbage collections that are asked for.
+when a test says so, exchanges layers, and counts the garbage collections that are asked for.
 
 SGLang finds it as it finds any plugin, by the metadata beside the stand-ins. The environment variable names the file in
 which a test says what is to fail; as long as there is none, nothing does. Beside it is the one that collections are
@@ -8,6 +8,7 @@ counted in, a byte for each.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import json
@@ -15,8 +16,12 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from weightcast.format.manifest import Manifest
 
 VARIABLE = "WEIGHTCAST_TEST_FAULT"
 COLLECTIONS = "collections"
@@ -24,11 +29,18 @@ COLLECTIONS = "collections"
 
 @dataclasses.dataclass(frozen=True)
 class Break:
-    """An install raises before this tensor, on one rank or on all (-1); or flips a bit of the parameter `corrupt`."""
+    """An install raises before this tensor, on one rank or on all (-1); or flips a bit of the parameter `corrupt`; or
+    a copy of the layer `exchange` has taken that layer's place while an offer is looked at.
+    """
 
     after: int = 0
     rank: int = -1
     corrupt: str = ""
+    exchange: str = ""
+
+    @property
+    def raises(self) -> bool:
+        return not (self.corrupt or self.exchange)
 
     def __str__(self) -> str:
         return f"at-{self.after}" + ("" if self.rank < 0 else f"-on-rank-{self.rank}")
@@ -43,7 +55,8 @@ def register() -> None:
     from weightcast.integrations.sglang.model import SglangModel
     from weightcast.serving.load_plan import BlockCopies
 
-    load, finish, copy = SglangModel._load_some, SglangModel._finish_load, BlockCopies.run
+    load, finish, run = SglangModel._load_some, SglangModel._finish_load, BlockCopies.run
+    validate = SglangModel.validate
 
     def fault() -> Break | None:
         found = Break(**json.loads(path.read_text())) if path.exists() else None
@@ -51,7 +64,7 @@ def register() -> None:
 
     def faulty(model: SglangModel, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         found = fault()
-        load(model, tensors if found is None or found.corrupt else _until(found.after, tensors))
+        load(model, _until(found.after, tensors) if found is not None and found.raises else tensors)
 
     def finished(model: SglangModel) -> list[str]:
         found, result = fault(), finish(model)
@@ -61,14 +74,27 @@ def register() -> None:
 
     def faulty_copy(copies: BlockCopies) -> None:
         found = fault()
-        if found is None or found.corrupt or found.after >= len(copies._pieces):
-            return copy(copies)
+        if found is None or not found.raises or found.after >= len(copies._pieces):
+            return run(copies)
         install_map, some = copies._install_map, copies._pieces[: found.after]
         assert install_map.bind()
         num_blocks = sum(len(install_map.blocks(*piece)) for piece in some)
-        copy(BlockCopies(install_map, some, copies._sources[:num_blocks]))
+        run(BlockCopies(install_map, some, copies._sources[:num_blocks]))
         raise RuntimeError("the test's fault")
 
+    def validated(model: SglangModel, manifest: Manifest) -> None:
+        found = fault()
+        if found is None or not found.exchange:
+            return validate(model, manifest)
+        parent, _, leaf = found.exchange.rpartition(".")
+        holder, layer = model._model.get_submodule(parent), model._model.get_submodule(found.exchange)
+        setattr(holder, leaf, exchanged(layer))
+        try:
+            validate(model, manifest)
+        finally:
+            setattr(holder, leaf, layer)
+
+    SglangModel.validate = validated  # type: ignore[method-assign]
     SglangModel._load_some = faulty  # type: ignore[method-assign]
     SglangModel._finish_load = finished  # type: ignore[method-assign]
     BlockCopies.run = faulty_copy  # type: ignore[method-assign]
@@ -81,6 +107,18 @@ def register() -> None:
         return collect(*generation)
 
     gc.collect = counted
+
+
+def exchanged(layer: torch.nn.Module) -> torch.nn.Module:
+    """A copy with tensors of its own, which compute the same."""
+    copied = copy.copy(layer)
+    copied._parameters = dict(layer._parameters)
+    for name, parameter in layer.named_parameters(recurse=False):
+        made = torch.nn.Parameter(parameter.data.clone(), requires_grad=False)
+        made.__class__ = parameter.__class__
+        vars(made).update(vars(parameter))
+        copied._parameters[name] = made
+    return copied
 
 
 def _until(num: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

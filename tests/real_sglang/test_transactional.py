@@ -22,6 +22,7 @@ from real_sglang.oracle import assert_drops_caches, assert_is_of, assert_serves,
 from real_sglang.servers import ONE, TWO, Server, Setup, Span
 from weightcast import HttpEngine, ModuleSource, Publisher, cli
 from weightcast.cli import exits
+from weightcast.errors import PublishError
 
 FAMILIES = [
     Setup(family, dtype, tp)
@@ -33,6 +34,7 @@ FAMILIES = [
         ("ernie-moe", torch.float32, 1),
     )
 ]
+HALF = Setup(dtype=torch.bfloat16)
 ROUTER_BIAS = Setup("glm4-moe")
 """Router and experts have one bias for both."""
 LATENT = Setup("deepseek-v2")
@@ -93,7 +95,7 @@ def test_an_install_is_one_line_of_the_servers_log(server: Server) -> None:
     assert len(lines) == 1, lines
 
 
-@on(FAMILIES[-1])
+@on(HALF)
 def test_each_tensor_is_cast_to_what_the_engine_has(server: Server) -> None:
     """A trainer in float32, asked for no dtype of its own."""
     source = ModuleSource(make_model(server.setup.family, 1, server.setup.dtype).float(), dtype="engine")
@@ -150,6 +152,22 @@ def test_weights_that_sglang_changes_by_itself_are_of_no_version(server: Server)
                 assert server.post("/end_weight_update").status_code == 200
             assert it.publisher.sync(server.url).ok
             assert_serves(server, 1)
+        it.publish(0)
+        assert_serves(server, 0)
+
+
+@on(ONE, TWO)
+@pytest.mark.parametrize("layer", ["input_layernorm", "self_attn.o_proj"])
+def test_a_layer_that_took_anothers_place_is_refused_at_the_offer(server: Server, layer: str) -> None:
+    """SGLang computes with the former norm, whatever is loaded into the one in its place."""
+    layer = f"model.layers.1.{layer}"
+    with trainer(server.setup, server.url) as it:
+        it.publish(1)
+    with server.failing(Break(exchange=layer)), trainer(server.setup, server.url) as it:
+        with pytest.raises(PublishError, match=f"{layer} took another layer's place"):
+            it.publish(0)
+        assert_serves(server, 1)
+    with trainer(server.setup, server.url) as it:
         it.publish(0)
         assert_serves(server, 0)
 

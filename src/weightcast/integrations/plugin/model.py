@@ -42,6 +42,11 @@ def alone(error: BaseException | None) -> None:
         del error  # its frames refer to it, this one among them: it would live on until a collection
 
 
+def has_own(layer: nn.Module) -> bool:
+    """Whether it has tensors besides those of its submodules."""
+    return any(tensor is not None for tensor in (*layer._parameters.values(), *layer._buffers.values()))
+
+
 @dataclasses.dataclass
 class _Load:
     """A load under way. `due`: what is still to come; `first`: of tied names that come apart, what came first.

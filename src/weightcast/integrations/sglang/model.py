@@ -6,19 +6,21 @@ Invariant: a load is what SGLang does in a session of its own, begun and ended a
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from weightcast.errors import InstallError
+from weightcast.errors import InstallError, UnsupportedError, listed
 from weightcast.host import device as host_device
 from weightcast.integrations.plugin.acceptance import Acceptance, acceptance
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.plugin.dry_run import dry_run, present, twin
-from weightcast.integrations.plugin.model import Agree, LoaderEngine, alone
+from weightcast.integrations.plugin.model import Agree, LoaderEngine, alone, has_own
 from weightcast.integrations.sglang import internals
+from weightcast.serving.install_map import layers_of
 
 
 class SglangModel(LoaderEngine):
@@ -44,8 +46,16 @@ class SglangModel(LoaderEngine):
         self._is_in_session = False
         self._flush = flush
         self.device = next(model.parameters()).device
+        started_with = weakref.WeakValueDictionary(layers_of(model))
 
         def make_acceptance() -> Acceptance:
+            layers = layers_of(model)
+            strange = [name for name, layer in layers.items() if started_with.get(name) is not layer and has_own(layer)]
+            if strange:
+                raise UnsupportedError(
+                    f"{listed(strange)} took another layer's place since SGLang has loaded the model, and SGLang may "
+                    "compute with the former layer: put it back, or start SGLang again"
+                )
             config = runner.model_config
             known = reference(config.model_path, revision=config.revision, cache_dir=runner.server_args.download_dir)
             return acceptance(model, functools.partial(dry_run, model, _without_memory), known, is_alone=is_alone)

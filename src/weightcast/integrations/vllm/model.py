@@ -23,7 +23,7 @@ from weightcast.integrations.plugin import checkpoint_header
 from weightcast.integrations.plugin import dry_run as loader_dry_run
 from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, acceptance
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
-from weightcast.integrations.plugin.model import Agree, LoaderEngine, Tensors, alone
+from weightcast.integrations.plugin.model import Agree, LoaderEngine, Tensors, alone, has_own
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.layerwise_load import (
     Reload,
@@ -46,7 +46,7 @@ class VllmModel(LoaderEngine):
         started_with = weakref.WeakSet(model.modules())
 
         def make_acceptance() -> Acceptance:
-            strange = [name for name, layer in model.named_modules() if layer not in started_with and _has_own(layer)]
+            strange = [name for name, layer in model.named_modules() if layer not in started_with and has_own(layer)]
             if strange:
                 raise UnsupportedError(
                     f"{listed(strange)} took another layer's place since vLLM has loaded the model, and vLLM does not "
@@ -80,11 +80,6 @@ class VllmModel(LoaderEngine):
 
     def _end_load(self) -> None:
         self._reload.abort()
-
-
-def _has_own(layer: nn.Module) -> bool:
-    """Whether it has tensors besides those of its submodules."""
-    return bool(present(layer._parameters) or present(layer._buffers))
 
 
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:
