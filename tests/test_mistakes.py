@@ -470,7 +470,7 @@ def a_trainer_in_fp32_is_told_the_remedy(folder: Path) -> None:
 
 @gives(
     IncompatibleWeightsError,
-    "have the trainer's tensors in the engine's dtypes, or serve a ModuleEngine(model, cast=True)",
+    "have each tensor cast to what the engine has: dtype='engine' of the source, `--dtype engine`",
 )
 def an_engine_of_several_dtypes(folder: Path) -> None:
     mixed = nn.Sequential(linear(), linear(torch.bfloat16))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -174,8 +175,8 @@ def test_a_version_that_can_not_be_taken_back_in_time_can_be_taken_back_later() 
     client = LocalEngine(ModuleEngine(served), gate=gate, settles=True, install_deadline_seconds=0.1)
     with publisher_of(source, transport="memory://", engines=[client], undo=True) as publisher:
         settled = WeightVersion(publisher.run, publisher.publish().version)
-        with gate.step(), pytest.raises(PeerTimeoutError, match="step did not end"):
-            client.worker.settle(settled, keep=False)
+        with gate.step(), ThreadPoolExecutor(1) as pool, pytest.raises(PeerTimeoutError, match="step did not end"):
+            pool.submit(client.worker.settle, settled, keep=False).result()
         assert client.worker.unsettled == gate.version == settled
         for _ in range(2):
             client.worker.settle(settled, keep=False)

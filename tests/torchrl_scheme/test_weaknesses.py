@@ -27,7 +27,14 @@ from torchrl_scheme.scheme_kit import (
     weights,
 )
 
-from weightcast.errors import EngineBusyError, InstallError, InsufficientMemoryError, IntegrityError, PeerTimeoutError
+from weightcast.errors import (
+    EngineBusyError,
+    InstallError,
+    InsufficientMemoryError,
+    IntegrityError,
+    PeerTimeoutError,
+    WeightcastError,
+)
 from weightcast.integrations.torchrl import VLLMDoubleBufferSyncScheme as Scheme
 from weightcast.integrations.torchrl import VLLMDoubleBufferTransport
 from weightcast.store.reading import pinned
@@ -232,7 +239,7 @@ def test_w11_errors_of_writing_threads_are_raised(tmp_path: Path, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", refuse)
-        with pytest.raises(OSError, match="Input/output"):
+        with pytest.raises(WeightcastError, match="Input/output"):
             sender.update_weights(weights(2))
     assert receiver.poll_and_apply(timeout=0)
     assert version_in(taken.held) == 1

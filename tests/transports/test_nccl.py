@@ -277,10 +277,13 @@ def test_a_group_with_stock_servers_has_their_limit_of_thread_blocks(hall: Hall)
                     store = torch.distributed.PrefixStore(prefix, store)
                 server = nccl(store, 1, 2, options)
                 wait_until(server.broadcast([received], None).is_completed)
+                assert is_over.wait(PATIENCE_SECONDS)
                 server.abort()
 
+        is_over = threading.Event()
         server = Background(join)
         group.broadcast(hall.gpu.tensor(torch.ones(8)))
+        is_over.set()
         server.result()
         assert hall.gpu.read(received).tolist() == [1.0] * 8
         group.end()

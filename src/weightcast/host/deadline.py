@@ -65,11 +65,20 @@ def in_background(call: Callable[[], T], *, name: str) -> Future[T]:
 
 def to_its_end(call: Callable[[], T], *, name: str) -> T:
     """Run `call` to its end. A Ctrl-C meanwhile is raised once it is done, a second one at once."""
-    future = in_background(call, name=name)
+    future: Future[T] = Future()
+
+    def run() -> None:
+        if future.set_running_or_notify_cancel():
+            _run(call, future)
+
     try:
+        threading.Thread(target=run, name=name, daemon=True).start()
         return future.result()
     finally:
-        wait([future])
+        if future.cancel():
+            call()  # the Ctrl-C came before the thread had begun
+        else:
+            wait([future])
 
 
 def _run(call: Callable[[], T], future: Future[T]) -> None:

@@ -186,7 +186,11 @@ class LazyGpu:
         self.contexts.add(self.current_index if device == torch.device("cuda") else device.index)
         self.libcuda.make_current()
 
-    def current_stream(self, device: torch.device) -> LazyStream:
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_stream(self, device: torch.device | None = None) -> LazyStream:
+        device = device or self.device
         self.contexts.add(self.current_index if device == torch.device("cuda") else device.index)
         stream: LazyStream = getattr(self._local, "stream", self.default_stream)
         return stream

@@ -25,7 +25,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weightcast.control.routes import WeightRoutes, refusal, reply
-from weightcast.control.server.connections import KEEP_ALIVE_SECONDS, LimitedConnection, backlog
 from weightcast.control.server.metrics import ServerMetrics
 from weightcast.engines.gate import Gate
 from weightcast.errors import ClosedError, WeightcastError
@@ -203,6 +202,9 @@ class EngineServer:
             from weightcast.control.server.completions import completion_routes
 
             routes += completion_routes(self.generator, self._metrics, model_name=model_name)
+        # Imports uvicorn's protocol, which a process that only names EngineServer does not need.
+        from weightcast.control.server.connections import KEEP_ALIVE_SECONDS, LimitedConnection, backlog
+
         config = uvicorn.Config(
             Starlette(routes=routes, exception_handlers={HTTPException: _http_error}),
             log_config=None,

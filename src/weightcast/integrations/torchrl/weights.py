@@ -141,6 +141,8 @@ class WeightsSource(TensorSource):
 def _looked(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
     if any(hasattr(kind, "full_tensor") for kind in set(map(type, tensors))):
         return []  # these are gathered each time
+    if any(tensor.layout != torch.strided for tensor in tensors):
+        return []  # these are refused by `_plain`
     return [list(map(look, tensors)) for look in _LOOKS]
 
 
