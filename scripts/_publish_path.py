@@ -21,7 +21,7 @@ import weightcast
 from weightcast.control.client import HttpConnection
 
 PACKAGE = Path(weightcast.__file__).parent
-MAX_FRAMES, MAX_FILES = 14, 30
+MAX_FRAMES, MAX_FILES = 14, 35
 
 
 class Recorder:
