@@ -60,7 +60,7 @@ ENVIRONMENT = ["python3 -m venv .venv", "source .venv/bin/activate"]
 FIRST = {
     "planning.md": ["cp bench/parts.json parts.json"],
     "README.md": [
-        "weightcast publish CHECKPOINT_DIR --transport file:///mnt/weights",
+        "weightcast publish CHECKPOINT_DIR --transport file:///mnt/weights --version 699",
         *_complete("DIR/step_1000", "STABLE"),
     ],
     "directories.md": [

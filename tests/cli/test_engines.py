@@ -285,7 +285,7 @@ def test_an_export_needs_a_model_directory_for_its_configuration(
 ) -> None:
     store, exported = f"file://{tmp_path}/store", tmp_path / "exported"
     assert cli.main(["publish", str(checkpoints["new"]), "--transport", store]) == exits.OK
-    assert "24 tensors" in capsys.readouterr().out
+    assert "tensors: 24" in capsys.readouterr().out
     assert cli.main(["export", store, str(exported), "--config-from", str(tmp_path)]) == exits.USAGE
     assert f"{tmp_path} has no config.json" in capsys.readouterr().err
     assert not exported.exists()
