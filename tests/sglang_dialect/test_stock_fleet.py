@@ -50,7 +50,7 @@ TESTS = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))}
 GLOO = "gloo://127.0.0.1:0"
 DEADLINE_SECONDS = 20.0
-JOIN_SECONDS = 10.0
+JOIN_SECONDS = 40.0
 """A deadline where a group is waited for in vain, for half of it."""
 UPDATE = ["pause_generation", "update_weight_version", "begin_weight_update"]
 DONE = ["end_weight_update", "update_weight_version", "continue_generation"]
