@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 
 import numpy as np
 import pytest
 import torch
-import xxhash
 
 from weightcast.errors import IntegrityError
 from weightcast.format import bucket
@@ -27,23 +27,23 @@ from weightcast.format.bucket import (
     slot_size_bytes,
     write_header,
 )
+from weightcast.format.bucket_digest import torch_digest
 from weightcast.format.geometry import Region, whole
-from weightcast.format.manifest import DigestKind, TensorSpec, WeightVersion
+from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.testing.payloads import DTYPES, PAYLOADS, Payload, random_tensor, raw_bytes
 from weightcast.testing.transport_kit import write_raw_header
 from weightcast.trainer.packer import Packer, pack
 
 VERSION = WeightVersion("0123456789abcdef" * 2, 7)
-KINDS: tuple[DigestKind, ...] = ("xxh3-128", "nh-128")
 
 
 def buffer_for(layout: Layout, filled_with: int = 0xAA) -> BucketBuffer:
     return BucketBuffer.of(torch.full((slot_size_bytes(layout.manifest),), filled_with, dtype=torch.uint8))
 
 
-def pack_all(payload: Payload, kind: DigestKind = "xxh3-128") -> tuple[Layout, list[BucketBuffer]]:
-    layout = Layout(payload.manifest(digest_kind=kind))
+def pack_all(payload: Payload) -> tuple[Layout, list[BucketBuffer]]:
+    layout = Layout(payload.manifest())
     packer = Packer(layout, payload.tensors())
     buffers = []
     for index, size in enumerate(layout.manifest.buckets):
@@ -87,46 +87,43 @@ def test_views_give_the_tensors_back(payload: Payload) -> None:
     assert {name: raw_bytes(tensor) for name, tensor in out.items()} == {name: expected[name] for name in out}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("payload", PAYLOADS, ids=str)
-def test_every_bucket_is_accepted(payload: Payload, kind: DigestKind) -> None:
-    layout, buffers = pack_all(payload, kind)
+def test_every_bucket_is_accepted(payload: Payload) -> None:
+    layout, buffers = pack_all(payload)
     for index, buffer in enumerate(buffers):
         size = layout.manifest.buckets[index]
-        header = check_bucket(buffer, size, VERSION, index, kind)
-        assert header.digest == payload_digest(buffer.payload[:size], kind)
+        header = check_bucket(buffer, size, VERSION, index)
+        assert header.digest == payload_digest(buffer.payload[:size])
         assert (header.codec_name, header.raw_bytes, header.encoded_bytes) == ("raw", size, size)
         assert decoded(buffer, header) is buffer.payload
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_changed_byte_is_noticed(kind: DigestKind) -> None:
+def test_any_changed_byte_is_noticed() -> None:
     payload = PAYLOADS[0]
-    layout, buffers = pack_all(payload, kind)
+    layout, buffers = pack_all(payload)
     size, buffer = layout.manifest.buckets[0], buffers[0]
     whole = buffer.flat(HEADER_BYTES + size)
     for position in range(HEADER_BYTES + size):
         whole[position] ^= 0x10
         with pytest.raises(IntegrityError, match="bucket 0"):
-            check_bucket(buffer, size, VERSION, 0, kind)
+            check_bucket(buffer, size, VERSION, 0)
         whole[position] ^= 0x10
-    check_bucket(buffer, size, VERSION, 0, kind)
+    check_bucket(buffer, size, VERSION, 0)
 
 
-def raw_bucket(size: int = 512, index: int = 1, kind: DigestKind = "xxh3-128") -> BucketBuffer:
+def raw_bucket(size: int = 512, index: int = 1) -> BucketBuffer:
     """A bucket whose payload counts up."""
     buffer = BucketBuffer.of(torch.arange(HEADER_BYTES + size, dtype=torch.int16).to(torch.uint8))
-    assert write_raw_header(buffer, size, VERSION, index, kind) == HEADER_BYTES + size
+    assert write_raw_header(buffer, size, VERSION, index) == HEADER_BYTES + size
     return buffer
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_exchanged_words_are_noticed(kind: DigestKind) -> None:
-    buffer = raw_bucket(1024, 0, kind)
+def test_exchanged_words_are_noticed() -> None:
+    buffer = raw_bucket(1024, 0)
     words = buffer.payload.view(torch.int64)
     words[3], words[9] = int(words[9]), int(words[3])
-    with pytest.raises(IntegrityError, match=kind):
-        check_bucket(buffer, 1024, VERSION, 0, kind)
+    with pytest.raises(IntegrityError, match="bytes were changed on the way"):
+        check_bucket(buffer, 1024, VERSION, 0)
 
 
 @pytest.mark.parametrize(
@@ -141,15 +138,15 @@ def test_exchanged_words_are_noticed(kind: DigestKind) -> None:
 )
 def test_a_header_of_another_bucket_is_refused(version: WeightVersion, index: int, size: int, message: str) -> None:
     with pytest.raises(IntegrityError, match=f"^bucket {index}: its header says {message}$"):
-        check_bucket(raw_bucket(), size, version, index, "xxh3-128")
+        check_bucket(raw_bucket(), size, version, index)
 
 
 @pytest.mark.parametrize(
     ("start", "data", "message"),
     [
         (0, b"wcbuckt1", "magic b'wcbuckt1', expected magic b'wcbucket': update one end"),
-        (8, b"\1\0\0\0", "protocol 1, expected protocol 2: update one end"),
-        (8, b"\3\0\0\0", "protocol 3, expected protocol 2: update one end"),
+        (8, b"\1\0\0\0", "protocol 1, expected protocol 3: update one end"),
+        (8, b"\4\0\0\0", "protocol 4, expected protocol 3: update one end"),
         (12, b"\1", "origin 1, expected origin 0"),
         (48, b"zstd", "codec b'zstd', expected codec b'raw'"),
         (48, b"\0\0\0", "codec b'', expected codec b'raw'"),
@@ -165,23 +162,23 @@ def test_a_header_is_refused_by_the_field_that_is_wrong(start: int, data: bytes,
     buffer = raw_bucket()
     buffer.header[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     with pytest.raises(IntegrityError, match=f"^bucket 1: its header says {message}$"):
-        check_bucket(buffer, 512, VERSION, 1, "xxh3-128")
+        check_bucket(buffer, 512, VERSION, 1)
 
 
 def test_a_short_buffer_is_refused() -> None:
     with pytest.raises(IntegrityError, match="100 bytes arrived, a header of 256 was expected"):
-        check_bucket(BucketBuffer.of(torch.zeros(100, dtype=torch.uint8)), 1024, VERSION, 0, "xxh3-128")
+        check_bucket(BucketBuffer.of(torch.zeros(100, dtype=torch.uint8)), 1024, VERSION, 0)
     whole = raw_bucket()
     short = BucketBuffer(whole.header, whole.payload[:500])
     with pytest.raises(IntegrityError, match="500 bytes arrived behind its header, 512 were expected"):
-        check_bucket(short, 512, VERSION, 1, "xxh3-128")
+        check_bucket(short, 512, VERSION, 1)
 
 
 def test_the_message_of_a_wrong_digest_says_what_to_do() -> None:
     buffer = raw_bucket()
     buffer.payload[5] ^= 1
     with pytest.raises(IntegrityError, match=r"its header says [0-9a-f]{32}: bytes were changed on the way; publish"):
-        check_bucket(buffer, 512, VERSION, 1, "xxh3-128")
+        check_bucket(buffer, 512, VERSION, 1)
 
 
 class Halves:
@@ -197,45 +194,41 @@ class Halves:
         return payload[:encoded_bytes].repeat_interleave(2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_codec_is_one_entry(monkeypatch: pytest.MonkeyPatch, kind: DigestKind) -> None:
+def test_a_codec_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Encoded in place after it was filled, digested as encoded, and decoded after the check: by its name."""
     source = random_tensor("uint8", (1024,), 5).repeat_interleave(2)
-    layout = Layout(plan([TensorSpec("w", "uint8", (2048,))], 4096, digest_kind=kind))
+    layout = Layout(plan([TensorSpec("w", "uint8", (2048,))], 4096))
     buffer = buffer_for(layout)
     num_bytes, digest = pack(Packer(layout, {"w": source}), Halves(), layout.manifest, VERSION, 0, buffer)
     assert num_bytes == HEADER_BYTES + 1024
     with pytest.raises(IntegrityError, match="codec b'halves', expected codec b'raw'"):
-        check_bucket(buffer, 2048, VERSION, 0, kind)
+        check_bucket(buffer, 2048, VERSION, 0)
     monkeypatch.setitem(CODECS, "halves", Halves())  # type: ignore[arg-type]
-    header = check_bucket(buffer, 2048, VERSION, 0, kind)
-    assert header.digest == digest == payload_digest(buffer.payload[:1024], kind)
+    header = check_bucket(buffer, 2048, VERSION, 0)
+    assert header.digest == digest == payload_digest(buffer.payload[:1024])
     assert torch.equal(layout.views(0, decoded(buffer, header))[0], source)
     write_header(buffer.header, VERSION, 0, digest, raw_bytes=2048, encoded_bytes=2049, codec="halves")
     with pytest.raises(IntegrityError, match="encoded length 2049, expected encoded length 2048"):
-        check_bucket(buffer, 2048, VERSION, 0, kind)
+        check_bucket(buffer, 2048, VERSION, 0)
 
 
-@pytest.mark.parametrize("num_bytes", [8, 5000, 256 << 10, (256 << 10) + 8, 1_000_000])
-def test_xxh3_digest_is_of_the_blocks_digests(num_bytes: int) -> None:
+@pytest.mark.parametrize("num_bytes", [0, 8, 5000, 256 << 10, (256 << 10) + 8, 1_000_000])
+def test_a_payloads_digest_is_that_of_gpus(num_bytes: int) -> None:
     payload = random_tensor("uint8", (num_bytes,), 3)
-    data = raw_bytes(payload)
-    blocks = [xxhash.xxh3_128(data[at : at + (256 << 10)]).digest() for at in range(0, num_bytes, 256 << 10)]
-    assert payload_digest(payload, "xxh3-128") == xxhash.xxh3_128(b"".join(blocks)).digest()
+    assert payload_digest(payload) == torch_digest(payload.view(torch.int64)).numpy().tobytes()
 
 
-def test_packing_digests_in_steps_as_in_one() -> None:
-    """A bucket larger than one hashing step, with gaps of alignment at every step's end."""
+def test_packing_digests_gaps_too() -> None:
     specs = [TensorSpec(f"t{i}", "uint8", ((1 << 20) + i,)) for i in range(12)]
     layout = Layout(plan(specs, 16 << 20))
     payload = torch.full((layout.manifest.buckets[0],), 0x55, dtype=torch.uint8)
     digest = Packer(layout, {s.name: random_tensor("uint8", s.shape, 1) for s in specs}).fill(0, payload, VERSION)
-    assert digest == payload_digest(payload, "xxh3-128")
+    assert digest == payload_digest(payload)
 
 
 def test_root_digest_depends_on_manifest_and_order() -> None:
     one, two = b"a" * 16, b"b" * 16
-    expected = xxhash.xxh3_128_hexdigest(bytes.fromhex("ab" * 32) + one + two)
+    expected = hashlib.sha256(bytes.fromhex("ab" * 32) + one + two).hexdigest()[:32]
     assert root_digest("ab" * 32, [one, two]) == expected
     assert len({root_digest("ab" * 32, [two, one]), root_digest("ac" * 32, [one, two]), expected}) == 3
 
@@ -284,7 +277,7 @@ def test_views_into_a_slot_in_the_middle_of_an_arena() -> None:
     pack(Packer(layout, payload.tensors()), RAW, layout.manifest, VERSION, 0, buffer)
     assert not arena[:slot].any()
     assert not arena[2 * slot :].any()
-    check_bucket(buffer, size, VERSION, 0, "xxh3-128")
+    check_bucket(buffer, size, VERSION, 0)
 
 
 @pytest.mark.parametrize(("staged", "adjoining"), [(False, False), (True, False), (True, True)])

@@ -67,7 +67,6 @@ FOREIGN: dict[str, tuple[str, ...]] = {
         *("serving.*", "trainer.*", "integrations.*", "testing.*", "bench.*", "demo.*", "cli.serve"),
     ),
     "numpy": ("format.tensor_digest", "host.copy", "native.tables", "bench.*", "demo.*", "testing.*"),
-    "xxhash": ("format.bucket", "trainer.packer"),
     "triton": ("format.digest_kernel",),
     "h11": ("control.client",),
     "safetensors": ("checkpoint.files",),

@@ -100,11 +100,7 @@ PERMITTED: dict[tuple[str, str], str] = {
     ("format.bucket", "sets an item of a namespace"): "a dictionary of its own, of that name",
     ("host.closing", "atexit.register"): "closes what is open before threads end in torch; changes nothing else",
     ("host.closing", "os.register_at_fork"): "closes weightcast's own sockets in a child; changes nothing else",
-    ("host.copy", "torch._C.DisableTorchFunctionSubclass"): "for a `with`, this thread's; torch documents it",
-    ("host.copy", "torch._C.TensorBase"): "asks of which class a tensor is",
     ("host.device_memory", "os.set_inheritable"): "of a descriptor of its own, which started programs must not have",
-    ("host.memory", "gc.disable"): "`collector_paused`: put back in a finally",
-    ("host.memory", "gc.enable"): "the same finally, where it was enabled before",
     (
         "integrations.plugin.dry_run",
         "changes a namespace",

@@ -40,13 +40,13 @@ class Way:
 
 
 _ALL = {
-    "digest": "xxh3-128 of each bucket, before its use",
+    "digest": "nh-128 of each bucket, before its use",
     "completeness": "every tensor, before the install",
     "version": "run and number on every message",
 }
 _STAGED = _ALL | {"rollback": "the old version until all has arrived"}
 _STREAMING = _ALL | {"rollback": "refuses to serve until healed"}
-_FILE = {"digest": "xxh3-128 of each bucket", **{key: _STAGED[key] for key in ("completeness", "version", "rollback")}}
+_FILE = {"digest": "nh-128 of each bucket", **{key: _STAGED[key] for key in ("completeness", "version", "rollback")}}
 
 
 def _ours(transport: str, install: str, checked: Mapping[str, str]) -> Way:

@@ -82,7 +82,7 @@ def _host_bytes(tensor: torch.Tensor) -> bytes:
 
 def _packed(tensors: dict[str, torch.Tensor], specs: list[TensorSpec], size: int, device: torch.device) -> Any:
     """Every bucket of these, packed on a device: the manifest, the layout, and buffers of its memory."""
-    manifest = plan(specs, size, digest_kind="nh-128")
+    manifest = plan(specs, size)
     layout, buffers = Layout(manifest), []
     packer = Packer(layout, tensors)
     for index, num_bytes in enumerate(manifest.buckets):
@@ -129,7 +129,7 @@ def _layouts_of(here: Here, place: Place, dtype: torch.dtype) -> tuple[int, int,
         num_buckets += len(buffers)
         _, _, on_host = _packed(sources, specs, size, torch.device("cpu"))
         for index, num_bytes in enumerate(manifest.buckets):
-            check_bucket(buffers[index], num_bytes, VERSION, index, manifest.digest_kind)
+            check_bucket(buffers[index], num_bytes, VERSION, index)
             if _host_bytes(buffers[index].payload) != _host_bytes(on_host[index].payload):
                 problems.append(f"bucket {index} of {size} bytes differs from a CPU's")
             views = layout.views(index, buffers[index].payload)
@@ -171,7 +171,7 @@ def _digests(here: Here, place: Place) -> None:
     sizes = [8, 2048, 2056, 3 * 16384 - 8, 1 << 20, (1 << 20) + 24]
     for size in sizes if here.dry else [*sizes, 512 * MIB, 512 * MIB + 8]:
         payload = _bits((size,), torch.uint8, size % 1000)
-        on_device, on_cpu = payload_digest(place(payload), "nh-128"), payload_digest(payload, "nh-128")
+        on_device, on_cpu = payload_digest(place(payload)), payload_digest(payload)
         here.check(f"nh-128 of {size} bytes is a CPU's", on_device == on_cpu, f"{on_device.hex()} {on_cpu.hex()}")
 
 
@@ -190,18 +190,18 @@ def _flipped(here: Here, place: Place) -> None:
         "the header's reserve": (buffer.header, 200, "reserved"),
     }
     here.check("there is a gap behind the last tensor", end < size, f"{end} of {size}")
-    check_bucket(buffer, size, VERSION, 0, manifest.digest_kind)
+    check_bucket(buffer, size, VERSION, 0)
     for name, (memory, at, words) in places.items():
         former = memory[at : at + 1].cpu()
         memory[at : at + 1].copy_(former ^ 4)
         here.raises(
             f"one bit of {name}",
             IntegrityError,
-            lambda: check_bucket(buffer, size, VERSION, 0, manifest.digest_kind),
+            lambda: check_bucket(buffer, size, VERSION, 0),
             words,
         )
         memory[at : at + 1].copy_(former)
-    check_bucket(buffer, size, VERSION, 0, manifest.digest_kind)
+    check_bucket(buffer, size, VERSION, 0)
 
 
 def _large(here: Here) -> None:
@@ -210,7 +210,7 @@ def _large(here: Here) -> None:
     source = torch.arange(numel // 4, dtype=torch.int32, device=here.device).view(torch.uint8)
     packed = _packed({"large": source}, [TensorSpec("large", "uint8", (numel,))], 3 * GIB, here.device)
     manifest, layout, buffers = packed
-    check_bucket(buffers[0], manifest.buckets[0], VERSION, 0, manifest.digest_kind)
+    check_bucket(buffers[0], manifest.buckets[0], VERSION, 0)
     view = layout.views(0, buffers[0].payload)[0]
     here.check("a tensor of over 2^31 bytes in one bucket", bool(torch.equal(view, source)))
     del packed, manifest, layout, buffers, view, source

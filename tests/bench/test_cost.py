@@ -113,7 +113,7 @@ def test_origins_are_those_that_trainer_ranks_agree_on(sharding: str, num_hosts:
     num_ranks = num_hosts * ranks_per_host
     places = [RankPlace(f"host-{rank // ranks_per_host}", "") for rank in range(num_ranks)]
     held = _held_by_ranks(sharding, num_hosts, ranks_per_host)
-    settings = Settings("0" * 32, "gloo://h:0", 20_000, "xxh3-128", "gloo", "hosts", num_hosts)
+    settings = Settings("0" * 32, "gloo://h:0", 20_000, "gloo", "hosts", num_hosts)
     manifest = share(SPECS, held, places, settings).layout.manifest
     of_origins = [[manifest.buckets[index] for index in span] for span in manifest.spans]
     assert counted.origins == [sum(each) + HEADER_BYTES * len(each) for each in of_origins]

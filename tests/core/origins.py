@@ -85,7 +85,7 @@ def fill_and_send(
     for entry, view in zip(layout.entries[index], layout.views(index, payload), strict=True):
         view.copy_(narrow(tensors[entry.record.name], entry.piece.region))
     said: dict[str, Any] = {"version": version(number), "index": index, "origin": origin, **(header or {})}
-    num_bytes = write_raw_header(buffer, size, kind=manifest.digest_kind, **said)
+    num_bytes = write_raw_header(buffer, size, **said)
     digest = header_digest(buffer.header)
     spoil(buffer)
     sender.send(local, num_bytes)

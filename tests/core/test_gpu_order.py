@@ -103,7 +103,7 @@ def ends_on(gpu: LazyGpu, deadline_seconds: float = 60.0) -> Iterator[tuple[Any,
     ends = TransportEnds()
     ends.url, ends.device = "memory://", gpu.device
     specs = [TensorSpec(f"t{number}", "uint8", (4096,)) for number in range(4)]
-    manifest = plan(specs, 4096, digest_kind="nh-128")
+    manifest = plan(specs, 4096)
     with contextlib.ExitStack() as ends.stack:
         sender = ends.sender(deadline_seconds)
         receiver = ends.receiver(sender)
@@ -537,26 +537,6 @@ def test_a_bucket_is_announced_once_it_is_packed_and_not_before(gpu: LazyGpu) ->
         over.set()
 
 
-@pytest.mark.parametrize(
-    ("transport", "install", "kind"),
-    [("ipc://", "staged", "xxh3-128"), ("ipc://", "streaming", "nh-128"), ("memory://", "staged", "xxh3-128")],
-)
-def test_buckets_are_digested_by_what_is_fast_where_they_lie(
-    gpu: LazyGpu, transport: str, install: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The weights of all of them are on a GPU: what counts is where their buckets are."""
-    kinds: set[str] = set()
-
-    def spy(*args: Any, digest_kind: Any) -> Manifest:
-        kinds.add(digest_kind)
-        return plan(*args, digest_kind=digest_kind)
-
-    monkeypatch.setattr("weightcast.trainer.publisher.plan", spy)
-    with published(gpu, install, OnGpu(gpu), transport=transport) as (publisher, _):
-        assert publisher.publish().ok
-    assert kinds == {kind}
-
-
 def test_a_publisher_closes_all_that_it_has_although_its_gpu_has_failed(
     gpu: LazyGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -650,8 +630,12 @@ def test_memory_is_given_back_once_an_update_that_is_given_up_reads_nothing(
 
     class Failing(OnGpu):
         def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-            super().load(tensors)
-            raise RuntimeError("this loader was told to fail")
+            named = list(tensors)
+            super().load(named)
+            # At the last bucket: a broadcast of the publisher's that nobody takes would keep the GPU, which is the
+            # engine's too here.
+            if NAMES[-1] in dict(named):
+                raise RuntimeError("this loader was told to fail")
 
         def discard(self) -> None:
             session = client.worker._session
@@ -666,9 +650,6 @@ def test_memory_is_given_back_once_an_update_that_is_given_up_reads_nothing(
     with fleet(TensorSource(weights), Failing(gpu), **options) as (publisher, [client]):
         with pytest.raises(PublishError, match="told to fail"):
             publisher.publish()
-        # The publisher may hear of the failure while the engine is still going back.
-        has_gone_back = (bool(releasing) for _ in Deadline(PATIENCE_SECONDS).polls(0.001, 0.05))
-        assert any(has_gone_back)
         releasing[0].result()
         assert has_begun.is_set()
     assert is_early == [False]
@@ -788,7 +769,7 @@ def test_what_ranks_send_is_packed_and_unpacked_by_views_that_are_made_once(
 ) -> None:
     """Buckets in device memory: another rank of the origin sends its part of each."""
     specs = [TensorSpec(f"t{number}", "float32", (8, 64)) for number in range(4)]
-    layout = Layout(plan(specs, 4096, digest_kind="nh-128"))
+    layout = Layout(plan(specs, 4096))
     halves = [Region((row, 0), (4, 64)) for row in (0, 4)]
     weights = [[gpu.tensor(torch.randn(4, 64)) for _ in specs] for _ in halves]
     shards = [
@@ -808,7 +789,7 @@ def test_what_ranks_send_is_packed_and_unpacked_by_views_that_are_made_once(
     num_views: list[int] = []
     monkeypatch.setattr(gather, "typed_views", lambda *args: num_views.append(1) or typed_views(*args))
     monkeypatch.setattr(gather, "bucket_views", lambda *args: num_views.append(1) or bucket_views(*args))
-    other = gather.Contribution(ranks, layout, shards[1], leader=0, origin=0, homes=[0, 0], via=gpu.device)
+    other = gather.Contribution(ranks, layout, shards[1], leader=0, origin=0, via=gpu.device)
     packer = gather.OriginPacker(ranks, layout, shards[0], {1: shards[1]}, origin=0, via=gpu.device)
     payloads = [gpu.tensor(torch.zeros(num_bytes, dtype=torch.uint8)) for num_bytes in layout.manifest.buckets]
     statuses = [RankStatus(offset_bytes=0), RankStatus()]

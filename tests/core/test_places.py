@@ -1,36 +1,18 @@
-"""Looks at many objects at once notice all that looks at one at a time notice, and hold where these can't be made."""
+"""One look at many tensors or modules notices whatever of them is not as it was."""
 
 from __future__ import annotations
 
 import gc
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from weightcast.checkpoint import live
 from weightcast.checkpoint.live import TensorChangeDetector
-from weightcast.host import copy as host_copy
-from weightcast.host.copy import PreparedCopies, TensorPlaces
-
-
-@pytest.fixture(params=["at once", "one by one"], autouse=True)
-def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways have to find the same. The second is for a torch or a Python whose objects are not as they are now."""
-    if request.param == "one by one":
-        monkeypatch.setattr(host_copy, "_object_layout", lambda: None)
-        monkeypatch.setattr(live, "_count_word", lambda: None)
-    return str(request.param)
-
-
-def test_this_torch_and_this_python_are_read_at_once(how: str) -> None:
-    if how == "at once":
-        assert host_copy._object_layout() is not None
-        assert (live._count_word() is None) == (sys.version_info >= (3, 14)), "a dict counts its changes until 3.13"
+from weightcast.host.copy import PreparedCopies
+from weightcast.native.tables import places
 
 
 def swap_memory(tensor: torch.Tensor) -> None:
@@ -59,11 +41,10 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("which", [0, 1999])
 def test_a_tensor_that_has_moved_is_seen(change: str, which: int) -> None:
     tensors = [torch.zeros(6, 6) for _ in range(2000)]
-    places = TensorPlaces(tensors)
-    assert places.are_same()
+    former = places(tensors)
+    assert places(tensors) == former
     CHANGES[change](tensors[which])
-    assert not places.are_same()
-    assert TensorPlaces(tensors).are_same()
+    assert places(tensors) != former
 
 
 @pytest.mark.parametrize(
@@ -83,13 +64,13 @@ def test_a_tensor_that_has_moved_is_seen(change: str, which: int) -> None:
 )
 def test_any_tensor_stays_as_it_is_until_it_moves(make: Callable[[], torch.Tensor]) -> None:
     tensors = [torch.zeros(3), make(), torch.zeros(4)]
-    places = TensorPlaces(tensors)
+    former = places(tensors)
     if not tensors[1].is_meta:
         tensors[1].detach().zero_()
     gc.collect()
-    assert places.are_same()
+    assert places(tensors) == former
     tensors[1].data = torch.zeros(3, 3, device=tensors[1].device, dtype=tensors[1].dtype)
-    assert not places.are_same()
+    assert places(tensors) != former
 
 
 @pytest.mark.parametrize("which", ["target", "source"])
@@ -106,27 +87,14 @@ def test_kept_copies_are_looked_at_from_both_ends(which: str) -> None:
 
 def test_seven_dims_are_seen_in_another_order() -> None:
     tensors = [torch.zeros(3), torch.zeros(2, 2, 2, 2, 2, 2, 3), torch.zeros(4)]
-    places = TensorPlaces(tensors)
+    former = places(tensors)
     tensors[1].transpose_(0, 6)
-    assert not places.are_same()
-
-
-def test_memory_is_not_shown() -> None:
-    """A debugger shows the variables of modules, a report of an error those of functions."""
-    for value in vars(host_copy).values():
-        repr(value), str(value), f"{value}"
-    value = object()
-    assert type(host_copy.words_at(host_copy.words_of([value]))) is np.ndarray
+    assert places(tensors) != former
 
 
 def test_no_tensors_have_not_moved() -> None:
-    assert TensorPlaces([]).are_same()
+    assert places([]) == places([])
     assert not TensorChangeDetector(nn.Identity(), with_buffers=True).has_changed()
-
-
-def test_addresses_are_those_of_torch() -> None:
-    tensors = [torch.zeros(4, 4)[number] for number in range(4)]
-    assert TensorPlaces(tensors).addresses == [tensor.data_ptr() for tensor in tensors]
 
 
 class Model(nn.Module):

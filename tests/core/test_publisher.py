@@ -307,7 +307,7 @@ def test_worker_refuses_what_is_not_its_runs() -> None:
             worker.update(Abort("f" * 32, 5, "malice"))
         with pytest.raises(UnsupportedError, match="no transport"):
             worker.init(InitInfo(publisher.run, "x", "pigeon://", "unix:@n", digest, 5.0))
-        with pytest.raises(UnsupportedError, match="protocol 1, this engine speaks 2"):
+        with pytest.raises(UnsupportedError, match="protocol 1, this engine speaks 3"):
             worker.init(InitInfo(publisher.run, "x", "ipc://@n", "unix:@n", digest, 5.0, protocol=1))
         with pytest.raises(UnsupportedError, match="delta"):
             worker.update(Offer(publisher.run, 60, digest, base=5))

@@ -26,11 +26,11 @@ from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held
 from weightcast.sources.module import ModuleSource
-from weightcast.trainer.packer import BlockDigests
+from weightcast.trainer.packer import PartPacker
 
 DEADLINE_SECONDS = 30.0
 
-_clear_gaps, _mark = Layout.clear_gaps, BlockDigests.mark
+_pack = PartPacker.pack
 _context = forking.preloaded(
     "torch", "torch.distributed", "weightcast.trainer.publisher", "weightcast.transports.memory"
 )
@@ -303,8 +303,7 @@ class Rank:
         """`group`: the trainer ranks that publish; the first one does it for all.
 
         `is_apart`: this rank can't map another's memory, as in another container. `hosts`: the ranks are on so many.
-        `late_seconds`: so long it takes a rank to zero the bytes between tensors, and twice as long to say what it has
-        digested.
+        `late_seconds`: so much later than the others ranks of an even number pack.
         """
         import torch.distributed as dist
         from core.direct import DirectEngine, RecordingEngine
@@ -316,11 +315,8 @@ class Rank:
         origins.host_identity = lambda: f"host {self.rank * hosts // self.size}"
         gather.map_shared = _nothing_mapped if is_apart else map_shared
 
-        for owner, name, call, seconds in (
-            (Layout, "clear_gaps", _clear_gaps, late_seconds),
-            (BlockDigests, "mark", _mark, 2 * late_seconds),
-        ):
-            setattr(owner, name, functools.partialmethod(_late, call, seconds))
+        leads = self.rank % 2 == 0
+        PartPacker.pack = functools.partialmethod(_late, _pack, late_seconds * leads)  # type: ignore[assignment]
         members = tuple(range(self.size)) if group is None else tuple(group)
         if group is not None:
             options["trainer_group"] = dist.new_group(list(group), backend="gloo")
@@ -453,15 +449,21 @@ class Rank:
     def _at(self, bucket: int, call: Callable[[], None]) -> None:
         from weightcast.trainer.packer import PartPacker
 
-        original = PartPacker.sources
+        # In the origin's memory, or into a message.
+        originals = {"pack": PartPacker.pack, "sources": PartPacker.sources}
 
-        def calling(part: PartPacker, index: int) -> list[torch.Tensor]:
-            if index == bucket:
-                PartPacker.sources = original  # type: ignore[method-assign]
-                call()
-            return original(part, index)
+        def calling(name: str) -> Callable[..., Any]:
+            def called(part: PartPacker, index: int, *args: Any) -> Any:
+                if index == bucket:
+                    for each, original in originals.items():
+                        setattr(PartPacker, each, original)
+                    call()
+                return originals[name](part, index, *args)
 
-        PartPacker.sources = calling  # type: ignore[method-assign]
+            return called
+
+        for name in originals:
+            setattr(PartPacker, name, calling(name))
 
     def rewind(self, at: int, to: int) -> None:
         """Once, lose the buckets from `to` on, notice it at bucket `at`, and go on from `to` when opened again."""
@@ -530,7 +532,6 @@ class Rank:
 
     def check_stock(self, content: int) -> list[str]:
         """The tensors that the stock engine was not sent."""
-        from weightcast.format.bucket import Layout
 
         manifest = self.stock.own._manifest
         layout, wrong = Layout(manifest), []
@@ -628,9 +629,9 @@ class Rank:
         return footprint()
 
 
-def _late(owner: object, call: Callable[..., None], seconds: float, *args: Any) -> None:
+def _late(owner: object, call: Callable[..., Any], seconds: float, *args: Any) -> Any:
     time.sleep(seconds)
-    call(owner, *args)
+    return call(owner, *args)
 
 
 def _nothing_mapped(location: object) -> None:

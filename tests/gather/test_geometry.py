@@ -11,11 +11,12 @@ import torch
 
 from gather.squad import CUTS, MODELS
 from weightcast.errors import IncompatibleWeightsError, PeerTimeoutError, StaleVersionError
-from weightcast.format.bucket import Layout, narrow
+from weightcast.format.bucket import Layout, narrow, payload_digest
 from weightcast.format.geometry import Region, is_run, split
 from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, decode, encode
 from weightcast.format.plan import plan
 from weightcast.host.copy import copy_all
+from weightcast.native.tables import added, digest
 from weightcast.trainer.group.exchange import Failure
 from weightcast.trainer.group.gather import message_order, message_views
 from weightcast.trainer.group.shares import assign
@@ -115,9 +116,15 @@ def test_what_the_ranks_bring_fills_every_bucket(cut: str, bucket_size_bytes: in
     ends = [PartPacker(layout, shards) for shards in brought]
     for index, num_bytes in enumerate(layout.manifest.buckets):
         packed, moved, expected = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(3))
+        sums, missing = [], None
         for part in ends:
-            part.pack(index, packed, None)
+            of_part, unfilled = part.pack(index, packed)
+            sums.append(of_part)
+            missing = unfilled if missing is None else missing & unfilled
+            # The rank that leads an origin, which sees no memory of the others, knows the same of them.
+            assert (unfilled == part.slices.unfilled(index)).all()
             _move(layout, part, index, moved)
+        assert added(*sums, digest(packed, missing)) == payload_digest(packed)
         for entry, view in zip(layout.entries[index], layout.views(index, expected), strict=True):
             where = zip(entry.piece.region.offsets, entry.piece.region.sizes, strict=True)
             view.copy_(model[entry.record.name][tuple(slice(o, o + s) for o, s in where)])

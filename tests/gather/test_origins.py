@@ -236,7 +236,7 @@ def test_the_address_of_an_origin_on_another_host(url: str, expected: str) -> No
 
 
 def settings(**more: Any) -> Settings:
-    return Settings("0" * 32, "gloo://a", 1 << 20, "xxh3-128", "gloo", "hosts", 9, **more)
+    return Settings("0" * 32, "gloo://a", 1 << 20, "gloo", "hosts", 9, **more)
 
 
 def test_replicas_on_two_hosts_leave_whole_tensors_in_one_origin() -> None:

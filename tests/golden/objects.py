@@ -9,7 +9,7 @@ import torch
 from weightcast.errors import ErrorRecord
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.geometry import Region
-from weightcast.format.manifest import DigestKind, Manifest, Piece, TensorRecord, TensorSpec, WeightVersion, decode
+from weightcast.format.manifest import Manifest, Piece, TensorRecord, TensorSpec, WeightVersion, decode
 from weightcast.format.messages import (
     Abort,
     Accepted,
@@ -37,11 +37,10 @@ from weightcast.testing.transport_kit import write_raw_header
 
 RUN = "0123456789abcdeffedcba9876543210"
 VERSION = WeightVersion(RUN, 7)
-DIGEST_KINDS: tuple[DigestKind, ...] = ("xxh3-128", "nh-128")
 
 MANIFEST = Manifest(
-    protocol=2,
-    digest_kind="xxh3-128",
+    protocol=3,
+    digest_kind="nh-128",
     buckets=(1024, 512),
     tensors=(
         TensorRecord(
@@ -146,9 +145,9 @@ def payload() -> torch.Tensor:
     return torch.tensor([i % 251 for i in range(1024)], dtype=torch.uint8)
 
 
-def bucket(kind: DigestKind) -> BucketBuffer:
+def bucket() -> BucketBuffer:
     """Bucket 5 of the version, with that payload."""
     buffer = BucketBuffer.of(torch.full((2048,), 0xAA, dtype=torch.uint8)[: HEADER_BYTES + 1024])
     buffer.payload.copy_(payload())
-    write_raw_header(buffer, 1024, VERSION, 5, kind)
+    write_raw_header(buffer, 1024, VERSION, 5)
     return buffer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from golden.objects import DIGEST_KINDS, MANIFEST, MESSAGES, bucket
+from golden.objects import MANIFEST, MESSAGES, bucket
 
 from weightcast.format.bucket import payload_digest, root_digest
 from weightcast.format.manifest import encode
@@ -19,12 +19,10 @@ HERE = Path(__file__).parent
 def main() -> None:
     for name, (message, _) in MESSAGES.items():
         (HERE / name).write_bytes(encode(message))
-    digests = {"manifest": MANIFEST.digest()}
-    for kind in DIGEST_KINDS:
-        buffer = bucket(kind)
-        (HERE / f"header.{kind}.bin").write_bytes(bytes(buffer.header.tolist()))
-        digests[kind] = payload_digest(buffer.payload, kind).hex()
-    digests["root"] = root_digest(digests["manifest"], [bytes.fromhex(digests[kind]) for kind in DIGEST_KINDS])
+    buffer, digests = bucket(), {"manifest": MANIFEST.digest()}
+    (HERE / "header.bin").write_bytes(bytes(buffer.header.tolist()))
+    digests["nh-128"] = payload_digest(buffer.payload).hex()
+    digests["root"] = root_digest(digests["manifest"], [bytes.fromhex(digests["nh-128"]), bytes(16)])
     (HERE / "digests.json").write_text(json.dumps(digests, indent=1) + "\n")
 
 

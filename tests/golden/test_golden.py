@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
-from golden.objects import DIGEST_KINDS, MANIFEST, MESSAGES, VERSION, bucket, payload
+from golden.objects import MANIFEST, MESSAGES, VERSION, bucket, payload
 from nh_128 import nh_128
 
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, check_bucket, payload_digest, root_digest
-from weightcast.format.manifest import DigestKind, Manifest, decode, encode
+from weightcast.format.manifest import Manifest, decode, encode
 from weightcast.links.link import Frames, frame
 
 HERE = Path(__file__).parent
@@ -50,9 +49,8 @@ def test_the_manifest_is_a_valid_one_and_has_its_digest() -> None:
     assert MANIFEST.digest() == hashlib.sha256(data).hexdigest() == DIGESTS["manifest"]
 
 
-@pytest.mark.parametrize("kind", DIGEST_KINDS)
-def test_digest_of_a_payload(kind: DigestKind) -> None:
-    assert payload_digest(payload(), kind).hex() == DIGESTS[kind]
+def test_digest_of_a_payload() -> None:
+    assert payload_digest(payload()).hex() == DIGESTS["nh-128"]
 
 
 def test_nh_128_by_its_definition() -> None:
@@ -61,26 +59,25 @@ def test_nh_128_by_its_definition() -> None:
     assert nh_128(b"abc").hex() == "53edaf8685e329c4980a8d59ce5ddf05"
 
 
-@pytest.mark.parametrize("kind", DIGEST_KINDS)
-def test_header(kind: DigestKind) -> None:
+def test_header() -> None:
     """Written: the file's bytes. Read: accepted, and nothing else is."""
-    file = (HERE / f"header.{kind}.bin").read_bytes()
+    file = (HERE / "header.bin").read_bytes()
     assert len(file) == HEADER_BYTES == 256
-    assert bytes(bucket(kind).header.tolist()) == file
+    assert bytes(bucket().header.tolist()) == file
 
     buffer = BucketBuffer.of(torch.cat([torch.tensor(list(file), dtype=torch.uint8), payload()]))
-    assert check_bucket(buffer, 1024, VERSION, 5, kind).digest.hex() == DIGESTS[kind]
+    assert check_bucket(buffer, 1024, VERSION, 5).digest.hex() == DIGESTS["nh-128"]
     magic, protocol, origin, run, number, index, codec, raw, encoded, digest = struct.unpack(
         "<8sII16sQQ8sQQ16s", file[:88]
     )
-    assert (magic, protocol, origin, run.hex(), number, index) == (b"wcbucket", 2, 0, VERSION.run, 7, 5)
-    assert (codec, raw, encoded, digest.hex()) == (b"raw\0\0\0\0\0", 1024, 1024, DIGESTS[kind])
+    assert (magic, protocol, origin, run.hex(), number, index) == (b"wcbucket", 3, 0, VERSION.run, 7, 5)
+    assert (codec, raw, encoded, digest.hex()) == (b"raw\0\0\0\0\0", 1024, 1024, DIGESTS["nh-128"])
     assert file[88:] == bytes(168)
 
 
 def test_root_digest() -> None:
-    digests = [bytes.fromhex(DIGESTS["xxh3-128"]), bytes.fromhex(DIGESTS["nh-128"])]
-    expected = xxhash.xxh3_128(bytes.fromhex(DIGESTS["manifest"]) + b"".join(digests)).hexdigest()
+    digests = [bytes.fromhex(DIGESTS["nh-128"]), bytes(16)]
+    expected = hashlib.sha256(bytes.fromhex(DIGESTS["manifest"]) + b"".join(digests)).hexdigest()[:32]
     assert root_digest(DIGESTS["manifest"], digests) == expected == DIGESTS["root"]
 
 

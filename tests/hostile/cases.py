@@ -18,8 +18,8 @@ PROTOCOL_1 = (Path(__file__).parent / "protocol_1" / "manifest.json").read_bytes
 """The manifest of the golden files before protocol 2."""
 
 VALID: Json = {
-    "protocol": 2,
-    "digest_kind": "xxh3-128",
+    "protocol": 3,
+    "digest_kind": "nh-128",
     "buckets": [1024, 512],
     "tensors": [
         {
@@ -94,7 +94,7 @@ def _piece(bucket: int, offset_bytes: int, offsets: list[int], sizes: list[int])
 
 def _many_tensors() -> bytes:
     one = '{"name":"","dtype":"int8","shape":[0]}'
-    head = '{"protocol":2,"digest_kind":"xxh3-128","buckets":[],"tensors":['
+    head = '{"protocol":3,"digest_kind":"nh-128","buckets":[],"tensors":['
     return (head + ",".join([one] * (m.MAX_TENSORS + 1)) + "]}").encode()
 
 
@@ -160,7 +160,7 @@ MANIFESTS: dict[str, Case] = {
     ),
     "deep objects in an unknown field": (b'{"x":' * 10**6 + b"1" + b"}" * 10**6, "depth", "nested too deep"),
     # types
-    "a list": (b"[]", "type", "Manifest of protocol 2.*array"),
+    "a list": (b"[]", "type", "Manifest of protocol 3.*array"),
     "null": (b"null", "type", "null"),
     "tensors missing": (without("tensors"), "type", "missing required field `tensors`"),
     "dtype missing": (without("tensors", NORM, "dtype"), "type", "missing required field `dtype`"),
@@ -172,11 +172,15 @@ MANIFESTS: dict[str, Case] = {
     "size in exponent form": (raw_replace('"shape": [16]', '"shape": [1e1]'), "type", "Expected `int`"),
     "size as text": (with_("tensors", NORM, "shape", value=["16"]), "type", "Expected `int`"),
     "boolean size": (with_("tensors", NORM, "shape", value=[True]), "type", "Expected `int`"),
-    "unknown digest": (with_("digest_kind", value="md5"), "type", "Invalid enum value 'md5'"),
+    "unknown digest": (
+        with_("digest_kind", value="md5"),
+        "type",
+        "by 'md5', expected 'nh-128': update one end",
+    ),
     "size of 5000 digits": (raw_replace('"shape": [16]', f'"shape": [{"9" * 5000}]'), "type", "out of range"),
     # protocol
-    "newer protocol": (with_("protocol", value=3), "protocol", "protocol 3 was offered, 2 is spoken here: update"),
-    "protocol 1": (PROTOCOL_1, "protocol", "protocol 1 was offered, 2 is spoken here: update"),
+    "newer protocol": (with_("protocol", value=4), "protocol", "protocol 4 was offered, 3 is spoken here: update"),
+    "protocol 1": (PROTOCOL_1, "protocol", "protocol 1 was offered, 3 is spoken here: update"),
     "protocol zero": (with_("protocol", value=0), "protocol", "protocol 0"),
     # counts
     "too many tensors": (_many_tensors(), "count", f"{m.MAX_TENSORS + 1} tensors; the limit is {m.MAX_TENSORS}"),

@@ -110,7 +110,7 @@ def frames(data: bytes) -> bool:
 
 _VERSION = WeightVersion("0123456789abcdef" * 2, 7)
 _BUCKET = BucketBuffer.of(torch.zeros(HEADER_BYTES + 512, dtype=torch.uint8))
-write_raw_header(_BUCKET, 512, _VERSION, 3, "xxh3-128", origin=2)
+write_raw_header(_BUCKET, 512, _VERSION, 3, origin=2)
 _HEADER = bytes(_BUCKET.header.tolist())
 
 
@@ -118,7 +118,7 @@ def header(data: bytes) -> bool:
     """Only the one right header is accepted."""
     found = torch.frombuffer(bytearray(data[:HEADER_BYTES].ljust(1)), dtype=torch.uint8)
     try:
-        check_bucket(BucketBuffer(found, _BUCKET.payload), 512, _VERSION, 3, "xxh3-128", origin=2)
+        check_bucket(BucketBuffer(found, _BUCKET.payload), 512, _VERSION, 3, origin=2)
     except IntegrityError:
         return False
     assert data[:HEADER_BYTES] == _HEADER
@@ -144,7 +144,7 @@ TARGETS: dict[str, Target] = {
 
 _GOLDEN = {name: encode(message) for name, (message, _) in MESSAGES.items()}
 _IPC_SENDER = [
-    {"kind": "hello", "run": "a" * 32, "peer": "e", "protocol": 2},
+    {"kind": "hello", "run": "a" * 32, "peer": "e", "protocol": 3},
     {"kind": "released", "update": 1, "generation": 1, "index": 0},
     {"kind": "ended", "version": 1, "update": 1},
 ]

@@ -34,7 +34,7 @@ def send(deadline_seconds: float) -> None:
         if index == 1:
             say("sent")
         buffer, num_bytes = sender.buffer(index), MANIFEST.buckets[index]
-        sender.send(index, write_raw_header(buffer, num_bytes, VERSION, index, MANIFEST.digest_kind))
+        sender.send(index, write_raw_header(buffer, num_bytes, VERSION, index))
 
 
 def receive(address: str) -> None:

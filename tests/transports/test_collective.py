@@ -96,7 +96,7 @@ def fill(buffer: BucketBuffer, manifest: Manifest, number: int, index: int) -> i
     """Returns how many bytes are to be sent."""
     size = manifest.buckets[index]
     buffer.payload[:size].fill_((number * 7 + index) % 251)
-    return write_raw_header(buffer, size, version(number), index, manifest.digest_kind)
+    return write_raw_header(buffer, size, version(number), index)
 
 
 def _nothing(bucket: object) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 NUM_BUCKETS = 6
 SPECS = [TensorSpec(f"t{index}", "bfloat16", (512, 1024)) for index in range(NUM_BUCKETS)]
-MANIFEST = plan(SPECS, 1 << 20, digest_kind="nh-128")
+MANIFEST = plan(SPECS, 1 << 20)
 
 
 def _value(number: int, index: int) -> int:
@@ -41,7 +41,7 @@ def receive_on_gpu(pipe: multiprocessing.connection.Connection, address: str, pe
         for bucket in receiver:
             assert bucket.buffer.payload.device.type == device.type
             size = MANIFEST.buckets[bucket.index]
-            check_bucket(bucket.buffer, size, version(number), bucket.index, MANIFEST.digest_kind)
+            check_bucket(bucket.buffer, size, version(number), bucket.index)
             for entry, view in zip(
                 layout.entries[bucket.index], layout.views(bucket.index, bucket.buffer.payload), strict=True
             ):

@@ -36,7 +36,7 @@ from weightcast.transports.ipc.cuda import MappedCudaArena, OwnedCudaArena, Owne
 from weightcast.transports.ipc.records import CudaArena, TorchArena
 
 NUM_BUCKETS = 6
-MANIFEST = plan([TensorSpec(f"t{k}", "uint8", (4096,)) for k in range(NUM_BUCKETS)], 4096, digest_kind="nh-128")
+MANIFEST = plan([TensorSpec(f"t{k}", "uint8", (4096,)) for k in range(NUM_BUCKETS)], 4096)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ HOSTILE_PACKETS = {
     "not a hello": encode(Opened(1)),
     "the other direction": b'{"kind":"welcome"}',
     "other run": encode(IpcHello(OTHER_RUN, "engine")),
-    "bad run": b'{"kind":"hello","run":"xyz","peer":"engine","protocol":2}',
+    "bad run": b'{"kind":"hello","run":"xyz","peer":"engine","protocol":3}',
     "other protocol": encode(IpcHello(RUN, "engine", protocol=1)),
     "long name": encode(IpcHello(RUN, "x" * 5000)),
     "oversized": b"{" + b" " * (MAX_RECORD_BYTES + 100),

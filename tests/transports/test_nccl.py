@@ -29,7 +29,7 @@ from weightcast.transports.collective.sender import CollectiveSender
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 PATIENCE_SECONDS = 20.0
 SHORT_SECONDS = 0.3
-MANIFEST = plan([TensorSpec(f"t{number}", "uint8", (4096,)) for number in range(8)], 4096, digest_kind="nh-128")
+MANIFEST = plan([TensorSpec(f"t{number}", "uint8", (4096,)) for number in range(8)], 4096)
 
 
 class Hall:

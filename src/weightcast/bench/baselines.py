@@ -144,7 +144,7 @@ class TensorSlot:
         for index, (name, tensor) in enumerate(tensors.items()):
             payload, size = self.buffer.payload, tensor.nbytes
             _view(payload, tensor.dtype, tensor.shape).copy_(tensor)
-            digest = payload_digest(payload[:size], "xxh3-128")
+            digest = payload_digest(payload[:size])
             write_header(self.buffer.header, VERSION, index, digest, raw_bytes=size, encoded_bytes=size, codec="raw")
             send_all(engines, TensorMessage(name, index, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
             await_done(engines)
@@ -161,7 +161,7 @@ class TensorSlot:
 def take_from_slot(buffer: BucketBuffer, message: TensorMessage) -> torch.Tensor:
     """The engine's end of `TensorSlot.publish`: the checked tensor, a view. Raises IntegrityError."""
     tensor = _view(buffer.payload, TORCH_DTYPES[message.dtype], message.shape)
-    check_bucket(buffer, tensor.nbytes, VERSION, message.index, "xxh3-128")
+    check_bucket(buffer, tensor.nbytes, VERSION, message.index)
     return tensor
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -32,7 +31,7 @@ from weightcast.format.bucket import DTYPE_NAMES, narrow
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.tensor_digest import tensor_digest
-from weightcast.host.copy import Ints, TensorPlaces, word_of, words_at, words_of
+from weightcast.native.tables import places, same_members
 from weightcast.seams.source import Gather, Regions
 
 Buffers: TypeAlias = Literal["persistent", "none", "all"]
@@ -561,7 +560,7 @@ class InstallMap:
 
 
 class TensorChangeDetector:
-    """Notices that a module has other tensors than when this was made, at about 0.2 us per tensor.
+    """Notices that a module has other tensors than when this was made, in one pass over them.
 
     The views that were made then keep their memory alive, so an equal address is the same memory.
     """
@@ -576,13 +575,14 @@ class TensorChangeDetector:
         tensors = [value for value in self._members.values if isinstance(value, torch.Tensor)]
         locals_ = list(map(sharding.local_tensor, tensors))
         self._sharded = [(tensor, local) for tensor, local in zip(tensors, locals_, strict=True) if local is not tensor]
-        self._places = TensorPlaces(locals_)
+        self._locals = locals_
+        self._places = places(locals_)
 
     def has_changed(self) -> bool:
         return (
             self.has_other_members()
             or any(sharding.local_tensor(tensor) is not local for tensor, local in self._sharded)
-            or not self._places.are_same()
+            or places(self._locals) != self._places
         )
 
     def has_other_members(self) -> bool:
@@ -590,65 +590,13 @@ class TensorChangeDetector:
 
 
 class ModuleMembers:
-    """Modules' own mappings of parameters, buffers and children, and the `values` that were in them.
-
-    CPython counts the changes of a dict (PEP 509), until 3.14. Those counts are read for all of them at once, and what
-    is in the dicts is compared only where a count is another.
-    """
+    """Modules' own mappings of parameters, buffers and children, and the `values` that were in them."""
 
     def __init__(self, registers: Sequence[dict[str, Any]]) -> None:
-        self._registers = registers
-        word = _count_word()
-        is_counted = all(type(register) is dict for register in registers)
-        self._words = words_of(registers) + word if word is not None and is_counted else None
-        self._counts = self._read_counts()
-        self._sizes, self._names, self.values = self._read()
+        self._registers = list(registers)
+        self._sizes = list(map(len, self._registers))
+        self._names = list(itertools.chain.from_iterable(self._registers))
+        self.values = list(itertools.chain.from_iterable(map(dict.values, self._registers)))
 
     def have_changed(self) -> bool:
-        counts = self._read_counts()
-        if self._words is not None and (counts == self._counts).all():
-            return False
-        sizes, names, values = self._read()
-        if (sizes, names) != (self._sizes, self._names) or not all(map(operator.is_, values, self.values)):
-            return True
-        # Something was there in between, as for a call of torch.func.functional_call.
-        self._counts = counts
-        return False
-
-    def _read_counts(self) -> Ints:
-        return words_at([] if self._words is None else self._words)
-
-    def _read(self) -> tuple[list[int], list[str], list[Any]]:
-        names, values = map(itertools.chain.from_iterable, (self._registers, map(dict.values, self._registers)))
-        return list(map(len, self._registers)), list(names), list(values)
-
-
-@functools.cache
-def _count_word() -> int | None:
-    """Which word of a dict counts its changes; None if none does."""
-    changes: list[Callable[[dict[str, Any]], object]] = [
-        lambda found: found.update(a=object()),
-        lambda found: found.__setitem__("a", object()),
-        lambda found: found.setdefault("b", object()),
-        lambda found: found.__setitem__("c", found.pop("b")),
-        lambda found: found.__delitem__("c"),
-        lambda found: found.__ior__({"a": 1, "d": 2}),
-        lambda found: found.popitem(),
-        dict.clear,
-    ]
-
-    num_words = dict.__basicsize__ // 8
-
-    def words(of: dict[str, Any]) -> list[int]:
-        return list(words_at(range(first := word_of(id(of)), first + num_words)))
-
-    counting = set(range(num_words))
-    for found in ({}, {"a": None}, dict.fromkeys(map(str, range(100)))):
-        for change in changes:
-            before = words(found)
-            change(found)
-            after = words(found)
-            list(found.items()), found.get("a")
-            later = words(found)
-            counting &= {number for number in counting if before[number] != after[number] == later[number]}
-    return counting.pop() if len(counting) == 1 else None
+        return not same_members(self._registers, self._sizes, self._names, self.values)

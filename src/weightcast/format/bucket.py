@@ -8,6 +8,7 @@ payload and kept; packing a bucket is a few calls however many tensors it holds;
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import mmap
 import struct
@@ -16,7 +17,6 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 import torch
-import xxhash
 
 from weightcast.errors import IntegrityError
 from weightcast.format.device_digest import device_digest
@@ -24,19 +24,17 @@ from weightcast.format.geometry import Region, row_major
 from weightcast.format.manifest import (
     ITEMSIZE_BYTES,
     PROTOCOL,
-    DigestKind,
     Manifest,
     Piece,
     TensorRecord,
     WeightVersion,
 )
+from weightcast.native.tables import added, digest
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE_BYTES if hasattr(torch, name)}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 DIGEST_BYTES = 16
-DIGEST_BLOCK_BYTES = 256 << 10
-"""`xxh3-128` of a payload is that of the digests of its blocks, which several processes can so share out."""
 
 HEADER_BYTES = 256
 """As large as the alignment, so that a payload that lies behind its header is aligned."""
@@ -179,7 +177,7 @@ class Layout:
         for entries in self.entries:
             entries.sort(key=lambda e: e.piece.offset_bytes)
         self._views: list[tuple[torch.Tensor, list[torch.Tensor]] | None] = [None] * len(manifest.buckets)
-        self._gaps: dict[int, list[tuple[slice, bytes]]] = {}
+        self._gaps: dict[int, list[tuple[int, int]]] = {}
 
     def views(self, index: int, payload: torch.Tensor) -> list[torch.Tensor]:
         """One view for each entry of bucket `index`, of its region's shape and dtype, into `payload`.
@@ -200,29 +198,26 @@ class Layout:
         self._views[index] = (whole, views)
         return views
 
-    def clear_gaps(self, index: int, buffer: torch.Tensor) -> None:
-        """Zero what lies between the pieces of bucket `index` and behind the last, as alignment has left it.
+    def gaps(self, index: int) -> list[tuple[int, int]]:
+        """What lies between the pieces of bucket `index` and behind the last, as alignment has left it: (first, end).
 
-        So equal weights make equal buckets, whatever was in the buffer before. On a GPU it is only queued.
+        Packers fill it with zeros, so that equal weights make equal buckets, whatever was in the buffer before.
         """
-        gaps = self._gaps.get(index)
-        if gaps is None:
+        found = self._gaps.get(index)
+        if found is None:
             end, found = 0, list[tuple[int, int]]()
             for entry in self.entries[index]:
                 found.append((end, entry.piece.offset_bytes))
-                itemsize = ITEMSIZE_BYTES[entry.record.dtype]
-                end = max(end, entry.piece.offset_bytes + entry.piece.region.numel * itemsize)
+                end = max(end, entry.piece.offset_bytes + entry.num_bytes)
             found.append((end, self.manifest.buckets[index]))
-            gaps = [(slice(start, end), bytes(end - start)) for start, end in found if start < end]
-            self._gaps[index] = gaps
-        if not gaps:
-            return
-        if buffer.is_cuda:
-            torch._foreach_zero_([buffer[gap] for gap, _ in gaps])
-            return
-        data = buffer.numpy().data
-        for gap, zeros in gaps:
-            data[gap] = zeros
+            found = self._gaps[index] = [(start, stop) for start, stop in found if start < stop]
+        return found
+
+    def clear_gaps(self, index: int, buffer: torch.Tensor) -> None:
+        """Fill the gaps of bucket `index` with zeros. On a GPU it is only queued."""
+        gaps = [buffer[start:end] for start, end in self.gaps(index)]
+        if gaps:
+            torch._foreach_zero_(gaps)
 
     def forget_views(self) -> None:
         """Drop every kept view, and with them the references to their payloads."""
@@ -246,25 +241,16 @@ def split_like(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     return torch.unflatten(tensor, -1, view.shape[-2:]) if view.ndim > tensor.ndim else tensor
 
 
-def payload_digest(payload: torch.Tensor, kind: DigestKind) -> bytes:
-    """The 16-byte digest of a contiguous uint8 payload whose length is a multiple of 8. Waits for a GPU.
-
-    On a GPU `xxh3-128` is slow: it is for buckets in host memory.
-    """
-    if kind == "xxh3-128":
-        data, starts = payload.cpu().numpy().data, range(0, payload.numel(), DIGEST_BLOCK_BYTES)
-        return blocks_digest(b"".join(xxhash.xxh3_128_digest(data[at : at + DIGEST_BLOCK_BYTES]) for at in starts))
-    return device_digest(payload).cpu().numpy().tobytes()
+def payload_digest(payload: torch.Tensor) -> bytes:
+    """The 16-byte digest of a contiguous uint8 payload whose length is a multiple of 8. Waits for a GPU."""
+    if payload.is_cuda:
+        return device_digest(payload).cpu().numpy().tobytes()
+    return added(digest(payload))
 
 
-def blocks_digest(digests: bytes | memoryview) -> bytes:
-    """The digest of a payload whose blocks have these digests of DIGEST_BYTES, in order."""
-    return xxhash.xxh3_128_digest(digests)
-
-
-def queued_digest(payload: torch.Tensor, kind: DigestKind) -> Digest:
-    """As `payload_digest`, but on a GPU, where `kind` is `nh-128`, only queued on the current stream."""
-    return device_digest(payload) if payload.is_cuda and kind == "nh-128" else payload_digest(payload, kind)
+def queued_digest(payload: torch.Tensor) -> Digest:
+    """As `payload_digest`, but on a GPU only queued on the current stream."""
+    return device_digest(payload) if payload.is_cuda else payload_digest(payload)
 
 
 # --- codecs ---
@@ -374,7 +360,6 @@ def check_bucket(
     num_bytes: int,
     version: WeightVersion,
     index: int,
-    kind: DigestKind,
     origin: int = 0,
     *,
     only_header: bool = False,
@@ -389,7 +374,7 @@ def check_bucket(
             f"bucket {index}: {buffer.header.numel()} bytes arrived, a header of {HEADER_BYTES} was expected"
         )
     header, digest = buffer.header, None
-    if header.is_cuda and kind == "nh-128" and buffer.payload.numel() >= num_bytes:
+    if header.is_cuda and buffer.payload.numel() >= num_bytes:
         # With the digest of a raw payload, so that the host waits once.
         header = torch.cat([header[:HEADER_BYTES], device_digest(buffer.payload[:num_bytes]).view(torch.uint8)]).cpu()
         digest = header[HEADER_BYTES:].numpy().tobytes()
@@ -417,10 +402,10 @@ def check_bucket(
     if only_header:
         return found
     if digest is None or encoded_bytes != num_bytes:
-        digest = payload_digest(buffer.payload[:encoded_bytes], kind)
+        digest = payload_digest(buffer.payload[:encoded_bytes])
     if digest != found.digest:
         raise IntegrityError(
-            f"bucket {index}: the {kind} of its {encoded_bytes} bytes is {digest.hex()}, its header says "
+            f"bucket {index}: the digest of its {encoded_bytes} bytes is {digest.hex()}, its header says "
             f"{found.digest.hex()}: bytes were changed on the way; publish again"
         )
     return found
@@ -455,8 +440,8 @@ def _shown(header: BucketHeader, field: str) -> str:
 
 
 def root_digest(manifest_digest: str, digests: Sequence[Digest]) -> str:
-    """The digest of a whole update in hex: xxh3-128 of the manifest's digest and every bucket's, in order."""
-    return xxhash.xxh3_128_hexdigest(bytes.fromhex(manifest_digest) + b"".join(all_bytes(digests)))
+    """The digest of a whole update in hex: 128 bits of the SHA-256 of the manifest's digest and all buckets'."""
+    return hashlib.sha256(bytes.fromhex(manifest_digest) + b"".join(all_bytes(digests))).hexdigest()[:32]
 
 
 def all_bytes(digests: Sequence[Digest]) -> list[bytes]:

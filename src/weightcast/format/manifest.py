@@ -13,14 +13,14 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from weightcast.errors import malformed
 from weightcast.format.geometry import ALIGNMENT_BYTES, CheckSteps, Region, check_tiling, is_inside
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_TENSORS = 1 << 20
@@ -33,7 +33,8 @@ MAX_DIMS = 16
 MAX_BYTES = 1 << 56
 MAX_VERSION = (1 << 63) - 1
 
-DigestKind = Literal["xxh3-128", "nh-128"]
+DIGEST_KIND = "nh-128"
+"""Of buckets; docs/wire-format.md defines it."""
 
 ITEMSIZE_BYTES: Mapping[str, int] = {
     "bool": 1,
@@ -132,7 +133,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     """
 
     protocol: int
-    digest_kind: DigestKind
+    digest_kind: str
     buckets: tuple[int, ...]
     tensors: tuple[TensorRecord, ...]
     origins: tuple[int, ...] = ()
@@ -188,6 +189,9 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         if self.protocol != PROTOCOL:
             found = self.protocol
             raise malformed("protocol", f"protocol {found} was offered, {PROTOCOL} is spoken here: update one end")
+        if self.digest_kind != DIGEST_KIND:
+            found_kind = repr(self.digest_kind)[:40]
+            raise malformed("type", f"buckets digested by {found_kind}, expected {DIGEST_KIND!r}: update one end")
         if len(self.tensors) > MAX_TENSORS:
             raise malformed("count", f"{len(self.tensors)} tensors; the limit is {MAX_TENSORS}")
         if len(self.buckets) > MAX_BUCKETS:

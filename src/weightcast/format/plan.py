@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from weightcast.errors import ManifestError
 from weightcast.format.geometry import ALIGNMENT_BYTES, Region, align, whole
 from weightcast.format.manifest import (
+    DIGEST_KIND,
     ITEMSIZE_BYTES,
     MAX_PIECES_PER_TENSOR,
     PROTOCOL,
-    DigestKind,
     Manifest,
     Piece,
     TensorRecord,
@@ -52,7 +52,6 @@ def plan(
     bucket_size_bytes: int,
     *,
     origins: Sequence[Mapping[str, Sequence[Region]]] | None = None,
-    digest_kind: DigestKind = "xxh3-128",
 ) -> Manifest:
     """Lay out `specs` in buckets of at most `bucket_size_bytes` payload bytes (rounded down to the alignment).
 
@@ -86,7 +85,7 @@ def plan(
         for s in specs
     )
     several = tuple(num_buckets) if len(num_buckets) > 1 else ()
-    manifest = Manifest(PROTOCOL, digest_kind, tuple(sizes), records, several)
+    manifest = Manifest(PROTOCOL, DIGEST_KIND, tuple(sizes), records, several)
     manifest.check()
     return manifest
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import mmap
 import os
 import secrets
@@ -255,18 +254,3 @@ def map_shared(location: MemoryLocation) -> torch.Tensor | None:
         finally:
             os.close(descriptor)
     return None
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """No collection by itself inside: for work that makes many small objects and no garbage.
-
-    A full collection looks at all that the process keeps, which may take 0.1 s and more.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -21,8 +21,8 @@ def copy(rows: Table, threads: int, cached: bool, /) -> None:
 def copy_strided(rows: Table, threads: int, cached: bool, /) -> None:
     """Copy rows of (target, source, run, then three times: count, target stride, source stride)."""
 
-def digest(address: int, size: int, first: int, last: int, threads: int, /) -> tuple[int, int]:
-    """What the chunks from `first` to `last` bring to the digest of a payload; chunk 0 brings its length."""
+def digest(address: int, size: int, rows: Table, threads: int, /) -> tuple[int, int]:
+    """What chunks bring to the digest of a payload, by rows of (first, end); chunk 0 brings its length."""
 
 def copy_and_digest(address: int, size: int, rows: Table, threads: int, cached: bool, /) -> tuple[int, int]:
     """Fill a payload by rows of (offset, source, size), in order; what the chunks bring that they cover whole.

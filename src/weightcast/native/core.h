@@ -11,7 +11,8 @@
 #define WC_MAX_THREADS 4
 #define WC_MAX_DIMS 3 /* of a strided copy, besides its runs */
 #define WC_MAX_BYTES ((uint64_t)1 << 47)
-#define WC_COPY_WORDS 3 /* of a row */
+#define WC_RUN_WORDS 2 /* of a row */
+#define WC_COPY_WORDS 3
 #define WC_STRIDED_WORDS (3 + 3 * WC_MAX_DIMS)
 
 /* A copy of `size` bytes. Target and source don't overlap. */

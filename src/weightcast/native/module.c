@@ -95,21 +95,27 @@ static PyObject *sums_as_ints(wc_sums *sums) {
 
 static PyObject *digest(PyObject *self, PyObject *arguments) {
     (void)self;
-    unsigned long long address, size, first, last;
+    unsigned long long address, size;
+    PyObject *rows;
     int threads;
-    if (!PyArg_ParseTuple(arguments, "KKKKi:digest", &address, &size, &first, &last, &threads))
+    table from;
+    if (!PyArg_ParseTuple(arguments, "KKOi:digest", &address, &size, &rows, &threads))
         return NULL;
-    if (too_large(address, size))
+    if (too_large(address, size) || get_table(rows, WC_RUN_WORDS, &from))
         return NULL;
     wc_sums sums;
     atomic_init(&sums.low, 0);
     atomic_init(&sums.high, 0);
-    uint64_t bytes = last > first ? (last - first) * WC_CHUNK_BYTES : 0;
-    threads = num_threads(threads, bytes < size ? bytes : size);
-    PyThreadState *state = bytes >= GIL_BYTES && size >= GIL_BYTES ? PyEval_SaveThread() : NULL;
-    wc_digest(wc_native, (const uint8_t *)(uintptr_t)address, size, first, last, &sums, threads);
+    PyThreadState *state = size >= GIL_BYTES ? PyEval_SaveThread() : NULL;
+    for (size_t i = 0; i < from.rows; i++) {
+        const uint64_t *row = from.words + WC_RUN_WORDS * i;
+        uint64_t count = row[1] > row[0] ? row[1] - row[0] : 0;
+        wc_digest(wc_native, (const uint8_t *)(uintptr_t)address, size, row[0], row[1], &sums,
+                  num_threads(threads, count > size / WC_CHUNK_BYTES ? size : count * WC_CHUNK_BYTES));
+    }
     if (state)
         PyEval_RestoreThread(state);
+    PyBuffer_Release(&from.view);
     return sums_as_ints(&sums);
 }
 

@@ -6,7 +6,8 @@ kept, and their storages must keep their memory: compare `places`, of which one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,8 +23,11 @@ _PIECE_BYTES = 1 << 20
 _COPY_WORDS, _STRIDED_WORDS = 3, 12
 
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+Chunks: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+"""A mark for each chunk of a payload."""
 Sums: TypeAlias = tuple[int, int]
 """Of some chunks of a payload, or of all: the digest's two words. Those of parts add up."""
+_is_cpu = operator.attrgetter("is_cpu")
 
 same_members = _core.same_members
 populate = _core.populate
@@ -37,14 +41,31 @@ def places(tensors: Sequence[torch.Tensor]) -> bytes:
 
 def added(*parts: Sums) -> bytes:
     """The 16 bytes of the digest of a payload, all of whose chunks are in these parts, each once."""
-    return b"".join((sum(words) % (1 << 64)).to_bytes(8, "little") for words in zip(*parts, strict=True))
+    return b"".join((sum(words) % (1 << 64)).to_bytes(8, "little") for words in zip((0, 0), *parts, strict=True))
 
 
-def digest(payload: torch.Tensor, chunks: range | None = None, *, threads: int = 1) -> Sums:
-    """Digest these chunks, by default all, of a contiguous payload in host memory."""
+def digest(payload: torch.Tensor, chunks: Chunks | None = None, *, threads: int = 1) -> Sums:
+    """Digest the chunks that are marked, by default all, of a contiguous payload in host memory."""
     _require_host_bytes(payload)
-    first, last = (0, -(-payload.nbytes // CHUNK_BYTES)) if chunks is None else (chunks.start, chunks.stop)
-    return _core.digest(payload.data_ptr(), payload.nbytes, first, max(first, last), threads)
+    runs = np.array([[0, _num_chunks(payload.nbytes)]]) if chunks is None else _runs(chunks)
+    return _core.digest(payload.data_ptr(), payload.nbytes, runs, threads)
+
+
+def unfilled_chunks(spans: Rows, num_bytes: int) -> Chunks:
+    """Mark the chunks of a payload that spans, rows of (first byte, end) in order, don't fill whole."""
+    first, last = np.append(0, spans[:, 1]), np.append(spans[:, 0], num_bytes)
+    is_hole = first < last
+    starts, ends = first[is_hole] // CHUNK_BYTES, -(-last[is_hole] // CHUNK_BYTES)
+    steps = np.zeros(_num_chunks(num_bytes) + 1, np.int64)
+    np.add.at(steps, starts, 1)
+    np.add.at(steps, ends, -1)
+    return steps.cumsum()[:-1] > 0
+
+
+def spans_of(rows: Iterable[tuple[int, int]]) -> Rows:
+    """Rows of (first byte, end), in order."""
+    spans = np.array([*rows], np.int64).reshape(-1, 2)
+    return spans[np.argsort(spans[:, 0], kind="stable")]
 
 
 class CopyTable:
@@ -54,26 +75,39 @@ class CopyTable:
     memory that overlaps): they are torch's.
     """
 
-    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Raises ValueError for a tensor that reaches outside of its storage."""
+    def __init__(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, within: torch.Tensor | None = None
+    ) -> None:
+        """`within`: what all targets are views of.
+
+        Raises ValueError for a tensor that reaches outside of its storage.
+        """
         if len(targets) != len(sources):
             raise ValueError(f"{len(sources)} tensors are to be copied to {len(targets)}: give one for each")
         self._tensors = targets, sources
         with torch._C.DisableTorchFunctionSubclass():
             plain, strided, kinds = _core.pairs(list(targets), list(sources), _PIECE_BYTES)
             negated = [*map(torch.Tensor.is_neg, targets)], [*map(torch.Tensor.is_neg, sources)]
+        # Asked of the tensors' own classes.
+        on_host = [*map(_is_cpu, targets)], [*map(_is_cpu, sources)]
         is_other = (np.frombuffer(kinds, np.uint8) > 1) | np.array(negated, dtype=bool).any(axis=0)
+        is_other |= ~np.array(on_host, dtype=bool).all(axis=0)
         self.others: list[int] = np.flatnonzero(is_other).tolist()
         self.rows, self.pairs = _kept(plain, _COPY_WORDS, is_other)
         """Rows of `copy`, and the number of each one's pair."""
         self.strided, self.strided_pairs = _kept(strided, _STRIDED_WORDS, is_other)
         counts = self.strided[:, 3::3]
         self.num_bytes = int(self.rows[:, 2].sum() + (self.strided[:, 2] * counts.prod(axis=1)).sum())
+        numbers = [*self.pairs.tolist(), *self.strided_pairs.tolist()]
         for side, tensors in enumerate((targets, sources)):
-            bounds = _storage_bounds(tensors, (*self.pairs.tolist(), *self.strided_pairs.tolist()))
-            _require_inside(self.rows[:, side], self.rows[:, 2], bounds[: len(self.rows)])
+            if side == 0 and within is not None:
+                what = "the payload"
+                bounds = np.tile([within.data_ptr(), within.data_ptr() + within.nbytes], (len(numbers), 1))
+            else:
+                what, bounds = "its tensor's storage", _storage_bounds(tensors, numbers)
+            _require_inside(self.rows[:, side], self.rows[:, 2], bounds[: len(self.rows)], what)
             extents = self.strided[:, 2] + ((counts - 1) * self.strided[:, 4 + side :: 3]).sum(axis=1)
-            _require_inside(self.strided[:, side], extents, bounds[len(self.rows) :])
+            _require_inside(self.strided[:, side], extents, bounds[len(self.rows) :], what)
 
     def run(self, *, threads: int = 1, cached: bool = False) -> None:
         """Copy, the others left out. `cached`: the targets are read again at once."""
@@ -101,7 +135,7 @@ class PackTable:
         Raises ValueError for a tensor that reaches outside of its storage, or a target outside of the payload.
         """
         _require_host_bytes(payload)
-        self._payload, self._copies = payload, CopyTable(targets, sources)
+        self._payload, self._copies = payload, CopyTable(targets, sources, within=payload)
         self.others = self._copies.others
         start = payload.data_ptr()
         rows = [self._copies.rows - np.array([start, 0, 0])]
@@ -112,11 +146,11 @@ class PackTable:
         rows.append(np.array([(at, 0, end - at) for at, end in gaps], np.int64).reshape(-1, 3))
         found = np.concatenate(rows)
         found = found[np.argsort(found[:, 0], kind="stable")]
-        ends = found[:, 0] + found[:, 2]
-        if len(found) and (found[0, 0] < 0 or ends[-1] > payload.nbytes or (ends[:-1] > found[1:, 0]).any()):
+        spans = np.stack([found[:, 0], found[:, 0] + found[:, 2]], axis=1)
+        if len(found) and (spans[0, 0] < 0 or spans[-1, 1] > payload.nbytes or (spans[:-1, 1] > spans[1:, 0]).any()):
             raise ValueError(f"targets and gaps overlap, or end outside of the payload of {payload.nbytes} bytes")
         self._rows = np.ascontiguousarray(found)
-        self.missing = _missing_chunks(found, payload.nbytes)
+        self.missing = unfilled_chunks(spans, payload.nbytes)
 
     def run(self, *, threads: int = 1, cached: bool = False) -> Sums:
         """Fill the payload, and digest all chunks but the missing ones. `cached`: it is read again at once."""
@@ -141,14 +175,14 @@ def _storage_bounds(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> 
     return np.array([found[number] for number in numbers], np.int64).reshape(-1, 2)
 
 
-def _require_inside(starts: Rows, sizes: Rows, bounds: Rows) -> None:
+def _require_inside(starts: Rows, sizes: Rows, bounds: Rows, what: str) -> None:
     outside = np.flatnonzero((starts < bounds[:, 0]) | (sizes < 0) | (sizes > bounds[:, 1] - starts))
     if outside.size:
         row = int(outside[0])
         (first, end), start, size = bounds[row].tolist(), int(starts[row]), int(sizes[row])
         raise ValueError(
-            f"a copy of {size} bytes at {start:#x} reaches outside of its tensor's storage, which is {end - first} "
-            f"bytes at {first:#x}: the storage was resized or freed"
+            f"a copy of {size} bytes at {start:#x} reaches outside of {what}, which is {end - first} bytes at "
+            f"{first:#x}: its tensor's storage was resized or freed, or it is a view of something else"
         )
 
 
@@ -161,16 +195,11 @@ def _require_host_bytes(payload: torch.Tensor) -> None:
         raise ValueError(f"a payload of {payload.nbytes} bytes reaches outside of its storage of {end - first} bytes")
 
 
-def _missing_chunks(rows: Rows, num_bytes: int) -> list[range]:
-    """The chunks that rows, which are in order, don't cover whole."""
-    ends = rows[:, 0] + rows[:, 2]
-    # From each row's end to the next one's beginning.
-    first, last = np.concatenate([[0], ends]), np.concatenate([rows[:, 0], [num_bytes]])
-    found: list[range] = []
-    for start, end in np.stack([first, last], axis=1)[first < last].tolist():
-        chunks = range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES))
-        if found and chunks.start <= found[-1].stop:
-            found[-1] = range(found[-1].start, max(found[-1].stop, chunks.stop))
-        else:
-            found.append(chunks)
-    return found
+def _num_chunks(num_bytes: int) -> int:
+    return -(-num_bytes // CHUNK_BYTES)
+
+
+def _runs(chunks: Chunks) -> Rows:
+    """Rows of (first, end) of the marked chunks."""
+    edges = np.flatnonzero(np.diff(chunks.astype(np.int8), prepend=0, append=0))
+    return np.ascontiguousarray(edges.reshape(-1, 2))

@@ -186,6 +186,3 @@ class Transport:
     joined_sender: MakeSender | None = None
     """Makes the senders of other ranks' origins, where all write to one place. They have no addresses: a receiver gets
     all from the publishing rank's."""
-    buckets_on_gpu: Literal["never", "streaming", "always"] = "always"
-    """When buckets of weights that are on a GPU lie there as well, by the way of installing: it decides what digests
-    them. Of buckets in host memory xxh3-128 is faster than nh-128, which a GPU computes."""

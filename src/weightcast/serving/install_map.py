@@ -36,7 +36,7 @@ from weightcast.format.geometry import (
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldBlock, HeldWeights
 from weightcast.format.tensor_digest import add, tensor_digest
-from weightcast.host.copy import TensorPlaces
+from weightcast.native.tables import places
 
 logger = logging.getLogger(__name__)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -169,7 +169,7 @@ class RecordedMap(InstallMap):
         super().__init__({})
         self._members = ModuleMembers([])
         """The model's modules, and what those have that hold the live tensors."""
-        self._places = TensorPlaces([])
+        self._places, self._addresses = b"", list[int]()
         """Of the live tensors."""
         self._is_looked_up = False
         self.revision = 0
@@ -242,7 +242,8 @@ class RecordedMap(InstallMap):
         if self._is_expired:
             return False
         # An engine may put other memory behind a parameter.
-        if self._is_looked_up and not self._members.have_changed() and self._places.are_same():
+        is_kept = self._is_looked_up and not self._members.have_changed()
+        if is_kept and places(list(self._live.values())) == self._places:
             return True
         modules = dict(self._model.named_modules())
         registers = [module._modules for module in modules.values()]
@@ -261,18 +262,17 @@ class RecordedMap(InstallMap):
                 return False
             live[name] = tensor
         self._members, self._is_looked_up = ModuleMembers(registers), True
-        former = {
-            name: (tensor, at) for (name, tensor), at in zip(self._live.items(), self._places.addresses, strict=True)
-        }
-        places = TensorPlaces(list(live.values()))
+        former = {name: (tensor, at) for (name, tensor), at in zip(self._live.items(), self._addresses, strict=True)}
+        addresses = [tensor.data_ptr() for tensor in live.values()]
         moved = set[str]()
-        for (name, tensor), address in zip(live.items(), places.addresses, strict=True):
+        for (name, tensor), address in zip(live.items(), addresses, strict=True):
             found = former.get(name)
             if found is None or found[0] is not tensor or found[1] != address:
                 moved.add(name)
         if moved or len(live) != len(former):
             self.revision += any(copy.target in moved for name in self._proven for copy in self._copies[name])
-            self._live, self._blocks, self._places = live, {}, places
+            self._live, self._blocks, self._addresses = live, {}, addresses
+        self._places = places(list(live.values()))
         return True
 
     def digests(self, name: str, sources: Sequence[torch.Tensor]) -> list[str]:

@@ -25,7 +25,6 @@ from weightcast.format.manifest import Manifest, TensorRecord, TensorSpec
 from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
 from weightcast.host.copy import PreparedCopies, copy_all
-from weightcast.host.memory import collector_paused
 from weightcast.seams.engine import Casting, Engine, OnDevice, Undoable, Validating
 from weightcast.seams.transport import Share
 from weightcast.serving.install_map import Mapped
@@ -195,18 +194,17 @@ class LoadPlan:
         """
         staged.payloads[index] = payload
         # Made now, and kept, so that they need not be made while the engine is paused.
-        with collector_paused():
-            views = self.layout.views(index, payload)
-            install = self._kept_install
-            is_known = install is not None and index < len(install.views) and install.views[index] is views
-            if self._install_map is not None and not is_known:
-                for name, view in self._whole(index, views):
-                    if self._install_map.has(name):
-                        self._cut(self._install_map, name, view, None)
-                for position, entry in self._loads[index].partial:
-                    for name in self._names(entry.record):
-                        if self._is_copied_in_pieces(name):
-                            self._cut(self._install_map, name, views[position], entry.piece.region)
+        views = self.layout.views(index, payload)
+        install = self._kept_install
+        is_known = install is not None and index < len(install.views) and install.views[index] is views
+        if self._install_map is not None and not is_known:
+            for name, view in self._whole(index, views):
+                if self._install_map.has(name):
+                    self._cut(self._install_map, name, view, None)
+            for position, entry in self._loads[index].partial:
+                for name in self._names(entry.record):
+                    if self._is_copied_in_pieces(name):
+                        self._cut(self._install_map, name, views[position], entry.piece.region)
         targets, sources = list[torch.Tensor](), list[torch.Tensor]()
         for position, entry in self._loads[index].partial:
             record = entry.record
@@ -235,16 +233,15 @@ class LoadPlan:
             complete = (self._ended(index, payload, staged) for index, payload in payloads)
             self.engine.load(itertools.chain(*complete, self._empty()))
             return
-        with collector_paused():
-            views = [self.layout.views(index, payload) for index, payload in payloads]
-            install = self._kept_install
-            if install is None or not install.is_of(views, self._install_map):
-                install = self._mapped_install(self._install_map, views, staged)
-            self.has_lent_views = bool(install.rest)
-            to_prove = _came(self._install_map, install.to_prove)
-            self._load_mapped(install, install.names, is_last=True)
-            if to_prove:
-                self._install_map.prove(to_prove.items())
+        views = [self.layout.views(index, payload) for index, payload in payloads]
+        install = self._kept_install
+        if install is None or not install.is_of(views, self._install_map):
+            install = self._mapped_install(self._install_map, views, staged)
+        self.has_lent_views = bool(install.rest)
+        to_prove = _came(self._install_map, install.to_prove)
+        self._load_mapped(install, install.names, is_last=True)
+        if to_prove:
+            self._install_map.prove(to_prove.items())
 
     def _load_mapped(self, load: _MappedLoad, names: Collection[str], *, is_last: bool) -> None:
         assert isinstance(self.engine, Mapped)
@@ -325,8 +322,7 @@ class LoadPlan:
             return
         load = self._kept_loads.get(index)
         if load is None or not load.is_of([views], install_map) or not assembly.copied:
-            with collector_paused():
-                load = self._mapped_load(index, views, install_map, assembly)
+            load = self._mapped_load(index, views, install_map, assembly)
         else:
             for entry in load.pieces:
                 assembly.add(entry, None)
@@ -517,8 +513,7 @@ def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[Tenso
     if isinstance(engine, Validating):
         engine.validate(manifest)
     try:
-        with collector_paused():
-            return LoadPlan(Layout(manifest), digest, engine, specs)
+        return LoadPlan(Layout(manifest), digest, engine, specs)
     except ValueError as exc:
         raise UnsupportedError(str(exc)) from exc
 

@@ -192,18 +192,18 @@ class Update:
         return self._root
 
     def _check(self, bucket: Bucket, origin: int) -> BucketHeader:
-        index, kind = bucket.index, self._manifest.digest_kind
+        index = bucket.index
         num_bytes = self._manifest.buckets[index]
         others = self._share is not None and index not in self._share.buckets
         if others and self._load_plan.has_lent_views:
             self._receiver.reread(bucket)
         try:
-            header = check_bucket(bucket.buffer, num_bytes, self.version, index, kind, origin, only_header=others)
+            header = check_bucket(bucket.buffer, num_bytes, self.version, index, origin, only_header=others)
         except IntegrityError:
             # A loader that writes into the tensors it is given may have spoilt this process's view of the bucket.
             if not self._receiver.reread(bucket):
                 raise
-            header = check_bucket(bucket.buffer, num_bytes, self.version, index, kind, origin, only_header=others)
+            header = check_bucket(bucket.buffer, num_bytes, self.version, index, origin, only_header=others)
         self.read_bytes += 0 if others else header.encoded_bytes
         return header
 

@@ -54,7 +54,7 @@ from weightcast.format.messages import (
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import device as host_device
 from weightcast.host.closing import close_at_exit
-from weightcast.host.memory import collector_paused, host_identity
+from weightcast.host.memory import host_identity
 from weightcast.seams.engine import Engine, ExposesTensors, SaysDtypes, Undoable
 from weightcast.seams.transport import Share
 from weightcast.serving.install_map import Mapped, RecordedMap, held_weights
@@ -414,8 +414,7 @@ class Worker:
         manifest = offer.manifest if known is None else known.layout.manifest
         if manifest is None:
             raise ManifestError("the offer has no manifest, and its digest is not one that this link has been sent")
-        with collector_paused():
-            manifest.check()
+        manifest.check()
         if known is None and manifest.digest() != offer.manifest_digest:
             raise ManifestError(f"the manifest's digest is {manifest.digest()}, the offer says {offer.manifest_digest}")
         session.require_origins(manifest)

@@ -225,7 +225,7 @@ class PinnedVersion(ClosedOnExit):
         buffer, digests = BucketBuffer.of(torch.empty(slot_size_bytes(manifest), dtype=torch.uint8)), []
         for index, num_bytes in enumerate(manifest.buckets):
             self.read(index, buffer)
-            header = check_bucket(buffer, num_bytes, self.stored.version, index, manifest.digest_kind, origins[index])
+            header = check_bucket(buffer, num_bytes, self.stored.version, index, origins[index])
             digests.append(header.digest)
             yield decoded(buffer, header)
         root = root_digest(self.stored.manifest_digest, digests)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from weightcast.format.geometry import Region
-from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, TensorSpec
+from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec
 from weightcast.format.plan import plan
 
 Item = tuple[TensorSpec, torch.Tensor]
@@ -52,8 +52,8 @@ class Payload:
         """What an engine must hold under every name, aliases included."""
         return dict(_expected(self))
 
-    def manifest(self, *, digest_kind: DigestKind = "xxh3-128") -> Manifest:
-        return plan(self.specs(), self.bucket_size_bytes, digest_kind=digest_kind)
+    def manifest(self) -> Manifest:
+        return plan(self.specs(), self.bucket_size_bytes)
 
     def __str__(self) -> str:
         return self.name

@@ -14,7 +14,7 @@ import torch
 from weightcast import registry
 from weightcast.errors import IntegrityError, PeersLostError, WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, RAW, BucketBuffer, Layout, check_bucket, queued_digest, write_header
-from weightcast.format.manifest import DigestKind, Manifest, TensorSpec, WeightVersion
+from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host.closing import on_failure
 from weightcast.seams.transport import Bucket, Receiver, Sender
@@ -67,11 +67,9 @@ def value_of(number: int, index: int) -> int:
     return (number * 37 + index * 11 + 1) % 251
 
 
-def write_raw_header(
-    buffer: BucketBuffer, raw_bytes: int, version: WeightVersion, index: int, kind: DigestKind, origin: int = 0
-) -> int:
+def write_raw_header(buffer: BucketBuffer, raw_bytes: int, version: WeightVersion, index: int, origin: int = 0) -> int:
     """Write the header of a payload that is in its place already; return how many bytes are to be sent."""
-    digest = queued_digest(buffer.payload[:raw_bytes], kind)
+    digest = queued_digest(buffer.payload[:raw_bytes])
     sizes = {"raw_bytes": raw_bytes, "encoded_bytes": raw_bytes}
     write_header(buffer.header, version, index, digest, **sizes, codec="raw", origin=origin)
     return HEADER_BYTES + raw_bytes
@@ -81,7 +79,7 @@ def send(sender: Sender, manifest: Manifest, number: int, index: int) -> BucketB
     """Fill and send bucket `index`; return its buffer."""
     buffer, size = sender.buffer(index), manifest.buckets[index]
     buffer.payload[:size].fill_(value_of(number, index))
-    sender.send(index, write_raw_header(buffer, size, version(number), index, manifest.digest_kind))
+    sender.send(index, write_raw_header(buffer, size, version(number), index))
     return buffer
 
 
@@ -175,7 +173,7 @@ def check(bucket: Bucket, manifest: Manifest, number: int) -> None:
     """The bucket is whole, and what `send` has sent in that version."""
     size = manifest.buckets[bucket.index]
     assert set(bucket.buffer.payload[:size].tolist()) <= {value_of(number, bucket.index)}
-    check_bucket(bucket.buffer, size, version(number), bucket.index, manifest.digest_kind)
+    check_bucket(bucket.buffer, size, version(number), bucket.index)
 
 
 def read_all(receiver: Receiver, manifest: Manifest, number: int) -> list[Bucket]:
@@ -262,7 +260,7 @@ class Reader(Background[list[bytes]]):
                     if bucket.index != index:
                         raise IntegrityError(f"bucket {bucket.index} came, bucket {index} is the next")
                     size = manifest.buckets[index]
-                    check_bucket(bucket.buffer, size, version, index, manifest.digest_kind)
+                    check_bucket(bucket.buffer, size, version, index)
                     payloads.append(bytes(bucket.buffer.payload[:size].cpu().numpy()))
                     on_bucket(bucket)
                 if len(payloads) != len(manifest.buckets):

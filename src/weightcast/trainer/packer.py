@@ -1,28 +1,24 @@
 """What a rank holds of the source's tensors, and its copy into buckets, cast to the manifest's dtypes and digested.
 
 Invariants: what is packed tiles every tensor, each element once; packing a bucket is a few calls however many tensors
-it holds; on a CPU it is digested while it is in the cache, on a GPU nothing waits for the device.
+it holds, and digests it in the same pass; on a GPU nothing waits for the device.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 import torch
-import xxhash
 
 from weightcast.checkpoint.live import is_memory
 from weightcast.errors import IncompatibleWeightsError, ManifestError, listed
 from weightcast.format import device_digest
 from weightcast.format.bucket import (
-    DIGEST_BLOCK_BYTES,
-    DIGEST_BYTES,
     HEADER_BYTES,
     TORCH_DTYPES,
     BucketBuffer,
@@ -30,7 +26,6 @@ from weightcast.format.bucket import (
     Digest,
     Entry,
     Layout,
-    blocks_digest,
     narrow,
     queued_digest,
     split_like,
@@ -51,11 +46,12 @@ from weightcast.format.geometry import (
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import device as host_device
-from weightcast.host.copy import Job, TensorPlaces, copy_all, copy_plain, is_plain, small_copies
-from weightcast.host.memory import collector_paused
+from weightcast.host.copy import PreparedCopies, copy_all
+from weightcast.native.tables import Chunks, PackTable, Sums, added, digest, places, spans_of, unfilled_chunks
 from weightcast.seams.source import Held, Regions
 
-_STEP_BYTES = 512 << 10
+_CACHED_BYTES = 2 << 20
+"""A bucket of at most so many bytes is read again while it is in a cache; a larger one is written past the caches."""
 _MAX_INNER = 16
 """What the second of two dims in place of one divides (see `Held`): buckets are cut at multiples of 256 bytes, which
 are 16 elements or more."""
@@ -104,7 +100,7 @@ def finish(
     raw_bytes = manifest.buckets[index]
     encoded_bytes = codec.encode(index, buffer.payload, raw_bytes)
     if codec.name != "raw":
-        digest = queued_digest(buffer.payload[:encoded_bytes], manifest.digest_kind)
+        digest = queued_digest(buffer.payload[:encoded_bytes])
     write_header(
         buffer.header,
         version,
@@ -136,9 +132,8 @@ class PackPlan:
 
     def cast(self, specs: Sequence[TensorSpec]) -> None:
         """Pack the same tensors in other dtypes from now on, in one origin's buckets; the packer is made again."""
-        kind = self.layout.manifest.digest_kind
         self.specs, self._packer = specs, None
-        self.lay_out(Layout(plan(specs, self.bucket_size_bytes, digest_kind=kind)))
+        self.lay_out(Layout(plan(specs, self.bucket_size_bytes)))
 
     def is_of(self, regions: Regions) -> bool:
         """Whether the packer was made for these very views, with which the specs can't have changed either."""
@@ -157,8 +152,7 @@ class PackPlan:
     def packer(self, regions: Regions) -> Fill:
         """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
         if self._packer is None or self._regions is None or self._regions.regions is not regions:
-            with collector_paused():
-                self.use(regions, Packer(self.layout, tiling(self.specs, regions)))
+            self.use(regions, Packer(self.layout, tiling(self.specs, regions)))
             assert self._packer is not None
         return self._packer
 
@@ -178,25 +172,22 @@ class Packer:
             shards += [Shard(number, region, data) for region, data in held]
         self._layout = layout
         self._part = PartPacker(layout, shards)
-        self._digests = BlockDigests(torch.zeros(BlockDigests.size_bytes(layout.manifest), dtype=torch.uint8))
 
     def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
         """Write the payload of bucket `index`; return its digest, on a GPU as two int64 still to come.
 
-        On a CPU the payload is digested in blocks while each is hot in cache. On a GPU everything is queued on the
-        current stream and nothing waits.
+        On a CPU each byte is read once, on a GPU with a kernel too. On a GPU everything is queued on the current stream
+        and nothing waits.
         """
-        num_bytes, kind = self._layout.manifest.buckets[index], self._layout.manifest.digest_kind
+        num_bytes = self._layout.manifest.buckets[index]
+        if not payload.is_cuda:
+            sums, missing = self._part.pack(index, payload)
+            return added(sums, digest(payload[:num_bytes], missing))
         self._layout.clear_gaps(index, payload)
-        if kind == "nh-128" and payload.is_cuda and num_bytes and device_digest.kernel(payload.device) is not None:
+        if num_bytes and device_digest.kernel(payload.device) is not None:
             return self._part.pack_and_digest(index, payload, num_bytes)
-        if kind != "xxh3-128" or payload.is_cuda:
-            self._part.pack(index, payload, None)
-            return queued_digest(payload[:num_bytes], kind)
-        self._digests.reset(num_bytes)
-        self._part.pack(index, payload, self._digests)
-        self._digests.add(payload, self._digests.missing())
-        return self._digests.whole()
+        self._part.copy(index, payload)
+        return queued_digest(payload[:num_bytes])
 
     def others(self) -> Sequence[Digest]:
         return ()
@@ -209,60 +200,6 @@ class Packer:
 
     def forget_views(self) -> None:
         self._part.forget_views()
-
-
-class BlockDigests:
-    """The digests of a bucket's blocks, in memory that several processes may share.
-
-    The memory: DIGEST_BYTES for each block of the largest bucket, then a mark of a byte for each: one rank has filled
-    it alone and has digested it.
-    """
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        """`memory`: at least `size_bytes(manifest)` bytes of host memory, uint8."""
-        num_blocks = memory.numel() // (DIGEST_BYTES + 1)
-        self._digests = memory.numpy().data[: num_blocks * DIGEST_BYTES]
-        self._marks = memory.numpy().data[num_blocks * DIGEST_BYTES :][:num_blocks]
-        self._num_bytes = 0
-
-    @staticmethod
-    def size_bytes(manifest: Manifest) -> int:
-        return -(-manifest.max_bucket_bytes // DIGEST_BLOCK_BYTES) * (DIGEST_BYTES + 1)
-
-    def reset(self, num_bytes: int) -> None:
-        """No block of a bucket of that many bytes has a digest."""
-        self.begin(num_bytes)
-        self._marks[: self._num_blocks] = bytes(self._num_blocks)
-
-    def begin(self, num_bytes: int) -> None:
-        """A bucket of that many bytes is next; what is marked stays."""
-        self._num_bytes, self._num_blocks = num_bytes, -(-num_bytes // DIGEST_BLOCK_BYTES)
-
-    def add(self, payload: torch.Tensor, blocks: Iterable[int]) -> None:
-        """Digest these blocks of `payload`."""
-        data = payload.numpy().data
-        for block in blocks:
-            start = block * DIGEST_BLOCK_BYTES
-            digest = xxhash.xxh3_128_digest(data[start : min(start + DIGEST_BLOCK_BYTES, self._num_bytes)])
-            self._digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES] = digest
-
-    def mark(self, blocks: Iterable[int]) -> None:
-        """These have a digest."""
-        for block in blocks:
-            self._marks[block] = 1
-
-    def missing(self) -> list[int]:
-        """The blocks that are not marked."""
-        return [block for block, mark in enumerate(self._marks[: self._num_blocks]) if not mark]
-
-    def whole(self) -> bytes:
-        """The payload's digest, once all blocks have theirs."""
-        return blocks_digest(self._digests[: self._num_blocks * DIGEST_BYTES])
-
-    def close(self) -> None:
-        """Drop the views of the memory, which an error's traceback would otherwise keep mapped with this object."""
-        self._digests.release()
-        self._marks.release()
 
 
 class ShardSlice(msgspec.Struct, frozen=True, gc=False):
@@ -298,6 +235,15 @@ class ShardSlices:
             self._last = index, sorted(self._found(index), key=operator.attrgetter("start"))
         return self._last[1]
 
+    def unfilled(self, index: int) -> Chunks:
+        """The chunks of bucket `index` that this rank does not fill alone, with the gaps.
+
+        A gap is shorter than the alignment, and so than a chunk: no chunk is filled by gaps alone, and by two ranks.
+        """
+        runs = ((cut.start, cut.start + cut.num_bytes) for cut in self._found(index) if cut.is_run)
+        spans = spans_of(itertools.chain(runs, self._layout.gaps(index)))
+        return unfilled_chunks(spans, self._layout.manifest.buckets[index])
+
     def _found(self, index: int) -> Iterator[ShardSlice]:
         for number, entry in enumerate(self._layout.entries[index]):
             piece, dtype = entry.piece.region, entry.record.dtype
@@ -315,7 +261,7 @@ class ShardSlices:
 class PartPacker:
     """Copies what one rank brings to its places in buckets, cast to the manifest's dtypes.
 
-    On a CPU it digests, from host memory while they are in the cache, the blocks of a bucket that it fills alone.
+    In host memory it digests, in the same pass, the chunks of a bucket that it fills alone.
     """
 
     def __init__(self, layout: Layout, shards: Sequence[Shard]) -> None:
@@ -324,42 +270,43 @@ class PartPacker:
         self._shards = shards
         self._sources: dict[int, list[torch.Tensor]] = {}
         self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        self._steps: dict[int, list[_Step]] = {}
-        self._copies: dict[int, tuple[Sequence[torch.Tensor], list[list[Job]]]] = {}
-        """Of each step, with the targets that they were made for."""
+        self._tables: dict[int, tuple[torch.Tensor, PackTable, PreparedCopies]] = {}
+        """Of each bucket, with the payload that it was made for, and what is copied before."""
         self._fused: dict[int, tuple[torch.Tensor, CopyAndDigest]] = {}
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """The same regions lie in other memory now, with other dims in two than before, if any (see `Held`)."""
         self._shards = shards
         self._sources.clear()
-        self._steps.clear()
         self.forget_views()
 
     def forget_views(self) -> None:
         """Drop every view of a bucket."""
         self._targets.clear()
-        self._copies.clear()
+        self._tables.clear()
         self._fused.clear()
 
     @torch.no_grad()
-    def pack(self, index: int, payload: torch.Tensor, digests: BlockDigests | None) -> None:
-        """Copy this rank's part of bucket `index` into `payload`; `digests`: where those of its blocks are wanted."""
-        with collector_paused():
-            sources, targets = self.sources(index), self._views(index, payload)
-            if digests is not None and index not in self._steps:
-                self._steps[index] = self._planned(index, targets)
-            known = self._copies.get(index)
-            if digests is not None and (known is None or known[0] is not targets):
-                known = self._copies[index] = targets, self._step_copies(index, targets)
-        if digests is None or known is None:
-            copy_all(targets, sources)
-            return
-        for step, jobs in zip(self._steps[index], known[1], strict=True):
-            for job in jobs:
-                job()
-            digests.add(payload, step.blocks)
-            digests.mark(step.blocks)
+    def pack(self, index: int, payload: torch.Tensor) -> tuple[Sums, Chunks]:
+        """Fill this rank's part of bucket `index`, and the gaps, in host memory.
+
+        Returns what the chunks that it fills alone bring to the digest, and marks of the other chunks.
+        """
+        known = self._tables.get(index)
+        if known is None or known[0] is not payload:
+            targets, sources = self._views(index, payload), self.sources(index)
+            raw = payload[: self._layout.manifest.buckets[index]]
+            table = PackTable(raw, targets, sources, self._layout.gaps(index))
+            others = PreparedCopies([targets[k] for k in table.others], [sources[k] for k in table.others])
+            known = self._tables[index] = payload, table, others
+        _, table, others = known
+        others.run()
+        return table.run(cached=self._layout.manifest.buckets[index] <= _CACHED_BYTES), table.missing
+
+    @torch.no_grad()
+    def copy(self, index: int, payload: torch.Tensor) -> None:
+        """Copy this rank's part of bucket `index` into `payload`, on any device."""
+        copy_all(self._views(index, payload), self.sources(index))
 
     @torch.no_grad()
     def pack_and_digest(self, index: int, payload: torch.Tensor, num_bytes: int) -> torch.Tensor:
@@ -383,18 +330,6 @@ class PartPacker:
             known = self._targets[index] = payload, list(map(split_like, views, self.sources(index)))
         return known[1]
 
-    def _step_copies(self, index: int, targets: Sequence[torch.Tensor]) -> list[list[Job]]:
-        """What each step of a bucket copies; the first one all of it where it comes from a GPU."""
-        sources, steps = self.sources(index), self._steps[index]
-        if not all(map(operator.attrgetter("is_cpu"), sources)):
-            return [[functools.partial(copy_all, targets, sources)], *([] for _ in steps[1:])]
-        return [
-            [functools.partial(copy_plain, targets[first], sources[first], start, size)]
-            if size
-            else list(small_copies(targets[first:last], sources[first:last]))
-            for first, last, start, size, _ in steps
-        ]
-
     def sources(self, index: int) -> list[torch.Tensor]:
         """Views of this rank's own memory, one for each cut of bucket `index`."""
         views = self._sources.get(index)
@@ -405,58 +340,6 @@ class PartPacker:
                 for shard, region in pairs
             ]
         return views
-
-    def _planned(self, index: int, targets: Sequence[torch.Tensor]) -> list[_Step]:
-        """The copies of a bucket in the order of their places: large plain ones block by block, others in batches."""
-        cuts, sources, num_bytes = self.slices.of(index), self.sources(index), self._layout.manifest.buckets[index]
-        others_bytes = [0] * -(-num_bytes // DIGEST_BLOCK_BYTES)
-        """For each block, how much of it this rank does not bring in one run."""
-        for start, size, sign in (
-            *((e.piece.offset_bytes, e.num_bytes, 1) for e in self._layout.entries[index]),
-            *((cut.start, cut.num_bytes, -1) for cut in cuts if cut.is_run),
-        ):
-            for block in range(start // DIGEST_BLOCK_BYTES, (start + size - 1) // DIGEST_BLOCK_BYTES + 1):
-                first = max(start, block * DIGEST_BLOCK_BYTES)
-                others_bytes[block] += sign * (min(start + size, (block + 1) * DIGEST_BLOCK_BYTES) - first)
-        own = [block for block, other_bytes in enumerate(others_bytes) if not other_bytes]
-        own.reverse()
-
-        def digestible(end: int) -> list[int]:
-            """The blocks that this rank fills alone, and that are whole with the bytes before `end`."""
-            blocks = []
-            while own and min((own[-1] + 1) * DIGEST_BLOCK_BYTES, num_bytes) <= end:
-                blocks.append(own.pop())
-            return blocks
-
-        steps: list[_Step] = []
-        first = 0
-        for last, cut in enumerate(cuts, start=1):
-            end = cuts[last].start if last < len(cuts) else num_bytes
-            if is_plain(targets[last - 1], sources[last - 1]):
-                done = 0
-                while done < cut.num_bytes:
-                    room = DIGEST_BLOCK_BYTES - (cut.start + done) % DIGEST_BLOCK_BYTES
-                    size = min(room, cut.num_bytes - done)
-                    is_last = done + size == cut.num_bytes
-                    steps.append(
-                        _Step(last - 1, last, done, size, digestible(end if is_last else cut.start + done + size))
-                    )
-                    done += size
-                first = last
-            elif last == len(cuts) or end - cuts[first].start >= _STEP_BYTES or is_plain(targets[last], sources[last]):
-                steps.append(_Step(first, last, 0, 0, digestible(end)))
-                first = last
-        return steps
-
-
-class _Step(NamedTuple):
-    """Copy the cuts from `first` to `last`, or `size` bytes of one from its byte `start`; then digest `blocks`."""
-
-    first: int
-    last: int
-    start: int
-    size: int
-    blocks: list[int]
 
 
 def bucket_views(slices: Sequence[ShardSlice], entries: Sequence[Entry], buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -500,7 +383,8 @@ class SeenRegions:
 
     def __init__(self, regions: Regions) -> None:
         self.regions, self._held = regions, list(itertools.chain.from_iterable(regions.values()))
-        self._places = TensorPlaces([view for _, view in self._held])
+        self._places = places([view for _, view in self._held])
+        self._addresses = [view.data_ptr() for _, view in self._held]
 
     def is_of(self, regions: Regions) -> bool:
         """Whether the source gives the same object again. Raises IncompatibleWeightsError if its views have moved."""
@@ -508,9 +392,9 @@ class SeenRegions:
             return False
         held = list(itertools.chain.from_iterable(regions.values()))
         are_kept = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
-        if are_kept and self._places.are_same():
+        if are_kept and places([view for _, view in held]) == self._places:
             return True
-        addresses, formers = [view.data_ptr() for _, view in held], self._places.addresses
+        addresses, formers = [view.data_ptr() for _, view in held], self._addresses
         if addresses != formers and len(held) == len(formers):
             names = [name for name, parts in regions.items() for _ in parts]
             moved = [

@@ -534,7 +534,7 @@ class PublishRun:
         assert self._again is not None
         manifest, expected = self._manifest, as_bytes(self._again.digests[index])
         with contextlib.suppress(IntegrityError):
-            header = check_bucket(buffer, manifest.buckets[index], version, index, manifest.digest_kind)
+            header = check_bucket(buffer, manifest.buckets[index], version, index)
             # Other trainer ranks pack their origins' buckets in the same rounds, whatever is staged here.
             if header.digest == expected and not manifest.origins:
                 return HEADER_BYTES + header.encoded_bytes

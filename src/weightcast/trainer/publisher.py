@@ -25,11 +25,10 @@ from weightcast import registry
 from weightcast.engines.gate import require_no_step
 from weightcast.errors import ClosedError, PublishReport, clear_frames, publish_error
 from weightcast.format.bucket import Layout
-from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, DigestKind, TensorSpec
+from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
 from weightcast.host.closing import Closeable, ClosedOnExit, on_failure
 from weightcast.host.deadline import number_of_seconds
-from weightcast.host.memory import collector_paused
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, EngineClient
@@ -521,12 +520,7 @@ class Publisher(ClosedOnExit):
                 sizes, is_alone = self._transport.default_bucket_size_bytes, self._group is None
                 largest = largest_bucket_size(sizes, device.type, install, is_alone=is_alone)
                 size = fitting_bucket_size(sum(spec.num_bytes for spec in specs), largest)
-            # A client's own sender may have its buckets on the GPU, whatever the transport does.
-            where, is_brought = self._transport.buckets_on_gpu, self._has_brought_senders
-            is_on_gpu = is_brought or where == "always" or where == install == "streaming"
-            kind: DigestKind = "nh-128" if device.type != "cpu" and is_on_gpu else "xxh3-128"
-            with collector_paused():
-                self._pack_plan = PackPlan(specs, Layout(plan(specs, size, digest_kind=kind)), size)
+            self._pack_plan = PackPlan(specs, Layout(plan(specs, size)), size)
         return self._pack_plan
 
 

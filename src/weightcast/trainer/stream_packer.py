@@ -17,10 +17,10 @@ from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorRecord, WeightVersion
 from weightcast.host.copy import copy_all
 from weightcast.trainer.finite import require_finite
-from weightcast.trainer.packer import BlockDigests, Shard
+from weightcast.trainer.packer import Shard
 
 _SHARED_OUT_BYTES = 1 << 20
-"""A copy of so much is shared out over threads; for a smaller one that costs more than it brings."""
+"""A copy of so much is worth a table; for a smaller one that costs more than it brings."""
 
 
 class StreamPacker:
@@ -40,7 +40,6 @@ class StreamPacker:
         self._record: TensorRecord | None = None
         self._tensor = torch.empty(0)
         self._num_filled = 0
-        self._digests = BlockDigests(torch.zeros(BlockDigests.size_bytes(layout.manifest), dtype=torch.uint8))
 
     @torch.no_grad()
     def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
@@ -65,11 +64,7 @@ class StreamPacker:
         if self._num_filled == len(manifest.buckets):
             self._take(self._tensors, None)
             self._tensors, self._tensor = None, torch.empty(0)
-        if manifest.digest_kind != "xxh3-128" or payload.is_cuda:
-            return queued_digest(payload[: manifest.buckets[index]], manifest.digest_kind)
-        self._digests.reset(manifest.buckets[index])
-        self._digests.add(payload, self._digests.missing())
-        return self._digests.whole()
+        return queued_digest(payload[: manifest.buckets[index]])
 
     def _take(self, tensors: Iterator[tuple[str, torch.Tensor]], wanted: TensorRecord | None) -> None:
         """Take tensors up to this one, past those without elements; None: up to the end of the stream."""

@@ -151,5 +151,4 @@ TRANSPORT = Transport(
     receiver=MemoryReceiver,
     same_host=True,
     default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 512 << 20, "cache": 8 << 20},
-    buckets_on_gpu="streaming",
 )

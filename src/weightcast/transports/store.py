@@ -535,5 +535,4 @@ TRANSPORT = Transport(
     # Packed, digested and written while it is in a core's cache.
     default_bucket_size_bytes={"cpu": 2 << 20, "cuda": 64 << 20},
     same_host=False,
-    buckets_on_gpu="never",
 )

@@ -49,9 +49,8 @@ Arrival: TypeAlias = Callable[[], None]
 class Instruction(enum.IntEnum):
     """What an exchange is about; the publishing rank says it.
 
-    A round, which is the next bucket of each origin, is BUCKET (pack it), PACKED, and DIGESTED where digests are shared
-    out: see `gather`. OPEN, TRIAL and ASK are for the ranks that lead an origin: see `origins`.
-    CHECK: look for NaN, see `shares`.
+    A round, which is the next bucket of each origin, is BUCKET (pack it) and PACKED: see `gather`. OPEN, TRIAL and ASK
+    are for the ranks that lead an origin: see `origins`. CHECK: look for NaN, see `shares`.
     """
 
     START = 1
@@ -59,22 +58,21 @@ class Instruction(enum.IntEnum):
     WAIT = 3
     BUCKET = 4
     PACKED = 5
-    DIGESTED = 6
-    OPEN = 7
-    TRIAL = 8
-    ASK = 9
-    END = 10
-    CHECK = 11
+    OPEN = 6
+    TRIAL = 7
+    ASK = 8
+    END = 9
+    CHECK = 10
 
 
 class RankStatus(NamedTuple):
     """What one rank brings to an exchange: fixed numbers. `num_error_bytes` of its failure's record, or 0.
 
     `argument`, `version`: the publishing rank's. `news`, `digest_low`, `digest_high`, `device`: see `shares`.
-    `is_mapped`: this rank packs into its origin's memory. Of a rank that leads an origin: `is_busy`, `is_lost`,
-    `num_failures`: see `origins`; `next_round` is that of its next bucket, `offset_bytes` where the payload begins in
-    its memory, -1 if it has none; `is_moved`: that memory must be mapped again; `shares_digest`: see `gather`.
-    `num_gathers`: of its source, see `CollectiveSource`.
+    `is_mapped`: this rank packs into its origin's memory; `sum_low`, `sum_high`: what it fills alone there brings to
+    the bucket's digest. Of a rank that leads an origin: `is_busy`, `is_lost`, `num_failures`: see `origins`;
+    `next_round` is that of its next bucket, `offset_bytes` where the payload begins in its memory, -1 if it has none;
+    `is_moved`: that memory must be mapped again. `num_gathers`: of its source, see `CollectiveSource`.
     """
 
     num_error_bytes: int = 0
@@ -86,22 +84,20 @@ class RankStatus(NamedTuple):
     digest_high: int = 0
     device: int = 0
     is_mapped: int = 0
+    sum_low: int = 0
+    sum_high: int = 0
     is_busy: int = 0
     is_lost: int = 0
     num_failures: int = 0
     next_round: int = 0
     offset_bytes: int = -1
     is_moved: int = 0
-    shares_digest: int = 0
     num_gathers: int = 0
 
 
 def in_round(statuses: Sequence[RankStatus], number: int) -> list[RankStatus]:
     """What ranks have brought to the exchange that begins a round, in which an origin that is ahead has no bucket."""
-    return [
-        each if each.next_round == number else each._replace(offset_bytes=-1, is_moved=0, shares_digest=0)
-        for each in statuses
-    ]
+    return [each if each.next_round == number else each._replace(offset_bytes=-1, is_moved=0) for each in statuses]
 
 
 class NextInstruction(NamedTuple):

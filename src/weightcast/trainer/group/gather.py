@@ -2,9 +2,9 @@
 
 A round is the next bucket of each origin. Invariants: each element is packed by one rank, and into the origin beside
 it; a rank that can map its origin's buffers writes each of its slices to its place there, any other sends its part of a
-bucket to the rank that leads the origin, in one message; nothing is digested before every rank has said that its part
-is whole, and nothing sent before every rank has digested its blocks; once a rank has said so, it writes to that bucket
-no more.
+bucket to the rank that leads the origin, in one message; what a rank fills alone it digests while it packs, the rest is
+digested by the rank that leads once every rank has said that its part is whole; once a rank has said so, it writes to
+that bucket no more.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from weightcast.format.manifest import ITEMSIZE_BYTES, decode, encode
 from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
 from weightcast.host.copy import copy_all
-from weightcast.host.memory import MemoryLocation, SealedMemory, map_shared, shared_memory_of
+from weightcast.host.memory import MemoryLocation, map_shared, shared_memory_of
+from weightcast.native.tables import Chunks, Sums, added, digest
 from weightcast.trainer.group.exchange import Arrival, RankStatus, TrainerRanks
 from weightcast.trainer.packer import (
-    BlockDigests,
     HeldRegion,
     PartPacker,
     Shard,
@@ -36,18 +36,11 @@ from weightcast.trainer.packer import (
 _ALIGNMENT_BYTES = 64
 """Of each rank's place in the staging buffer; what one rank sends has no gaps."""
 
-_MAX_DIGESTED_ALONE = 64
-"""Blocks that the rank that leads an origin digests sooner than another exchange takes."""
-
 
 class SharedBuffers(msgspec.Struct, frozen=True):
-    """A rank that leads an origin to all: the memory of its buckets, and where the digests of blocks are written.
-
-    Without `buckets` nothing can be mapped. Other ranks bring neither.
-    """
+    """A rank that leads an origin to all: the memory of its buckets. Without it nothing can be mapped."""
 
     buckets: MemoryLocation | None = None
-    digests: MemoryLocation | None = None
 
 
 class Contribution:
@@ -63,21 +56,20 @@ class Contribution:
         *,
         leader: int,
         origin: int,
-        homes: Sequence[int],
         via: torch.device,
     ) -> None:
         """`shards`: what was assigned to this rank, all for number `origin`, which group rank `leader` leads.
 
-        `homes`: the origin of each rank. `via`: where messages lie.
+        `via`: where messages lie.
         """
         self.leader = leader
         self._ranks, self._layout, self._via = ranks, layout, via
-        self._beside = [rank for rank, home in enumerate(homes) if home == origin]
         self._span = layout.manifest.spans[origin]
         self._part = PartPacker(layout, shards)
         self._device = shards[0].data.device if shards else via
-        self._mapped: tuple[torch.Tensor, BlockDigests] | None = None
-        """The memory of the origin's buckets, and the digests of the present one's blocks."""
+        self._mapped: torch.Tensor | None = None
+        """The memory of the origin's buckets."""
+        self._sums: Sums = 0, 0
         self._payloads: dict[int, tuple[int, torch.Tensor]] = {}
         """Of buckets in that memory, each with the byte where it begins: the same tensor as long as it stays there."""
         self._packed: torch.Tensor | None = None
@@ -90,70 +82,49 @@ class Contribution:
         self._part.rebind(shards)
         self._message_views.clear()
 
-    @property
-    def is_mapped(self) -> bool:
-        """Whether this rank packs into the origin's buckets, and sends nothing."""
-        return self._mapped is not None
+    def status(self) -> RankStatus:
+        """What this rank brings to an exchange."""
+        # As an exchange takes them: signed words of 64 bits.
+        low, high = ((word ^ 1 << 63) - (1 << 63) for word in self._sums)
+        return RankStatus(is_mapped=self._mapped is not None, sum_low=low, sum_high=high)
 
     def map(self, buffers: SharedBuffers) -> None:
-        """Pack into these buckets from now on, if this rank can map them."""
+        """Pack into these buckets from now on, if this rank can map them; else send."""
         self.close()
-        if buffers.buckets is not None and buffers.digests is not None:
-            buckets, digests = map_shared(buffers.buckets), map_shared(buffers.digests)
-            if buckets is not None and digests is not None:
-                self._mapped = buckets, BlockDigests(digests)
+        if buffers.buckets is not None:
+            self._mapped = map_shared(buffers.buckets)
 
     def close(self) -> None:
         """Drop every view of the origin's memory, and unmap it."""
         self._part.forget_views()
         self._payloads.clear()
-        mapped, self._mapped = self._mapped, None
-        if mapped is not None:
-            mapped[1].close()
+        self._mapped = None
 
     def bring(self, number: int, statuses: Sequence[RankStatus]) -> None:
         """Pack this rank's part of the origin's bucket of a round, if it has one; or send it.
 
         Waits until it has gone. What goes wrong in packing is raised at the next exchange. Raises PeerError.
         """
-        manifest, offset_bytes = self._layout.manifest, statuses[self.leader].offset_bytes
+        offset_bytes = statuses[self.leader].offset_bytes
         if offset_bytes < 0:
             return
         index = self._span[number]
         num_bytes = self._part.slices.sizes[index]
         if self._mapped is not None:
             with self._ranks.error_at_next_exchange():
-                digests = self._mapped[1]
-                digests.begin(manifest.buckets[index])
-                payload = self._payload(index, offset_bytes)
-                # The leader does so, too, perhaps only after this rank has digested blocks that it fills alone.
-                self._layout.clear_gaps(index, payload)
-                self._part.pack(index, payload, digests if manifest.digest_kind == "xxh3-128" else None)
+                self._sums, _ = self._part.pack(index, self._payload(index, offset_bytes))
         elif num_bytes:
             with self._ranks.error_at_next_exchange():
                 self._pack_message(index, num_bytes)
             message = _pinned(num_bytes, self._via) if self._message is None else self._message
             self._ranks.send(message[:num_bytes], self.leader)
 
-    def digest(self, number: int, statuses: Sequence[RankStatus]) -> None:
-        """Digest this rank's share of the blocks of the round's bucket that several ranks filled.
-
-        What goes wrong is raised at the next exchange.
-        """
-        status = statuses[self.leader]
-        if self._mapped is not None and status.offset_bytes >= 0 and status.shares_digest:
-            with self._ranks.error_at_next_exchange():
-                digests = self._mapped[1]
-                mapping = [rank for rank in self._beside if rank == self.leader or statuses[rank].is_mapped]
-                blocks = digests.missing()[mapping.index(self._ranks.group_rank) :: len(mapping)]
-                digests.add(self._payload(self._span[number], status.offset_bytes), blocks)
-
     def _payload(self, index: int, offset_bytes: int) -> torch.Tensor:
         known = self._payloads.get(index)
         if known is None or known[0] != offset_bytes:
             assert self._mapped is not None
             end = offset_bytes + self._layout.manifest.buckets[index]
-            known = self._payloads[index] = offset_bytes, self._mapped[0][offset_bytes:end]
+            known = self._payloads[index] = offset_bytes, self._mapped[offset_bytes:end]
         return known[1]
 
     @torch.no_grad()
@@ -199,10 +170,10 @@ class OriginPacker:
         self._others = {rank: ShardSlices(layout, parts) for rank, parts in others.items()}
         self._shared: MemoryLocation | None = None
         """What the other ranks were told to map."""
-        self._digest_memory: SealedMemory | None = None
-        self._digests: BlockDigests | None = None
-        self._num_missing: dict[int, int] = {}
-        """For each bucket, how many blocks no rank filled alone when it was packed last."""
+        self._packed: tuple[Sums, Chunks] | None = None
+        """Of this rank's part of the last bucket, in host memory: see `PartPacker.pack`."""
+        self._unfilled: dict[tuple[int, int], Chunks] = {}
+        """By rank and bucket, the chunks that another rank does not fill alone."""
         self._staging: torch.Tensor | None = None
         self._landed: torch.Tensor | None = None
         """The staging buffer's bytes on the buckets' device."""
@@ -215,22 +186,11 @@ class OriginPacker:
         self._own.rebind(shards)
 
     def status(self, index: int, payload: torch.Tensor) -> RankStatus:
-        """What this rank brings to the exchange before bucket `index` is packed into `payload`.
-
-        It has no digest to share where it digests on the buckets' device. Raises InsufficientMemoryError.
-        """
-        if self._digest_memory is None:
-            size_bytes = BlockDigests.size_bytes(self._layout.manifest)
-            self._digest_memory = SealedMemory.allocate(size_bytes, kind="digests")
-            self._digests = BlockDigests(self._digest_memory.tensor())
-        is_moved = self._buffers(payload).buckets != self._shared
-        num_missing = self._num_missing.get(index, self._layout.manifest.buckets[index])
-        is_on_host = self._block_digests(payload) is not None
+        """What this rank brings to the exchange before bucket `index` is packed into `payload`."""
         return RankStatus(
             next_round=index - self._first,
             offset_bytes=int(payload.storage_offset()),
-            is_moved=is_moved and bool(self._others),
-            shares_digest=is_on_host and bool(self._others) and num_missing > _MAX_DIGESTED_ALONE,
+            is_moved=self._buffers(payload).buckets != self._shared and bool(self._others),
         )
 
     def share(self, payload: torch.Tensor) -> SharedBuffers:
@@ -242,37 +202,36 @@ class OriginPacker:
     @torch.no_grad()
     def pack(self, index: int, payload: torch.Tensor, statuses: Sequence[RankStatus]) -> None:
         """Write this rank's part of the payload of bucket `index`, and what others send. Raises PeerError."""
-        self._layout.clear_gaps(index, payload)
-        digests = self._block_digests(payload)
-        if digests is not None:
-            digests.reset(self._layout.manifest.buckets[index])
+        self._packed = None
         try:
             messages = self._receive(index, statuses)
-            self._own.pack(index, payload, digests)
+            if payload.is_cuda:
+                self._layout.clear_gaps(index, payload)
+                self._own.copy(index, payload)
+            else:
+                self._packed = self._own.pack(index, payload)
             self._ranks.arrived(self._arrivals)
             self._unpack(index, payload, messages)
         finally:
             # Whatever went wrong here, the ranks that send are not left waiting.
             self._ranks.arrived(self._arrivals)
 
-    def digest_share(self, index: int, payload: torch.Tensor, statuses: Sequence[RankStatus]) -> None:
-        """Digest this rank's share of the blocks that several ranks filled; all have packed."""
-        digests = self._block_digests(payload)
-        if digests is not None:
-            missing = digests.missing()
-            self._num_missing[index] = len(missing)
-            digests.add(payload, missing[:: 1 + sum(bool(statuses[rank].is_mapped) for rank in self._others)])
-
-    def digest(self, index: int, payload: torch.Tensor, *, is_shared_out: bool) -> Digest:
-        """The payload's digest, once all have packed and, if it was shared out, digested; see `Fill.fill`."""
-        manifest, digests = self._layout.manifest, self._block_digests(payload)
-        if digests is None:
-            return queued_digest(payload[: manifest.buckets[index]], manifest.digest_kind)
-        if not is_shared_out:
-            missing = digests.missing()
-            self._num_missing[index] = len(missing)
-            digests.add(payload, missing)
-        return digests.whole()
+    def digest(self, index: int, payload: torch.Tensor, packed: Sequence[RankStatus]) -> Digest:
+        """The payload's digest, once all have packed, as they say in `packed`; see `Fill.fill`."""
+        payload = payload[: self._layout.manifest.buckets[index]]
+        if self._packed is None:
+            return queued_digest(payload)
+        sums, missing = self._packed
+        parts, num_idle = [sums], 0
+        for rank, slices in self._others.items():
+            if packed[rank].is_mapped:
+                if (rank, index) not in self._unfilled:
+                    self._unfilled[rank, index] = slices.unfilled(index)
+                parts.append((packed[rank].sum_low, packed[rank].sum_high))
+                missing = missing & self._unfilled[rank, index]
+                num_idle += 1
+        # The other ranks wait meanwhile, and their cores with them.
+        return added(*parts, digest(payload, missing, threads=1 + num_idle))
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
@@ -280,20 +239,12 @@ class OriginPacker:
         self._unpacked.clear()
 
     def close(self) -> None:
-        """Drop them, and free what the other ranks have mapped besides."""
+        """Drop them."""
         self.forget_views()
-        if self._digests is not None and self._digest_memory is not None:
-            self._digests.close()
-            self._digest_memory.release(free=False)
-        self._digests = self._digest_memory = None
-
-    def _block_digests(self, payload: torch.Tensor) -> BlockDigests | None:
-        return self._digests if self._layout.manifest.digest_kind == "xxh3-128" and not payload.is_cuda else None
 
     def _buffers(self, payload: torch.Tensor) -> SharedBuffers:
         shared = shared_memory_of(payload)
-        assert self._digest_memory is not None
-        return SharedBuffers(None if shared is None else shared.location, self._digest_memory.location)
+        return SharedBuffers(None if shared is None else shared.location)
 
     def _receive(self, index: int, statuses: Sequence[RankStatus]) -> list[_Message]:
         """Begin to receive the parts of the ranks that send theirs."""
@@ -367,7 +318,7 @@ def mapped_again(
         if contribution is not None:
             if statuses[contribution.leader].is_moved:
                 contribution.map(decode(rows[contribution.leader], SharedBuffers))
-            is_mapped = contribution.is_mapped
+            is_mapped = bool(contribution.status().is_mapped)
     now = ranks.exchange(RankStatus(command=statuses[0].command, version=ranks.version, is_mapped=is_mapped))
     return [status._replace(is_mapped=each.is_mapped) for status, each in zip(statuses, now, strict=True)]
 

@@ -146,8 +146,9 @@ class TrainerGroup:
                 if own is not None:
                     with ranks.error_at_next_exchange():
                         status = own.status()
-                is_mapped = contribution is not None and contribution.is_mapped
-                command, argument, is_ready, statuses = ranks.next_instruction(status._replace(is_mapped=is_mapped))
+                if contribution is not None:
+                    status = contribution.status()
+                command, argument, is_ready, statuses = ranks.next_instruction(status)
                 match command:
                     case Instruction.END:
                         report: PublishReport = decode(ranks.broadcast(b"", argument), PublishReport)
@@ -168,14 +169,9 @@ class TrainerGroup:
                                 own.pack(argument, in_hand)
                         if contribution is not None:
                             contribution.bring(argument, in_hand)
-                    case Instruction.PACKED | Instruction.DIGESTED:
-                        if command == Instruction.PACKED and any(each.shares_digest for each in in_hand):
-                            if own is not None:
-                                own.digest_share(argument, in_hand)
-                            if contribution is not None:
-                                contribution.digest(argument, in_hand)
-                        elif own is not None:
-                            own.send(argument, in_hand)
+                    case Instruction.PACKED:
+                        if own is not None:
+                            own.send(argument, in_hand, statuses)
                     case Instruction.OPEN if is_ready:
                         opening: Opening = decode(ranks.broadcast(b"", argument), Opening)
                         if own is not None:
@@ -207,6 +203,6 @@ class TrainerGroup:
 
 
 def _settings(run: str, prepared: PublishInputs) -> Settings:
-    size, kind = prepared.pack_plan.bucket_size_bytes, prepared.pack_plan.layout.manifest.digest_kind
     dtypes = {} if prepared.engine_dtypes is None else dict(prepared.engine_dtypes.by_name)
-    return Settings(run, prepared.url, size, kind, "gloo", prepared.spread(), prepared.num_origins, dtypes)
+    size = prepared.pack_plan.bucket_size_bytes
+    return Settings(run, prepared.url, size, "gloo", prepared.spread(), prepared.num_origins, dtypes)

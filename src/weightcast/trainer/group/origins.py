@@ -202,20 +202,14 @@ class OriginSender:
             with host_device.beside(self._stream, self.device):
                 self._packer.pack(self._span[number], self._buffer.payload, statuses)
 
-    def digest_share(self, number: int, statuses: Sequence[RankStatus]) -> None:
-        """Digest this rank's share of the round's bucket, if it is shared out."""
-        if self._buffer is not None and statuses[self._ranks.group_rank].shares_digest:
-            self._packer.digest_share(self._span[number], self._buffer.payload, statuses)
-
-    def send(self, number: int, statuses: Sequence[RankStatus]) -> None:
-        """All ranks have packed and digested the round's bucket: send it."""
+    def send(self, number: int, statuses: Sequence[RankStatus], packed: Sequence[RankStatus]) -> None:
+        """All ranks have packed the round's bucket, and brought `packed` since: send it."""
         if not self._has_bucket(statuses):
             return
         buffer, index = self._buffer, self._span[number]
         assert buffer is not None
-        is_shared_out = bool(statuses[self._ranks.group_rank].shares_digest)
         with host_device.on(self._stream):
-            digest = self._packer.digest(index, buffer.payload, is_shared_out=is_shared_out)
+            digest = self._packer.digest(index, buffer.payload, packed)
             num_bytes, digest = finish(digest, RAW, self._manifest, self._version, index, buffer)
             self._digests[number] = as_bytes(digest)
         self._next += 1
@@ -312,8 +306,8 @@ class GroupPacker:
     def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
         """Have all ranks pack round `index`, and this rank's bucket of it into `payload`; return that one's digest.
 
-        Waits until every rank has packed and digested its part, each wait at most for the deadline. Raises what any
-        rank raised, on all of them, PeersLostError if another origin's sender has lost peers, and PeerError.
+        Waits until every rank has packed its part, each wait at most for the deadline. Raises what any rank raised, on
+        all of them, PeersLostError if another origin's sender has lost peers, and PeerError.
         """
         ranks, packer = self._ranks, self.packer
         ranks.version = version.number
@@ -323,8 +317,7 @@ class GroupPacker:
             statuses = in_round(statuses, index)
             statuses = mapped_again(ranks, statuses, shared=packer.share(payload))
         packer.pack(index, payload, statuses)
-        self._packed(index, statuses, lambda: packer.digest_share(index, payload, statuses))
-        return packer.digest(index, payload, is_shared_out=bool(statuses[0].shares_digest))
+        return packer.digest(index, payload, ranks.announce(Instruction.PACKED, index))
 
     def fill_others(self, rounds: range) -> None:
         """Rounds in which this rank has no bucket. Raises as `fill`."""
@@ -332,15 +325,8 @@ class GroupPacker:
             with self._ranks.uninterrupted():
                 statuses = self._ranks.announce_when_idle(Instruction.BUCKET, number)
                 self._require_peers(statuses)
-                statuses = mapped_again(self._ranks, in_round(statuses, number))
-            self._packed(number, statuses, lambda: None)
-
-    def _packed(self, number: int, statuses: Sequence[RankStatus], digest_share: Callable[[], None]) -> None:
-        self._ranks.announce(Instruction.PACKED, number)
-        if any(status.shares_digest for status in statuses):
-            if statuses[0].shares_digest:
-                digest_share()
-            self._ranks.announce(Instruction.DIGESTED, number)
+                mapped_again(self._ranks, in_round(statuses, number))
+            self._ranks.announce(Instruction.PACKED, number)
 
     def trial(self, version: WeightVersion, device: torch.device) -> list[Digest]:
         """See `Fill.trial`."""

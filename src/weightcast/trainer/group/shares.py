@@ -20,7 +20,7 @@ from weightcast import registry
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.format.bucket import Layout, narrow
 from weightcast.format.geometry import Region, merged, relative, split
-from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, RunId, TensorSpec, decode, encode
+from weightcast.format.manifest import ITEMSIZE_BYTES, RunId, TensorSpec, decode, encode
 from weightcast.format.plan import plan
 from weightcast.host import device as host_device
 from weightcast.seams.source import CollectiveSource, Regions, Source
@@ -54,7 +54,6 @@ class Settings(msgspec.Struct, frozen=True):
     run: RunId
     url: str
     bucket_size_bytes: int
-    digest_kind: DigestKind
     backend: Literal["gloo", "nccl"]
     spread: Origins
     num_origins: int
@@ -300,8 +299,7 @@ class Shares:
             self._holder = OriginPacker(ranks, layout, own, sharing.beside(origin), origin=origin, via=via)
             self.own.use(layout.manifest, origin, self._holder)
         else:
-            leader, beside = sharing.leaders[origin], sharing.homes
-            self._holder = Contribution(ranks, layout, own, leader=leader, origin=origin, homes=beside, via=via)
+            self._holder = Contribution(ranks, layout, own, leader=sharing.leaders[origin], origin=origin, via=via)
         self._is_settled = True
 
     @property
@@ -369,7 +367,7 @@ def share(
     Each tensor lies whole in an origin that can have all of it. Raises IncompatibleWeightsError unless the regions,
     replicas counted once, tile every tensor.
     """
-    make_plan = functools.partial(plan, specs, settings.bucket_size_bytes, digest_kind=settings.digest_kind)
+    make_plan = functools.partial(plan, specs, settings.bucket_size_bytes)
     leaders = choose(places, settings.spread, settings.num_origins)
     while True:
         beside = homes(places, settings.spread, leaders)

@@ -6,8 +6,6 @@ one host share them, `records` what is said beside the broadcasts.
 
 from __future__ import annotations
 
-import dataclasses
-
 from weightcast.seams.transport import Transport
 from weightcast.transports.collective.receiver import CollectiveReceiver
 from weightcast.transports.collective.sender import CollectiveSender
@@ -20,6 +18,6 @@ NCCL = Transport(
     default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 64 << 20},
     origins="hosts",
 )
-GLOO = dataclasses.replace(NCCL, buckets_on_gpu="never")
+GLOO = NCCL
 
 __all__ = ["GLOO", "NCCL", "CollectiveReceiver", "CollectiveSender"]

@@ -15,7 +15,6 @@ TRANSPORT = Transport(
     same_host=True,
     default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 512 << 20, "cache": 8 << 20},
     origins="devices",
-    buckets_on_gpu="streaming",
 )
 
 __all__ = ["TRANSPORT", "IpcReceiver", "IpcSender"]
