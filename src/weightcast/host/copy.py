@@ -51,11 +51,12 @@ class PreparedCopies:
 
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Raises RuntimeError for memory that was freed, ValueError for a tensor that ends outside of its storage."""
-        self._tensors = [*targets, *sources]
-        if any(not tensor.data_ptr() and tensor.nbytes for tensor in self._tensors):
+        if any(not tensor.data_ptr() and tensor.nbytes for tensor in (*targets, *sources)):
             raise RuntimeError("the memory that is to be copied from or to was freed: its tensor has none")
-        self._places = places(self._tensors)
         self._table = CopyTable(targets, sources)
+        self._targets, self._places = list(targets), places(targets)
+        # Most sources are views of a few buckets.
+        self._storages = {storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, sources)}
         self._jobs: list[Callable[[], None]] = []
         # Copies of a GPU belong to the caller's stream. One call for each pair of dtypes and devices: torch before 2.11
         # writes all targets as if they were of the first one's dtype, where sources are of one.
@@ -75,7 +76,8 @@ class PreparedCopies:
 
     def are_in_place(self) -> bool:
         """Whether all have the memory that they had: to copy to or from where another's may be by now ends badly."""
-        return places(self._tensors) == self._places
+        are_sources = all(storage.data_ptr() == address for address, storage in self._storages.items())
+        return are_sources and places(self._targets) == self._places
 
     def run(self, *, bytes_per_thread: int = _BYTES_PER_THREAD) -> None:
         """Copy. Raises RuntimeError as torch does."""

@@ -46,7 +46,10 @@ class _BucketLoad:
 
 
 class BlockCopies:
-    """Blocks of buckets on their way into live parameters. They are looked at once, as long as both stay in place."""
+    """Blocks of buckets on their way into live parameters, where the map has found these when the install began.
+
+    A model whose parameters are exchanged during an install is noticed when it is committed.
+    """
 
     def __init__(
         self, install_map: InstallMap, pieces: Sequence[tuple[str, Region | None]], sources: Sequence[torch.Tensor]
@@ -60,14 +63,14 @@ class BlockCopies:
         """Copy. Raises InstallError where the model has changed."""
         if not self._pieces:
             return
-        if not self._install_map.bind():
-            raise InstallError("the model's parameters have changed their form during the install: publish again")
-        live = self._install_map.live
-        if self._prepared is None or self._prepared[0] is not live or not self._prepared[1].are_in_place():
+        prepared = self._prepared
+        if prepared is None or prepared[0] is not self._install_map.live or not prepared[1].are_in_place():
+            if not self._install_map.bind():
+                raise InstallError("the model's parameters have changed their form during the install: publish again")
             targets = [block for name, piece in self._pieces for block in self._install_map.blocks(name, piece)]
-            self._prepared = live, PreparedCopies(targets, self._sources)
+            prepared = self._prepared = self._install_map.live, PreparedCopies(targets, self._sources)
         with torch.inference_mode():
-            self._prepared[1].run()
+            prepared[1].run()
 
 
 @dataclasses.dataclass(slots=True)

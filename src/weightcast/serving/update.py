@@ -34,7 +34,7 @@ from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.seams.engine import OnDevice, Undoable
 from weightcast.seams.transport import Bucket, Receiver, Share
-from weightcast.serving.load_plan import LoadPlan, StagedBuckets
+from weightcast.serving.load_plan import Assembly, LoadPlan, StagedBuckets
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class Update:
         self._move(State.OFFERED, State.RECEIVING)
         digests: dict[int, bytes] = {}
         order, origins = iter(self._manifest.rounds), self._manifest.bucket_origins
-        parts = self._load_plan.assembly() if self._streaming else None
+        parts: Assembly | None = None
         # An abort may come while this thread holds a bucket, and have released the others already.
         with on_failure(self._staged.clear):
             for bucket in self._receiver:
@@ -173,16 +173,18 @@ class Update:
                 header = self._check(bucket, origins[index])
                 digests[index] = header.digest
                 payload = decoded(bucket.buffer, header)
-                if parts is None:
+                if not self._streaming:
                     self._load_plan.stage(index, payload, self._staged, self._share)
-                else:
-                    with self._loading():
-                        self._load_plan.load_bucket(index, payload, parts)
+                    continue
+                with self._loading():
+                    # Once a bucket is here: until then the model's tensors may be exchanged.
+                    parts = parts or self._load_plan.assembly()
+                    self._load_plan.load_bucket(index, payload, parts)
             if len(digests) != self.num_buckets:
                 raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
-            if parts is not None:
+            if self._streaming:
                 with self._loading():
-                    self._load_plan.load_end(parts)
+                    self._load_plan.load_end(parts or self._load_plan.assembly())
                     # On this thread's stream; the thread that commits has another.
                     self._await_device()
             self._root = root_digest(
