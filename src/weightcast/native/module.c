@@ -140,6 +140,37 @@ static PyObject *copy_and_digest(PyObject *self, PyObject *arguments) {
     return sums_as_ints(&sums);
 }
 
+static PyObject *digest_words(PyObject *self, PyObject *arguments) {
+    (void)self;
+    unsigned long long address, first;
+    unsigned int itemsize;
+    PyObject *rows;
+    int threads;
+    table from;
+    if (!PyArg_ParseTuple(arguments, "KIKOi:digest_words", &address, &itemsize, &first, &rows, &threads) ||
+        get_table(rows, WC_COPY_WORDS, &from))
+        return NULL;
+    const wc_words_dim *dims = (const wc_words_dim *)from.words;
+    if (wc_bad_words(address, itemsize, dims, from.rows)) {
+        PyErr_Format(PyExc_ValueError, "there are no such elements of %u bytes at %#llx in memory", itemsize, address);
+        PyBuffer_Release(&from.view);
+        return NULL;
+    }
+    uint64_t bytes = itemsize;
+    for (size_t d = 0; d < from.rows; d++)
+        bytes *= dims[d].count;
+    wc_sums sums;
+    atomic_init(&sums.low, 0);
+    atomic_init(&sums.high, 0);
+    threads = num_threads(threads, bytes);
+    PyThreadState *state = bytes >= GIL_BYTES ? PyEval_SaveThread() : NULL;
+    wc_digest_words(wc_native, address, itemsize, first, dims, from.rows, &sums, threads);
+    if (state)
+        PyEval_RestoreThread(state);
+    PyBuffer_Release(&from.view);
+    return sums_as_ints(&sums);
+}
+
 static PyObject *populate(PyObject *self, PyObject *arguments) {
     (void)self;
     unsigned long long address, size;
@@ -163,6 +194,7 @@ static PyMethodDef methods[] = {
     {"copy_strided", copy_strided, METH_VARARGS, NULL},
     {"digest", digest, METH_VARARGS, NULL},
     {"copy_and_digest", copy_and_digest, METH_VARARGS, NULL},
+    {"digest_words", digest_words, METH_VARARGS, NULL},
     {"populate", populate, METH_VARARGS, NULL},
     {"places", wc_places, METH_O, NULL},
     {"pairs", wc_pairs, METH_VARARGS, NULL},
