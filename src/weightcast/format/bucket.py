@@ -8,6 +8,7 @@ payload and kept; packing a bucket is a few calls however many tensors it holds;
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import mmap
 import struct
@@ -455,8 +456,8 @@ def _shown(header: BucketHeader, field: str) -> str:
 
 
 def root_digest(manifest_digest: str, digests: Sequence[Digest]) -> str:
-    """The digest of a whole update in hex: xxh3-128 of the manifest's digest and every bucket's, in order."""
-    return xxhash.xxh3_128_hexdigest(bytes.fromhex(manifest_digest) + b"".join(all_bytes(digests)))
+    """The digest of a whole update in hex: BLAKE2b, 128 bits, of the manifest's digest and every bucket's, in order."""
+    return hashlib.blake2b(bytes.fromhex(manifest_digest) + b"".join(all_bytes(digests)), digest_size=16).hexdigest()
 
 
 def all_bytes(digests: Sequence[Digest]) -> list[bytes]:

@@ -81,8 +81,8 @@ size_t wc_bad_pack(const wc_pack_row *rows, size_t count, uint64_t size);
 void wc_copy_and_digest(const wc_vectors *by, uint8_t *payload, uint64_t size, const wc_pack_row *rows, size_t count,
                         wc_sums *sums, int stream, int threads);
 
-/* Whether these can't be elements in memory, all behind `address`, each of 1, 2, 4, 8 or 16 bytes. */
-int wc_bad_words(uint64_t address, uint64_t itemsize, const wc_words_dim *dims, size_t count);
+/* Whether these can't be elements of 1, 2, 4, 8 or 16 bytes in memory; and the bytes of all. */
+int wc_bad_words(uint64_t address, uint64_t itemsize, const wc_words_dim *dims, size_t count, uint64_t *bytes);
 /* Add to `sums` the digest of a tensor's elements; `first` is the number of the first one in the global tensor. */
 void wc_digest_words(const wc_vectors *by, uint64_t address, size_t itemsize, uint64_t first, const wc_words_dim *dims,
                      size_t count, wc_sums *sums, int threads);

@@ -151,14 +151,12 @@ static PyObject *digest_words(PyObject *self, PyObject *arguments) {
         get_table(rows, WC_COPY_WORDS, &from))
         return NULL;
     const wc_words_dim *dims = (const wc_words_dim *)from.words;
-    if (wc_bad_words(address, itemsize, dims, from.rows)) {
+    uint64_t bytes;
+    if (wc_bad_words(address, itemsize, dims, from.rows, &bytes)) {
         PyErr_Format(PyExc_ValueError, "there are no such elements of %u bytes at %#llx in memory", itemsize, address);
         PyBuffer_Release(&from.view);
         return NULL;
     }
-    uint64_t bytes = itemsize;
-    for (size_t d = 0; d < from.rows; d++)
-        bytes *= dims[d].count;
     wc_sums sums;
     atomic_init(&sums.low, 0);
     atomic_init(&sums.high, 0);

@@ -65,20 +65,18 @@ static inline __attribute__((always_inline)) void weighed(const uint8_t *words, 
 }
 
 /* The compiler makes vectors of it, for each width and kind of CPU. */
-#define WEIGH                                                                                                          \
-    if (width == 1)                                                                                                    \
-        weighed(words, 1, column, count, lanes);                                                                       \
-    else if (width == 2)                                                                                               \
-        weighed(words, 2, column, count, lanes);                                                                       \
-    else                                                                                                               \
-        weighed(words, 4, column, count, lanes);
-
-void wc_weigh_plain(const uint8_t *words, size_t width, size_t column, size_t count, uint64_t lanes[2]) { WEIGH }
+#define WEIGH(NAME)                                                                                                    \
+    void NAME(const uint8_t *words, size_t width, size_t column, size_t count, uint64_t lanes[2]) {                    \
+        if (width == 1)                                                                                                \
+            weighed(words, 1, column, count, lanes);                                                                   \
+        else if (width == 2)                                                                                           \
+            weighed(words, 2, column, count, lanes);                                                                   \
+        else                                                                                                           \
+            weighed(words, 4, column, count, lanes);                                                                   \
+    }
+WEIGH(wc_weigh_plain)
 #if defined(__x86_64__)
-__attribute__((target("avx2"))) void wc_weigh_avx2(const uint8_t *words, size_t width, size_t column, size_t count,
-                                                   uint64_t lanes[2]) {
-    WEIGH
-}
+__attribute__((target("avx2"))) WEIGH(wc_weigh_avx2)
 #endif
 
 /* A dim, and into how many parts of how many elements it is cut. */
@@ -163,16 +161,16 @@ static void add_parts(void *context, size_t first, size_t last) {
     atomic_fetch_add_explicit(&all->sums->high, sums[1], memory_order_relaxed);
 }
 
-int wc_bad_words(uint64_t address, uint64_t itemsize, const wc_words_dim *dims, size_t count) {
-    uint64_t elements = 1, end = itemsize;
+int wc_bad_words(uint64_t address, uint64_t itemsize, const wc_words_dim *dims, size_t count, uint64_t *bytes) {
+    uint64_t end = *bytes = itemsize;
     if (!address || !itemsize || itemsize > 16 || itemsize & (itemsize - 1) || count > WC_MAX_WORDS_DIMS)
         return 1;
     for (size_t d = 0; d < count; d++) {
         uint64_t steps = dims[d].count - 1;
-        if (!dims[d].count || dims[d].count > WC_MAX_BYTES / elements ||
+        if (!dims[d].count || dims[d].count > WC_MAX_BYTES / *bytes ||
             (steps && dims[d].stride > (WC_MAX_BYTES - end) / steps))
             return 1;
-        elements *= dims[d].count;
+        *bytes *= dims[d].count;
         end += steps * dims[d].stride;
     }
     return 0;
@@ -185,39 +183,38 @@ void wc_digest_words(const wc_vectors *by, uint64_t address, size_t itemsize, ui
                     .itemsize = itemsize,
                     .width = itemsize < 4 ? itemsize : 4,
                     .first = first,
-                    .sums = sums,
-                    .num_dims = 2};
-    wc_words_dim run = {1, itemsize, 1}, side = {1, 0, 0}, none = {1, 0, 0};
-    cut_dim *nearest = NULL, *others = all.dims + 2;
-    int left = 0;
+                    .sums = sums};
+    cut_dim *side = &all.dims[0], *run = &all.dims[1], *last = run;
+    run->of = (wc_words_dim){1, itemsize, 1};
     /* From the last dim on: one that goes on where the one behind it ends is part of that. */
     for (size_t d = count; d-- > 0;) {
-        wc_words_dim dim = dims[d], *behind = left ? &others[left - 1].of : &run;
+        wc_words_dim dim = dims[d], *behind = &last->of;
         if (dim.count == 1)
             continue;
-        if (!left && run.count == 1 && dim.step == 1)
-            run = dim;
+        if (behind->count == 1 && dim.step == 1)
+            *behind = dim;
         else if (dim.stride == behind->count * behind->stride && dim.step == behind->count * behind->step)
             behind->count *= dim.count;
         else
-            others[left++].of = dim;
+            (++last)->of = dim;
     }
-    for (int d = 0; d < left; d++) {
-        others[d].part = 1;
-        others[d].parts = others[d].of.count;
-        if (!nearest || others[d].of.stride < nearest->of.stride)
-            nearest = &others[d];
+    /* A run that has gaps in memory is read beside its nearest neighbours. */
+    int has_gaps = run->of.stride != itemsize;
+    side->of = (wc_words_dim){1, has_gaps ? run->of.stride : 0, 0};
+    for (cut_dim *each = run + 1; each <= last; each++)
+        if (each->of.stride < side->of.stride) {
+            wc_words_dim former = side->of;
+            side->of = each->of;
+            each->of = former;
+        }
+    uint64_t parts = 1, each_elements = 1;
+    for (cut_dim *each = side; each <= last; each++) {
+        uint64_t most = each == side ? LINE / itemsize : each > run ? 1 : has_gaps ? TILE_ELEMENTS : PIECE;
+        each->part = each->of.count < most ? each->of.count : most;
+        each->parts = (each->of.count + most - 1) / most;
+        parts *= each->parts;
+        each_elements *= each->part;
     }
-    if (run.stride != itemsize && nearest && nearest->of.stride < run.stride) {
-        side = nearest->of;
-        *nearest = (cut_dim){none, 1, 1};
-    }
-    uint64_t most = run.stride == itemsize ? PIECE : TILE_ELEMENTS, sides = LINE / itemsize;
-    all.dims[0] = (cut_dim){side, sides, (side.count + sides - 1) / sides};
-    all.dims[1] = (cut_dim){run, most, (run.count + most - 1) / most};
-    all.num_dims += left;
-    uint64_t parts = 1, each = (run.count < most ? run.count : most) * (side.count < sides ? side.count : sides);
-    for (int d = 0; d < all.num_dims; d++)
-        parts *= all.dims[d].parts;
-    wc_parallel(add_parts, &all, parts, each < PIECE ? PIECE / each : 1, threads);
+    all.num_dims = (int)(last - side) + 1;
+    wc_parallel(add_parts, &all, parts, each_elements < PIECE ? PIECE / each_elements : 1, threads);
 }
