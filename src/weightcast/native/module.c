@@ -39,8 +39,8 @@ static PyObject *refused(table *from, size_t row, const char *why) {
 static int too_large(uint64_t address, uint64_t size) {
     if (size <= WC_MAX_BYTES && (!size || address))
         return 0;
-    PyErr_Format(PyExc_ValueError, "there is no memory of %llu bytes at %#llx", (unsigned long long)size,
-                 (unsigned long long)address);
+    PyErr_Format(PyExc_ValueError, "there is no memory of %llu bytes at %p", (unsigned long long)size,
+                 (void *)(uintptr_t)address);
     return 1;
 }
 
@@ -153,7 +153,8 @@ static PyObject *digest_words(PyObject *self, PyObject *arguments) {
     const wc_words_dim *dims = (const wc_words_dim *)from.words;
     uint64_t bytes;
     if (wc_bad_words(address, itemsize, dims, from.rows, &bytes)) {
-        PyErr_Format(PyExc_ValueError, "there are no such elements of %u bytes at %#llx in memory", itemsize, address);
+        PyErr_Format(PyExc_ValueError, "there are no such elements of %u bytes at %p in memory", itemsize,
+                     (void *)(uintptr_t)address);
         PyBuffer_Release(&from.view);
         return NULL;
     }

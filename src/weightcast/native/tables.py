@@ -58,9 +58,7 @@ def digest_words(tensor: torch.Tensor, first: int, steps: Sequence[int], *, thre
     size = tensor.itemsize + sum((count - 1) * stride for count, stride in zip(tensor.shape, strides, strict=True))
     _require_in_storage(tensor, size, "tensor")
     dims = [number for dim in zip(tensor.shape, strides, steps, strict=True) for number in dim]
-    return _core.digest_words(
-        tensor.data_ptr(), tensor.itemsize, first, struct.pack(f"{len(dims)}Q", *dims), threads
-    )
+    return _core.digest_words(tensor.data_ptr(), tensor.itemsize, first, struct.pack(f"{len(dims)}Q", *dims), threads)
 
 
 class CopyTable:
