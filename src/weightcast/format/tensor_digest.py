@@ -42,7 +42,8 @@ def tensor_digest(
     """The digest of `tensor` as 32 hex digits; with `region` and `shape`, its share as that region of a global tensor.
 
     Any strides, any device, any dtype of 1 to 16 bytes. In host memory it is read in place, without the GIL, by at most
-    so many threads. On a GPU it is computed there, 2 Mi elements at a time, with one wait at the end.
+    so many threads; copied before, if its values are lazy conjugates or negatives. On a GPU it is computed there, 2 Mi
+    elements at a time, with one wait at the end.
     Raises ValueError if only one of region and shape is given, if they don't fit the tensor, or if the tensor reaches
     outside of its storage.
     """

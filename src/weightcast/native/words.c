@@ -142,8 +142,11 @@ static void add_parts(void *context, size_t first, size_t last) {
         uint64_t element = all->first, rest = number;
         for (int d = 0; d < all->num_dims; d++) {
             const cut_dim *dim = &all->dims[d];
-            uint64_t start = rest % dim->parts * dim->part;
-            rest /= dim->parts;
+            uint64_t start = 0;
+            if (dim->parts > 1) { /* a division takes as long as some words */
+                start = rest % dim->parts * dim->part;
+                rest /= dim->parts;
+            }
             from += start * dim->of.stride;
             element += start * dim->of.step;
             if (d < 2)
