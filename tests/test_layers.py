@@ -66,7 +66,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
         *("checkpoint.*", "store.reading", "sources.*", "engines.*", "transports.*"),
         *("serving.*", "trainer.*", "integrations.*", "testing.*", "bench.*", "demo.*", "cli.serve"),
     ),
-    "numpy": ("format.tensor_digest", "host.copy", "native.tables", "bench.*", "demo.*", "testing.*"),
+    "numpy": ("native.tables", "bench.*", "demo.*", "testing.*"),
     "triton": ("format.digest_kernel",),
     "h11": ("control.client",),
     "safetensors": ("checkpoint.files",),

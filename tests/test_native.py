@@ -20,7 +20,16 @@ from nh_128 import nh_128
 
 from weightcast.format.bucket_digest import torch_digest
 from weightcast.native import _core, tables
-from weightcast.native.tables import CHUNK_BYTES, CopyTable, PackTable, added, digest, places, same_members
+from weightcast.native.tables import (
+    CHUNK_BYTES,
+    CopyTable,
+    PackTable,
+    added,
+    digest,
+    digest_words,
+    places,
+    same_members,
+)
 
 THREADS = [1, 3]
 
@@ -194,10 +203,49 @@ def test_tables_that_can_be_none_are_refused(row: tuple[int, int, int]) -> None:
             _core.copy_strided(strided[number], 1, False)
     with pytest.raises(ValueError, match="expected aligned rows of 3 words"):
         _core.copy(bytes(25), 1, False)
-    with pytest.raises(ValueError, match="there is no memory of"):
+    with pytest.raises(ValueError, match="there is no memory of 281474976710656 bytes at 0x40"):
+        _core.digest(64, 1 << 48, np.array([[0, 1]]), 1)
+    with pytest.raises(ValueError, match="there is no memory of 8 bytes"):
         _core.digest(0, 8, np.array([[0, 1]]), 1)
     with pytest.raises(ValueError, match="expected aligned rows of 2 words"):
         _core.digest(64, 8, bytes(8), 1)
+
+
+@pytest.mark.parametrize(
+    ("address", "itemsize", "dims"),
+    [
+        (0, 4, [(1, 4, 1)]),
+        (64, 3, [(1, 4, 1)]),
+        (64, 32, [(1, 4, 1)]),
+        (64, 4, [(0, 4, 1)]),
+        (64, 4, [(1 << 46, 0, 1)]),
+        (64, 4, [(1 << 40, 0, 1), (1 << 40, 0, 1)]),
+        (64, 4, [(2, 1 << 47, 1)]),
+        (64, 4, [(2, 1 << 46, 1)] * 3),
+        (64, 4, [(1 << 63, 1 << 63, 1)]),
+        (64, 4, [(1, 4, 1)] * 65),
+    ],
+)
+def test_elements_that_can_be_nowhere_are_refused(
+    address: int, itemsize: int, dims: list[tuple[int, int, int]]
+) -> None:
+    place = f"0x{address:x}" if address else ".*"
+    with pytest.raises(ValueError, match=f"there are no such elements of {itemsize} bytes at {place} in memory"):
+        _core.digest_words(address, itemsize, 0, np.array(dims, np.uint64), 1)
+    with pytest.raises(ValueError, match="expected aligned rows of 3 words"):
+        _core.digest_words(64, 4, 0, bytes(25), 1)
+
+
+def test_elements_of_a_tensor_are_digested_in_place() -> None:
+    """By any threads, in any order of dims, and row by row; tests/test_tensor_digest.py compares values."""
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128):
+        grid = noise(dtype.itemsize * 300 * 500).view(dtype).view(300, 500)
+        for tensor, steps in ((grid, (500, 1)), (grid[:, 100:].t(), (1, 500)), (grid[::3, ::7], (1500, 7))):
+            part = digest_words(tensor, 5000, steps)
+            assert part == digest_words(tensor, 5000, steps, threads=3)
+            assert part == digest_words(tensor.t(), 5000, steps[::-1]), "dims in another order"
+            rows = [digest_words(row, 5000 + steps[0] * number, steps[1:]) for number, row in enumerate(tensor)]
+            assert added(*rows) == added(part)
 
 
 # --- packing ---
@@ -361,7 +409,7 @@ def test_the_gil_is_let_go() -> None:
     payload, gate, seen = noise(16 << 20), threading.Lock(), list[int]()
     table = CopyTable([torch.zeros_like(payload)], [payload])
     former = sys.getswitchinterval()
-    for call in (table.run, lambda: digest(payload)):
+    for call in (table.run, lambda: digest(payload), lambda: digest_words(payload, 0, (1,))):
         gate.acquire()
         thread = threading.Thread(target=lambda: (gate.acquire(), seen.append(1)))
         thread.start()

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Sequence
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -54,6 +55,31 @@ def by_definition(tensor: torch.Tensor, region: Region, shape: Sequence[int]) ->
                 weight = (splitmix64(module.SEEDS[lane] + low) | 1) * (splitmix64(module.SEEDS[2 + lane] + high) | 1)
                 lanes[lane] += weight * value
     return "".join(f"{lane % (1 << 64):016x}" for lane in lanes)
+
+
+def by_numpy(tensor: torch.Tensor, region: Region, shape: Sequence[int]) -> str:
+    """The same of many words at once."""
+    width = min(tensor.itemsize, 4)
+    data = tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
+    words = data.view(f"<i{width}").reshape(tensor.numel(), -1).astype(np.int64).view(np.uint64)
+    elements = np.zeros(region.sizes, np.uint64)
+    for d, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
+        steps = np.arange(offset, offset + size, dtype=np.uint64) * np.uint64(math.prod(shape[d + 1 :]))
+        elements += steps.reshape(-1, *[1] * (tensor.ndim - d - 1))
+    positions = elements.reshape(-1, 1) * np.uint64(words.shape[1]) + np.arange(words.shape[1], dtype=np.uint64)
+    lanes = []
+    for lane in range(2):
+        weights = mixed(module.SEEDS[lane], positions & np.uint64(4095))
+        weights *= mixed(module.SEEDS[2 + lane], positions >> np.uint64(12))
+        lanes.append(int((weights * (words + np.uint64((1 << 32) + 1))).sum()))
+    return "".join(f"{lane:016x}" for lane in lanes)
+
+
+def mixed(seed: int, indexes: np.ndarray) -> np.ndarray:
+    z = indexes + np.uint64((seed + 0x9E3779B97F4A7C15) % (1 << 64))
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
 def whole(tensor: torch.Tensor) -> Region:
@@ -120,14 +146,56 @@ def tiles(data: st.DataObject, region: Region) -> list[Region]:
     return tiles(data, Region(region.offsets, tuple(low))) + tiles(data, Region(tuple(moved), tuple(high)))
 
 
-def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = random_bits((37, 41, 11), torch.bfloat16)
-    expected = tensor_digest(tensor)
-    for max_piece in (1, 100, 5000):
-        monkeypatch.setattr(module, "_MAX_PIECE_ELEMENTS", max_piece)
-        assert tensor_digest(tensor[:9]) == tensor_digest(tensor[:9].clone())
-        if max_piece > 1:
-            assert tensor_digest(tensor) == expected
+@hypothesis.given(st.data())
+def test_any_strides_at_any_place_are_what_the_definition_says(data: st.DataObject) -> None:
+    """Dims in any order in memory, with gaps, repeated or of one element; positions above 2**40."""
+    shape = data.draw(st.lists(st.integers(1, 6), max_size=4))
+    if shape and data.draw(st.booleans()):
+        shape[data.draw(st.integers(0, len(shape) - 1))] = data.draw(st.integers(1, 900 // math.prod(shape) + 1))
+    order = data.draw(st.permutations(range(len(shape))))
+    pads = data.draw(st.lists(st.integers(0, 2), min_size=len(shape), max_size=len(shape)))
+    dtype = data.draw(st.sampled_from([*TORCH_DTYPES.values()]))
+    memory = random_bits([shape[d] + pad for d, pad in zip(order, pads, strict=True)], dtype)
+    tensor = memory[tuple(slice(0, shape[d]) for d in order)].permute([order.index(d) for d in range(len(shape))])
+    if shape and data.draw(st.booleans()):
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        tensor = tensor.narrow(dim, 0, 1).expand(shape)
+    offsets = data.draw(st.lists(st.integers(0, 5), min_size=len(shape), max_size=len(shape)))
+    if shape:
+        offsets[0] += data.draw(st.sampled_from([0, 1 << 40]))
+    region = Region(tuple(offsets), tuple(shape))
+    around = [offset + size + data.draw(st.integers(0, 5)) for offset, size in zip(offsets, shape, strict=True)]
+    expected = by_definition(tensor, region, around)
+    assert tensor_digest(tensor, region, around, threads=data.draw(st.sampled_from([1, 3]))) == expected
+    assert by_numpy(tensor, region, around) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64, torch.complex128], ids=str)
+def test_large_tensors_are_cut_for_threads(dtype: torch.dtype) -> None:
+    """Long runs, short ones, columns of rows that are far apart, and one element of each row."""
+    grid = random_bits((1100, 640), dtype)
+    for tensor in (
+        grid.view(-1)[5:],
+        grid[:, 3:600],
+        grid.t(),
+        grid.view(-1, 16).t(),
+        grid[:, 7],
+        grid[:1].expand(1100, 640),
+    ):
+        region = Region((3, 1 << 20)[: tensor.ndim], tuple(tensor.shape))
+        around = [offset + size + 2 for offset, size in zip(region.offsets, region.sizes, strict=True)]
+        expected = by_numpy(tensor, region, around)
+        for threads in (1, 4):
+            assert tensor_digest(tensor, region, around, threads=threads) == expected
+
+
+def test_a_tensor_that_reaches_outside_of_its_storage_is_refused() -> None:
+    for make in (lambda: torch.zeros(100), lambda: torch.zeros(10, 10).t(), lambda: torch.zeros(100)[50:]):
+        for num_bytes in (0, 16):
+            tensor = make()
+            tensor.untyped_storage().resize_(num_bytes)
+            with pytest.raises(ValueError, match=f"bytes reaches outside of its storage of {num_bytes} bytes"):
+                tensor_digest(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.complex128], ids=str)

@@ -77,7 +77,7 @@ def test_header() -> None:
 
 def test_root_digest() -> None:
     digests = [bytes.fromhex(DIGESTS["nh-128"]), bytes(16)]
-    expected = hashlib.sha256(bytes.fromhex(DIGESTS["manifest"]) + b"".join(digests)).hexdigest()[:32]
+    expected = hashlib.blake2b(bytes.fromhex(DIGESTS["manifest"]) + b"".join(digests), digest_size=16).hexdigest()
     assert root_digest(DIGESTS["manifest"], digests) == expected == DIGESTS["root"]
 
 

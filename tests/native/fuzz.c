@@ -39,6 +39,8 @@ static uint64_t a_size(void) {
     return drawn(2) ? edges[drawn(sizeof edges / sizeof *edges)] : drawn(drawn(8) ? 6000 : 300000);
 }
 
+static const uint64_t seeds[4] = {0x243F6A8885A308D3u, 0x13198A2E03707344u, 0xA4093822299F31D0u, 0x082EFA98EC4E6C89u};
+
 static const wc_vectors *some_vectors(void) { return drawn(2) ? wc_native : &wc_plain; }
 
 static void copies(void) {
@@ -177,6 +179,58 @@ static void packs(void) {
     free(covered);
 }
 
+/* Elements in any order of memory, with gaps and repeats, at any positions, against one after the other. */
+static void words(void) {
+    uint64_t itemsize = (uint64_t)1 << drawn(5), width = itemsize < 4 ? itemsize : 4, size = itemsize, step = 1;
+    uint64_t first = drawn(2) ? drawn(10000) : ((uint64_t)1 << 40) + drawn(1 << 20);
+    wc_words_dim dims[4];
+    size_t count = drawn(5), order[4] = {0, 1, 2, 3}, most = count < 3 && !drawn(4) ? 60 : 6;
+    for (size_t d = count; d-- > 0;) {
+        dims[d].count = drawn(most) + 1;
+        if (d + 1 == count && !drawn(3))
+            dims[d].count = drawn(count < 3 ? 5000 : 500) + 1;
+        dims[d].step = step + (d + 1 < count && drawn(2) ? drawn(5000) : 0);
+        step = dims[d].count * dims[d].step;
+    }
+    for (size_t d = drawn(2) ? count : 0; d > 1; d--) {
+        size_t other = drawn(d), former = order[d - 1];
+        order[d - 1] = order[other];
+        order[other] = former;
+    }
+    for (size_t k = count; k-- > 0;) {
+        wc_words_dim *dim = &dims[order[k]];
+        dim->stride = drawn(6) ? size + (drawn(3) ? 0 : itemsize * drawn(4)) : 0;
+        size += (dim->count - 1) * dim->stride;
+    }
+    uint8_t *memory = noise(size);
+    uint64_t expected[2] = {0, 0}, elements = 1, bytes;
+    for (size_t d = 0; d < count; d++)
+        elements *= dims[d].count;
+    for (uint64_t number = 0; number < elements; number++) {
+        uint64_t rest = number, at = 0, element = first;
+        for (size_t d = count; d-- > 0; rest /= dims[d].count) {
+            at += rest % dims[d].count * dims[d].stride;
+            element += rest % dims[d].count * dims[d].step;
+        }
+        for (uint64_t j = 0; j < itemsize / width; j++) {
+            uint64_t position = itemsize / width * element + j, word = 0;
+            memcpy(&word, memory + at + width * j, width);
+            uint64_t sign = word >> (8 * width - 1) & 1;
+            word = word - (sign << (8 * width - 1) << 1) + ((uint64_t)1 << 32) + 1;
+            for (size_t lane = 0; lane < 2; lane++)
+                expected[lane] += (wc_mixed(seeds[lane] + position % 4096) | 1) *
+                                  (wc_mixed(seeds[2 + lane] + position / 4096) | 1) * word;
+        }
+    }
+    REQUIRE(!wc_bad_words(address(memory), itemsize, dims, count, &bytes) && bytes == elements * itemsize);
+    wc_sums sums;
+    atomic_init(&sums.low, 0);
+    atomic_init(&sums.high, 0);
+    wc_digest_words(some_vectors(), address(memory), itemsize, first, dims, count, &sums, (int)drawn(6));
+    REQUIRE(atomic_load(&sums.low) == expected[0] && atomic_load(&sums.high) == expected[1]);
+    free(memory);
+}
+
 /* Any numbers as a table: refused, or within the payload. */
 static void hostile_tables(void) {
     wc_pack_row rows[4];
@@ -201,6 +255,14 @@ static void hostile_tables(void) {
         table[k] = drawn(2) ? drawn(5) : odd[drawn(sizeof odd / sizeof *odd)];
     if (wc_bad_copy(table, 2, WC_STRIDED_WORDS, &bytes) == 2)
         REQUIRE(bytes <= WC_MAX_BYTES);
+    uint64_t itemsize = drawn(4) ? 1 : odd[drawn(sizeof odd / sizeof *odd)], end = itemsize;
+    const wc_words_dim *dims = (const wc_words_dim *)table;
+    if (!wc_bad_words(address(payload), itemsize, dims, 2, &bytes)) {
+        for (size_t d = 0; d < 2; d++)
+            end += (dims[d].count - 1) * dims[d].stride;
+        REQUIRE(itemsize == 1 && bytes == dims[0].count * dims[1].count);
+        REQUIRE(bytes <= WC_MAX_BYTES && end <= WC_MAX_BYTES);
+    }
     free(payload);
 }
 
@@ -213,6 +275,7 @@ int main(int argc, char **argv) {
         strided_copies();
         digests();
         packs();
+        words();
         hostile_tables();
     }
     printf("%ld rounds, by %s\n", rounds, wc_native->name);

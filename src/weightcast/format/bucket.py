@@ -440,8 +440,8 @@ def _shown(header: BucketHeader, field: str) -> str:
 
 
 def root_digest(manifest_digest: str, digests: Sequence[Digest]) -> str:
-    """The digest of a whole update in hex: 128 bits of the SHA-256 of the manifest's digest and all buckets'."""
-    return hashlib.sha256(bytes.fromhex(manifest_digest) + b"".join(all_bytes(digests))).hexdigest()[:32]
+    """The digest of a whole update in hex: BLAKE2b, 128 bits, of the manifest's digest and every bucket's, in order."""
+    return hashlib.blake2b(bytes.fromhex(manifest_digest) + b"".join(all_bytes(digests)), digest_size=16).hexdigest()
 
 
 def all_bytes(digests: Sequence[Digest]) -> list[bytes]:

@@ -30,6 +30,12 @@ def copy_and_digest(address: int, size: int, rows: Table, threads: int, cached: 
     Source 0: zeros. A source that is its own place: what lies there.
     """
 
+def digest_words(address: int, itemsize: int, first: int, dims: Table, threads: int, /) -> tuple[int, int]:
+    """The lanes of the digest of tensors, of elements of 1, 2, 4, 8 or 16 bytes by dims of (count, stride, step).
+
+    `step` is counted, and `first` is numbered, in elements of the global tensor. Raises ValueError.
+    """
+
 def populate(address: int, size: int, /) -> bool:
     """Have memory behind these pages; False if the kernel can't. Raises OSError."""
 

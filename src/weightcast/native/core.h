@@ -14,6 +14,7 @@
 #define WC_RUN_WORDS 2 /* of a row */
 #define WC_COPY_WORDS 3
 #define WC_STRIDED_WORDS (3 + 3 * WC_MAX_DIMS)
+#define WC_MAX_WORDS_DIMS 64 /* of a tensor's elements */
 
 /* A copy of `size` bytes. Target and source don't overlap. */
 typedef struct {
@@ -33,6 +34,11 @@ typedef struct {
     uint64_t offset, source, size;
 } wc_pack_row;
 
+/* A dim of a tensor's elements: from one to the next, so many bytes in memory and elements in the global tensor. */
+typedef struct {
+    uint64_t count, stride, step;
+} wc_words_dim;
+
 /* Digests add up, modulo 2^64 each. */
 typedef struct {
     _Atomic uint64_t low, high;
@@ -45,6 +51,8 @@ typedef struct {
     void (*move)(uint8_t *target, const uint8_t *source, size_t size, int stream);
     /* The lanes of one chunk, which is copied too if `target` is not NULL. */
     void (*lanes)(uint8_t *target, const uint8_t *source, int stream, uint64_t lanes[2]);
+    /* The lanes of a tensor's words of 1, 2 or 4 bytes, all in one block of positions, from `column` on. */
+    void (*weigh)(const uint8_t *words, size_t width, size_t column, size_t count, uint64_t lanes[2]);
 } wc_vectors;
 
 extern const wc_vectors wc_plain;
@@ -73,6 +81,15 @@ size_t wc_bad_pack(const wc_pack_row *rows, size_t count, uint64_t size);
 /* Fill a payload by rows, which are in order and don't overlap; add to `sums` the chunks that they cover whole. */
 void wc_copy_and_digest(const wc_vectors *by, uint8_t *payload, uint64_t size, const wc_pack_row *rows, size_t count,
                         wc_sums *sums, int stream, int threads);
+
+/* Whether these can't be elements of 1, 2, 4, 8 or 16 bytes in memory; and the bytes of all. */
+int wc_bad_words(uint64_t address, uint64_t itemsize, const wc_words_dim *dims, size_t count, uint64_t *bytes);
+/* Add to `sums` the digest of a tensor's elements; `first` is the number of the first one in the global tensor. */
+void wc_digest_words(const wc_vectors *by, uint64_t address, size_t itemsize, uint64_t first, const wc_words_dim *dims,
+                     size_t count, wc_sums *sums, int threads);
+void wc_begin_words(void);
+void wc_weigh_plain(const uint8_t *words, size_t width, size_t column, size_t count, uint64_t lanes[2]);
+void wc_weigh_avx2(const uint8_t *words, size_t width, size_t column, size_t count, uint64_t lanes[2]);
 
 /* Have the kernel back these pages with memory. Returns 0, or errno: EINVAL where the kernel can't. */
 int wc_populate(uint64_t address, uint64_t size);

@@ -39,8 +39,8 @@ static PyObject *refused(table *from, size_t row, const char *why) {
 static int too_large(uint64_t address, uint64_t size) {
     if (size <= WC_MAX_BYTES && (!size || address))
         return 0;
-    PyErr_Format(PyExc_ValueError, "there is no memory of %llu bytes at %#llx", (unsigned long long)size,
-                 (unsigned long long)address);
+    PyErr_Format(PyExc_ValueError, "there is no memory of %llu bytes at %p", (unsigned long long)size,
+                 (void *)(uintptr_t)address);
     return 1;
 }
 
@@ -146,6 +146,36 @@ static PyObject *copy_and_digest(PyObject *self, PyObject *arguments) {
     return sums_as_ints(&sums);
 }
 
+static PyObject *digest_words(PyObject *self, PyObject *arguments) {
+    (void)self;
+    unsigned long long address, first;
+    unsigned int itemsize;
+    PyObject *rows;
+    int threads;
+    table from;
+    if (!PyArg_ParseTuple(arguments, "KIKOi:digest_words", &address, &itemsize, &first, &rows, &threads) ||
+        get_table(rows, WC_COPY_WORDS, &from))
+        return NULL;
+    const wc_words_dim *dims = (const wc_words_dim *)from.words;
+    uint64_t bytes;
+    if (wc_bad_words(address, itemsize, dims, from.rows, &bytes)) {
+        PyErr_Format(PyExc_ValueError, "there are no such elements of %u bytes at %p in memory", itemsize,
+                     (void *)(uintptr_t)address);
+        PyBuffer_Release(&from.view);
+        return NULL;
+    }
+    wc_sums sums;
+    atomic_init(&sums.low, 0);
+    atomic_init(&sums.high, 0);
+    threads = num_threads(threads, bytes);
+    PyThreadState *state = bytes >= GIL_BYTES ? PyEval_SaveThread() : NULL;
+    wc_digest_words(wc_native, address, itemsize, first, dims, from.rows, &sums, threads);
+    if (state)
+        PyEval_RestoreThread(state);
+    PyBuffer_Release(&from.view);
+    return sums_as_ints(&sums);
+}
+
 static PyObject *populate(PyObject *self, PyObject *arguments) {
     (void)self;
     unsigned long long address, size;
@@ -169,6 +199,7 @@ static PyMethodDef methods[] = {
     {"copy_strided", copy_strided, METH_VARARGS, NULL},
     {"digest", digest, METH_VARARGS, NULL},
     {"copy_and_digest", copy_and_digest, METH_VARARGS, NULL},
+    {"digest_words", digest_words, METH_VARARGS, NULL},
     {"populate", populate, METH_VARARGS, NULL},
     {"places", wc_places, METH_O, NULL},
     {"pairs", wc_pairs, METH_VARARGS, NULL},

@@ -7,6 +7,7 @@ kept, and their storages must keep their memory: compare `places`, of which one 
 from __future__ import annotations
 
 import operator
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -66,6 +67,19 @@ def spans_of(rows: Iterable[tuple[int, int]]) -> Rows:
     """Rows of (first byte, end), in order."""
     spans = np.array([*rows], np.int64).reshape(-1, 2)
     return spans[np.argsort(spans[:, 0], kind="stable")]
+
+
+def digest_words(tensor: torch.Tensor, first: int, steps: Sequence[int], *, threads: int = 1) -> Sums:
+    """Return the two lanes of the digest of tensors, of a tensor of any strides in host memory that is not empty.
+
+    `first`: the number of its first element in the global tensor. `steps`: how many elements further on each dim's next
+    one is there. Raises ValueError for a tensor that reaches outside of its storage.
+    """
+    strides = [tensor.itemsize * stride for stride in tensor.stride()]
+    size = tensor.itemsize + sum((count - 1) * stride for count, stride in zip(tensor.shape, strides, strict=True))
+    _require_in_storage(tensor, size, "tensor")
+    dims = [number for dim in zip(tensor.shape, strides, steps, strict=True) for number in dim]
+    return _core.digest_words(tensor.data_ptr(), tensor.itemsize, first, struct.pack(f"{len(dims)}Q", *dims), threads)
 
 
 class CopyTable:
@@ -189,10 +203,14 @@ def _require_inside(starts: Rows, sizes: Rows, bounds: Rows, what: str) -> None:
 def _require_host_bytes(payload: torch.Tensor) -> None:
     if payload.device.type != "cpu" or payload.dtype != torch.uint8 or not payload.is_contiguous():
         raise ValueError(f"a payload is contiguous uint8 in host memory, found {payload.dtype} on {payload.device}")
-    storage = payload.untyped_storage()
+    _require_in_storage(payload, payload.nbytes, "payload")
+
+
+def _require_in_storage(tensor: torch.Tensor, size: int, name: str) -> None:
+    storage = tensor.untyped_storage()
     first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    if payload.nbytes and not first <= payload.data_ptr() <= payload.data_ptr() + payload.nbytes <= end:
-        raise ValueError(f"a payload of {payload.nbytes} bytes reaches outside of its storage of {end - first} bytes")
+    if size and not first <= tensor.data_ptr() <= tensor.data_ptr() + size <= end:
+        raise ValueError(f"a {name} of {size} bytes reaches outside of its storage of {end - first} bytes")
 
 
 def _num_chunks(num_bytes: int) -> int:

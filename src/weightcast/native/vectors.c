@@ -40,7 +40,7 @@ static void lanes_plain(uint8_t *target, const uint8_t *source, int stream, uint
     lanes[1] = second;
 }
 
-const wc_vectors wc_plain = {"plain", move_plain, lanes_plain};
+const wc_vectors wc_plain = {"plain", move_plain, lanes_plain, wc_weigh_plain};
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -116,7 +116,7 @@ AVX2 static void lanes_avx2(uint8_t *target, const uint8_t *source, int stream, 
         lanes_stored(target, source, CACHED, lanes);
 }
 
-static const wc_vectors avx2 = {"avx2", move_avx2, lanes_avx2};
+static const wc_vectors avx2 = {"avx2", move_avx2, lanes_avx2, wc_weigh_avx2};
 #else
 void wc_fence(void) {}
 #endif
@@ -126,6 +126,7 @@ void wc_begin(void) {
     for (size_t lane = 0; lane < 2; lane++)
         for (size_t i = 0; i < WC_CHUNK_WORDS; i++)
             wc_keys[lane][i] = wc_mixed(seeds[lane] + i);
+    wc_begin_words();
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2"))
