@@ -27,7 +27,7 @@ from _gpu.peers import Peer
 from _gpu.section import GIB, MIB, Here
 from weightcast.format.device_digest import device_digest
 from weightcast.host import device as host_device
-from weightcast.host.copy import copy_all, copy_plain
+from weightcast.host.copy import copy_all
 from weightcast.testing import LazyGpu
 
 RING_SLOTS, SLOT_BYTES = 4, 64 * MIB
@@ -217,7 +217,7 @@ def _ring(here: Here) -> None:
                 ) -> None:
                     if arrived is not None:
                         arrived.synchronize()
-                    copy_plain(target, source, start, size)
+                    copy_all([target[start : start + size]], [source[start : start + size]])
 
                 share = slot_bytes // num_threads
                 written[number % RING_SLOTS] = [
