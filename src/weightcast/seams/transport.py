@@ -3,6 +3,7 @@
 One update. P: the publisher, on the trainer. W: a worker, in the engine's process; it has made its Receiver at `init`.
 
     W  Receiver.open(...)                when the version is offered
+    P  Sender.prepare(...)               at any time before, if the next update is known
     P  Sender.open(...)                  waits until the peers' receivers are there
     P  for each bucket k                 Sender.buffer(k), fill, encode, Sender.send(k, n)
     W                                    next(Receiver) -> Bucket k
@@ -51,6 +52,19 @@ class Sender(VersionWriter, Protocol):
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]: ...
+
+    @property
+    def memory_seconds(self) -> float:
+        """How long calls have waited for memory of this process, all together."""
+        return 0.0
+
+    def prepare(self, manifest: Manifest, *, staged: bool) -> None:
+        """Take the memory of a first update like this one, as far as that is possible before `open`.
+
+        What the kernel needs time for goes on in the background. Does nothing if there is memory already. Raises
+        InsufficientMemoryError.
+        """
+        return
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update for these peers; return the first bucket to send: 0, or where one that lost peers goes on.

@@ -282,6 +282,7 @@ class PublishRun:
         if again is not None:
             self._sent = again.sent
         options, secret = self._options, inputs.connections.listener.secret
+        memory_seconds = inputs.connections.sender.memory_seconds
         fleet.wait()
         for member in fleet:
             member.begin(self._run, options.deadline_seconds, self._watchdog)
@@ -318,6 +319,9 @@ class PublishRun:
                     is_brought=False,
                     keeps_versions=keeps_versions,
                 )
+                if route.peers() or route.is_kept:
+                    # Its memory is populated while engines look at the offer.
+                    sender.prepare(manifest, staged=route.is_staged)
                 if not route.is_staged and (is_stored or self._is_unchanged(route, fill)):
                     route.pause()
                 workers = Counter(link.host for member in fleet.healthy() for link in member.links)
@@ -372,6 +376,7 @@ class PublishRun:
             digest = self._pack_plan.manifest_digest
             self.published = PublishedVersion(self.number, digest, self._digests, is_stored, self._sent)
         self._seconds.pause = max((m.result.pause_seconds for m in self._fleet), default=0.0)
+        self._seconds.memory = sender.memory_seconds - memory_seconds
         self._seconds.total = time.perf_counter() - inputs.start
         return PublishReport(
             run=self._run,

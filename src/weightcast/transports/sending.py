@@ -26,6 +26,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.host.descriptors import shortage_now
+from weightcast.host.populate import Populating
 from weightcast.seams.transport import Sender
 from weightcast.transports import records
 
@@ -344,7 +345,12 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
 
 class OwnedArena:
-    """The sender's end of memory that peers read. `generation`: its number among the sender's arenas."""
+    """The sender's end of memory that peers read. `generation`: its number among the sender's arenas.
+
+    `populating`: of memory that is populated in the background from the beginning.
+    """
+
+    populating: Populating | None = None
 
     def __init__(self, generation: int, whole: torch.Tensor, device: torch.device) -> None:
         self.generation = generation
@@ -391,6 +397,20 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
         self._generation = 0
         self._readers: dict[int, set[str]] = {}
         self._lost_slots: set[int] = set()
+        self._memory_seconds = 0.0
+
+    @property
+    def memory_seconds(self) -> float:
+        return self._memory_seconds
+
+    def prepare(self, manifest: Manifest, *, staged: bool) -> None:
+        """As `Sender.prepare`: on a CPU the arena's memory is populated in the background."""
+        with self.condition:
+            self._require_open()
+            if self._arena is None:
+                device, arena_layout = self._layout(manifest, staged=staged)
+                if arena_layout.size_bytes:
+                    self._replace_arena(arena_layout.size_bytes, device)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update. Waits until the former one's buckets are released and `peers` are connected; those who fail
@@ -399,14 +419,13 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
         with self.condition:
             self._begin_open(version, peers)
             self._await_released()
-            arena, device = self._arena, torch.device("cpu") if staged else self._device
-            # On a GPU a reader releases a bucket only when it has the next one.
-            num_slots = self._num_slots + (device.type == "cuda")
-            arena_layout = place(manifest, num_slots=num_slots, staged=staged)
+            arena = self._arena
+            device, arena_layout = self._layout(manifest, staged=staged)
             self._readers.clear()
             has_room = arena is not None and arena.device == device and arena.size_bytes >= arena_layout.size_bytes
             if arena is not None and has_room and not self._lost_slots:
                 arena.buffers.forget_above(len(arena_layout.slots))
+                self._await_memory(0)
             elif arena_layout.size_bytes:
                 self._replace_arena(arena_layout.size_bytes, device)
             taking_part = self._await_connected(peers, version)
@@ -429,6 +448,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
             if self._arena is None or arena_layout.slots[index] in self._lost_slots:
                 self._replace_arena(arena_layout.size_bytes, update.device)
             assert self._arena is not None
+            self._await_memory(arena_layout.payloads[index] + arena_layout.sizes_bytes[index])
             return self._arena.buffers.at(arena_layout, index)
 
     def send(self, index: int, num_bytes: int) -> None:
@@ -541,10 +561,23 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
 
     # --- the arena ---
 
+    def _layout(self, manifest: Manifest, *, staged: bool) -> tuple[torch.device, ArenaLayout]:
+        device = torch.device("cpu") if staged else self._device
+        # On a GPU a reader releases a bucket only when it has the next one.
+        num_slots = self._num_slots + (device.type == "cuda")
+        return device, place(manifest, num_slots=num_slots, staged=staged)
+
+    def _await_memory(self, end_bytes: int) -> None:
+        """Wait until the first bytes of the arena are populated, but not so long that peers think this process dead."""
+        if self._arena is not None and self._arena.populating is not None:
+            self._memory_seconds += self._arena.populating.wait(end_bytes, self._sign_seconds)
+
     def _replace_arena(self, size_bytes: int, device: torch.device) -> None:
         self._close_arena()
         self._generation += 1
+        start = time.perf_counter()
         self._arena = self._make_arena(self._generation, size_bytes, device)
+        self._memory_seconds += time.perf_counter() - start
         self._readers.clear()
         self._lost_slots.clear()
 

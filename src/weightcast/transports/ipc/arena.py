@@ -17,23 +17,32 @@ from weightcast.errors import InsufficientMemoryError, ManifestError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Buffers, pages
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import SEALS, SealedMemory
+from weightcast.host.populate import Populating
 from weightcast.transports.ipc.records import SharedArena
 from weightcast.transports.receiving import MappedArena
 from weightcast.transports.sending import OwnedArena
 
+_WHAT = "the arena of this update"
+
 
 class OwnedSharedArena(OwnedArena):
-    """The sender's end. Costs `size_bytes` of host memory, page by page, as it is first written."""
+    """The sender's end. Costs `size_bytes` of host memory, which are populated in the background."""
+
+    populating: Populating
 
     def __init__(self, generation: int, size_bytes: int) -> None:
         """Raises InsufficientMemoryError if the host or a cgroup hasn't that much left."""
-        self._memory = SealedMemory.allocate(size_bytes, "the arena of this update")
-        super().__init__(generation, self._memory.tensor(), torch.device("cpu"))
+        self._memory = SealedMemory.allocate(size_bytes, _WHAT)
+        whole = self._memory.tensor()
+        super().__init__(generation, whole, torch.device("cpu"))
+        self.populating = Populating(whole, _WHAT)
 
     def announcement(self) -> tuple[SharedArena, int]:
         return SharedArena(self.generation, self.size_bytes), self._memory.location.descriptor
 
     def close(self, *, free: bool) -> None:
+        # Before it is freed, which nothing may be touched after.
+        self.populating.close()
         # Not unmapped here: views that the publisher keeps still point into it.
         self._memory.release(free=free)
         del self._memory
