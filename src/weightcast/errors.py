@@ -198,7 +198,7 @@ class StageSeconds(msgspec.Struct):
 
     `gather`: asking the source for its regions. `offer`: joining engines, with the wait for those that are starting,
     and offering. `pack`: filling buckets and digesting them. `send`: waiting for free slots and for the engines' last
-    buckets. `memory`: of `offer` and `send`, the wait for the transport's memory, which the next publish finds there.
+    buckets. `memory`: the part of `send` that waits for the transport's memory, which the next publish finds there.
     `seal`: sealing. `pause`: the longest time any engine was paused. `total`: from call to return.
     """
 

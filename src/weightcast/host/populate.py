@@ -55,7 +55,7 @@ class Populating:
         """
         start = time.perf_counter()
         with self._changed:
-            if self._touched_bytes >= min(end_bytes, self._size_bytes) and not self._has_stopped:
+            if self._touched_bytes >= (self._size_bytes if self._has_stopped else end_bytes):
                 return 0.0
             Deadline(seconds).wait_for(self._changed, lambda: self._has_stopped or self._touched_bytes >= end_bytes)
             if self._has_stopped and (rest_bytes := self._size_bytes - self._touched_bytes) > 0:

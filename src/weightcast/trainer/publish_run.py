@@ -319,9 +319,6 @@ class PublishRun:
                     is_brought=False,
                     keeps_versions=keeps_versions,
                 )
-                if route.peers() or route.is_kept:
-                    # Its memory is populated while engines look at the offer.
-                    sender.prepare(manifest, staged=route.is_staged)
                 if not route.is_staged and (is_stored or self._is_unchanged(route, fill)):
                     route.pause()
                 workers = Counter(link.host for member in fleet.healthy() for link in member.links)

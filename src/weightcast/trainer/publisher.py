@@ -250,11 +250,11 @@ class Publisher(ClosedOnExit):
     def prepare(self) -> None:
         """Make ready for the first publish, while the trainer trains: plan it, and take the memory that it needs.
 
-        Reads the source's specs and regions. The transport's memory (see the class; `release` and `close` give it back)
-        is populated in the background, as far as this host or container has room; without this call the first publish
-        does so. Connects no engine. Memory is taken by the first publish all the same where only that knows how much:
-        with several trainer ranks, for a source that streams its tensors or has dtype="engine", and for engines whose
-        clients bring a sender. Raises InsufficientMemoryError if it does not fit; otherwise what `publish` raises
+        Reads the source's specs and regions, and plans. The transport's memory (see the class; `release` and `close`
+        give it back) is populated in the background, as far as this host or container has room; without this call the
+        first publish begins with that. Connects no engine. It takes no memory where only the first publish knows how
+        much: with several trainer ranks, for a source that streams its tensors or has dtype="engine", and for engines
+        whose clients bring a sender. Raises InsufficientMemoryError if it does not fit; otherwise what `publish` raises
         before it connects an engine.
         """
         self._require_here()

@@ -436,10 +436,6 @@ class OriginsSender(Sender):
         """Of the publishing rank's own."""
         return self._own.memory_seconds
 
-    def prepare(self, manifest: Manifest, *, staged: bool) -> None:
-        """Have the publishing rank's own take its memory; the others do so when they open the update."""
-        self._own.prepare(manifest.of_origin(0), staged=staged)
-
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update on every origin, or go on with it. Raises what any of their ranks raises."""
         group, plan = self._group, manifest.of_origin(0)
