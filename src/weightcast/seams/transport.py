@@ -59,10 +59,10 @@ class Sender(VersionWriter, Protocol):
         return 0.0
 
     def prepare(self, manifest: Manifest, *, staged: bool) -> None:
-        """Take the memory of a first update like this one, as far as that is possible before `open`.
+        """Take the memory that a first update of this manifest needs, and that takes time to be had.
 
-        What the kernel needs time for goes on in the background. Does nothing if there is memory already. Raises
-        InsufficientMemoryError.
+        Returns before it is there: `open` and `buffer` wait for it. Does nothing if the sender has memory already.
+        Raises InsufficientMemoryError.
         """
         return
 

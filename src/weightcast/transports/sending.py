@@ -404,13 +404,12 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
         return self._memory_seconds
 
     def prepare(self, manifest: Manifest, *, staged: bool) -> None:
-        """As `Sender.prepare`: on a CPU the arena's memory is populated in the background."""
+        """As `Sender.prepare`, for host memory: that of a GPU costs no time."""
         with self.condition:
             self._require_open()
-            if self._arena is None:
-                device, arena_layout = self._layout(manifest, staged=staged)
-                if arena_layout.size_bytes:
-                    self._replace_arena(arena_layout.size_bytes, device)
+            device, arena_layout = self._layout(manifest, staged=staged)
+            if self._arena is None and device.type == "cpu" and arena_layout.size_bytes:
+                self._replace_arena(arena_layout.size_bytes, device)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update. Waits until the former one's buckets are released and `peers` are connected; those who fail
