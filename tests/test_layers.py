@@ -54,7 +54,6 @@ FOREIGN: dict[str, tuple[str, ...]] = {
             "host.device",
             "host.device_memory",
             "host.memory",
-            "host.populate",
             "format.bucket",
             "format.bucket_digest",
             "format.device_digest",

@@ -17,17 +17,16 @@ from transports.conftest import Ends
 
 from weightcast.errors import ClosedError, InsufficientMemoryError
 from weightcast.host import memory as host_memory
-from weightcast.host import populate
 from weightcast.host.memory import SealedMemory
-from weightcast.host.populate import Populating
 from weightcast.native import tables
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, Background, numbered, read_all, send_all, version
 from weightcast.transports.ipc import IpcSender
-from weightcast.transports.ipc.arena import OwnedSharedArena
+from weightcast.transports.ipc import arena as ipc_arena
+from weightcast.transports.ipc.arena import OwnedSharedArena, Populating
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
-STEP_BYTES = populate._STEP_BYTES
+STEP_BYTES = ipc_arena._STEP_BYTES
 NUM_STEPS = 5
 SIZE_BYTES = (NUM_STEPS - 1) * STEP_BYTES + (1 << 20)
 
@@ -136,7 +135,7 @@ def test_no_thread_to_be_had_is_no_error(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*arguments: object) -> threading.Thread:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(populate, "awaited_at_exit", refuse)
+    monkeypatch.setattr(ipc_arena, "awaited_at_exit", refuse)
     populating = Populating(SealedMemory.allocate(SIZE_BYTES).tensor(), "the test")
     populating.wait(SIZE_BYTES, PATIENCE_SECONDS)
     populating.close()
@@ -206,7 +205,7 @@ def test_a_child_that_is_forked_meanwhile_has_no_thread_and_ends_at_once(monkeyp
 def test_a_process_ends_well_in_the_middle_of_it() -> None:
     code = (
         "from weightcast.host.memory import SealedMemory\n"
-        "from weightcast.host.populate import Populating\n"
+        "from weightcast.transports.ipc.arena import Populating\n"
         f"populating = Populating(SealedMemory.allocate({SIZE_BYTES}).tensor(), 'the test')\n"
     )
     subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_SECONDS, check=True)

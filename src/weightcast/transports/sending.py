@@ -26,7 +26,6 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.host.descriptors import shortage_now
-from weightcast.host.populate import Populating
 from weightcast.seams.transport import Sender
 from weightcast.transports import records
 
@@ -345,18 +344,20 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
 
 class OwnedArena:
-    """The sender's end of memory that peers read. `generation`: its number among the sender's arenas.
-
-    `populating`: of memory that is populated in the background from the beginning.
-    """
-
-    populating: Populating | None = None
+    """The sender's end of memory that peers read. `generation`: its number among the sender's arenas."""
 
     def __init__(self, generation: int, whole: torch.Tensor, device: torch.device) -> None:
         self.generation = generation
         self.size_bytes = whole.numel()
         self.device = device
         self.buffers = Buffers(whole)
+
+    def await_memory(self, end_bytes: int, seconds: float) -> float:
+        """Wait, at most that long, until the first `end_bytes` cost no time to be had; return how long that took.
+
+        Raises InsufficientMemoryError if there is too little left for what the arena has still to take.
+        """
+        return 0.0
 
     def close(self, *, free: bool) -> None:
         """Let go of it. With `free`, give the memory back at once, whoever still has it."""
@@ -424,7 +425,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
             has_room = arena is not None and arena.device == device and arena.size_bytes >= arena_layout.size_bytes
             if arena is not None and has_room and not self._lost_slots:
                 arena.buffers.forget_above(len(arena_layout.slots))
-                self._await_memory(0)
+                self._await_memory(arena, 0)
             elif arena_layout.size_bytes:
                 self._replace_arena(arena_layout.size_bytes, device)
             taking_part = self._await_connected(peers, version)
@@ -446,9 +447,10 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
             self._await_released(arena_layout.slots[index])
             if self._arena is None or arena_layout.slots[index] in self._lost_slots:
                 self._replace_arena(arena_layout.size_bytes, update.device)
-            assert self._arena is not None
-            self._await_memory(arena_layout.payloads[index] + arena_layout.sizes_bytes[index])
-            return self._arena.buffers.at(arena_layout, index)
+            arena = self._arena
+            assert arena is not None
+            self._await_memory(arena, arena_layout.payloads[index] + arena_layout.sizes_bytes[index])
+            return arena.buffers.at(arena_layout, index)
 
     def send(self, index: int, num_bytes: int) -> None:
         """Tell the peers of bucket `index`, on a GPU once its packing is over.
@@ -566,10 +568,9 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
         num_slots = self._num_slots + (device.type == "cuda")
         return device, place(manifest, num_slots=num_slots, staged=staged)
 
-    def _await_memory(self, end_bytes: int) -> None:
-        """Wait until the first bytes of the arena are populated, but not so long that peers think this process dead."""
-        if self._arena is not None and self._arena.populating is not None:
-            self._memory_seconds += self._arena.populating.wait(end_bytes, self._sign_seconds)
+    def _await_memory(self, arena: A, end_bytes: int) -> None:
+        """Wait for the first bytes of the arena, but not so long that peers think that this process has died."""
+        self._memory_seconds += arena.await_memory(end_bytes, self._sign_seconds)
 
     def _replace_arena(self, size_bytes: int, device: torch.device) -> None:
         self._close_arena()
