@@ -198,13 +198,15 @@ class StageSeconds(msgspec.Struct):
 
     `gather`: asking the source for its regions. `offer`: joining engines, with the wait for those that are starting,
     and offering. `pack`: filling buckets and digesting them. `send`: waiting for free slots and for the engines' last
-    buckets. `seal`: sealing. `pause`: the longest time any engine was paused. `total`: from call to return.
+    buckets. `memory`: the part of `send` that waits for the transport's memory, which the next publish finds there.
+    `seal`: sealing. `pause`: the longest time any engine was paused. `total`: from call to return.
     """
 
     gather: float = 0.0
     offer: float = 0.0
     pack: float = 0.0
     send: float = 0.0
+    memory: float = 0.0
     seal: float = 0.0
     pause: float = 0.0
     total: float = 0.0
@@ -264,8 +266,8 @@ class PublishReport(msgspec.Struct, frozen=True):
             lines = [
                 f"version {self.version}: {self.num_bytes:,} bytes (tensors: {self.num_tensors:,}, "
                 f"buckets: {self.num_buckets:,}) in {seconds.total:.2f} s",
-                f"offer {seconds.offer:.2f} s, pack {seconds.pack:.2f} s, send {seconds.send:.2f} s, "
-                f"seal {seconds.seal:.2f} s, longest pause {seconds.pause:.2f} s",
+                f"offer {seconds.offer:.2f} s, pack {seconds.pack:.2f} s, send {seconds.send:.2f} s "
+                f"(memory {seconds.memory:.2f} s), seal {seconds.seal:.2f} s, longest pause {seconds.pause:.2f} s",
             ]
         rows = [("engine", "result", "pause", "install")] if self.engines else []
         for name, result in self.engines.items():

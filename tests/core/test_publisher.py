@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_wrong_arguments_say_what_is_right(options: dict[str, Any], words: str) 
         publisher_of(TensorSource(TENSORS), **options)
 
 
-@pytest.mark.parametrize("name", ["publish", "sync", "add_engine", "remove_engine", "release", "close"])
+@pytest.mark.parametrize("name", ["prepare", "publish", "sync", "add_engine", "remove_engine", "release", "close"])
 def test_what_a_publish_calls_can_not_call_the_publisher(name: str) -> None:
     """It would end the update under way, or take its memory, and the report would say that it went well."""
     with fleet(TensorSource(TENSORS), RecordingEngine(), RecordingEngine()) as (publisher, clients):
@@ -270,6 +270,57 @@ def test_memory_is_checked_before_any_byte_moves(monkeypatch: pytest.MonkeyPatch
         assert engine.calls == []
         assert publisher.publish().ok
         assert not client.gate.is_paused
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_a_publisher_that_was_prepared_publishes_from_that_memory(install: str) -> None:
+    with fleet(TensorSource(TENSORS), RecordingEngine(), install=install) as (publisher, (client,)):
+        publisher.prepare()
+        assert publisher._connections is not None
+        assert not client.gate.is_paused
+        sender: Any = publisher._connections.sender
+        arena = sender._arena
+        assert arena.size_bytes >= (76_800 if install == "staged" else 2 * 4096)
+        arena.populating.wait(arena.size_bytes, 60.0)
+        assert publisher.publish().ok
+        publisher.prepare()
+        report = publisher.publish()
+        assert report.ok
+        assert sender._arena is arena
+        assert report.seconds.memory == 0.0
+        publisher.release()
+        assert sender._arena is None
+        report = publisher.publish()
+        assert report.ok
+        assert 0.0 < report.seconds.memory < report.seconds.send
+
+
+def test_what_can_not_be_prepared_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(8, 8)
+    stream = weightcast.IteratorSource()
+    with fleet(stream, RecordingEngine()) as (publisher, _):
+        publisher.prepare()
+        assert publisher._connections is None
+        stream.use(iter(TENSORS.items()))
+        assert publisher.publish().ok
+    engine = weightcast.ModuleEngine(torch.nn.Linear(8, 8, dtype=torch.bfloat16))
+    with fleet(weightcast.ModuleSource(model, dtype="engine"), engine) as (publisher, _):
+        publisher.prepare()
+        assert publisher._connections is not None
+        assert cast(Any, publisher._connections.sender)._arena is None
+        assert publisher.publish().ok
+    with fleet(TensorSource(TENSORS), RecordingEngine()) as (publisher, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(host_memory, "available_bytes", lambda: 1000)
+            with pytest.raises(InsufficientMemoryError, match="the arena of this update needs"):
+                publisher.prepare()
+        publisher.prepare()
+        assert publisher.publish().ok
+        publisher.close()
+        with pytest.raises(ClosedError):
+            publisher.prepare()
+    with Publisher(TensorSource(TENSORS)) as publisher, pytest.raises(ValueError, match="there is no engine"):
+        publisher.prepare()
 
 
 class Undoable(RecordingEngine):

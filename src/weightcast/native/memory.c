@@ -10,8 +10,8 @@
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
 
-/* The kernel holds the process's memory map meanwhile, which every other thread may need. */
-enum { STEP_BYTES = 32 << 20 };
+/* The kernel holds the process's memory map during a step: a thread that maps or unmaps memory waits for its end. */
+enum { STEP_BYTES = 2 << 20 };
 
 int wc_populate(uint64_t address, uint64_t size) {
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), end = address + size;

@@ -3,6 +3,7 @@
 One update. P: the publisher, on the trainer. W: a worker, in the engine's process; it has made its Receiver at `init`.
 
     W  Receiver.open(...)                when the version is offered
+    P  Sender.prepare(...)               at any time before, if the next update is known
     P  Sender.open(...)                  waits until the peers' receivers are there
     P  for each bucket k                 Sender.buffer(k), fill, encode, Sender.send(k, n)
     W                                    next(Receiver) -> Bucket k
@@ -51,6 +52,19 @@ class Sender(VersionWriter, Protocol):
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]: ...
+
+    @property
+    def memory_seconds(self) -> float:
+        """How long calls have waited for memory of this process, all together."""
+        return 0.0
+
+    def prepare(self, manifest: Manifest, *, staged: bool) -> None:
+        """Take the memory that a first update of this manifest needs, and that takes time to be had.
+
+        Returns before it is there: `open` and `buffer` wait for it. Does nothing if the sender has memory already.
+        Raises InsufficientMemoryError.
+        """
+        return
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update for these peers; return the first bucket to send: 0, or where one that lost peers goes on.

@@ -96,6 +96,13 @@ class FaultySender(Sender):
     def failures(self) -> Mapping[str, WeightcastError]:
         return self.inner.failures
 
+    @property
+    def memory_seconds(self) -> float:
+        return self.inner.memory_seconds
+
+    def prepare(self, manifest: Manifest, *, staged: bool) -> None:
+        self.inner.prepare(manifest, staged=staged)
+
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         self._buffers.clear()
         self._before.clear()

@@ -117,6 +117,13 @@ class RecoveringSender(Sender):
     def failures(self) -> Mapping[str, WeightcastError]:
         return self.inner.failures
 
+    @property
+    def memory_seconds(self) -> float:
+        return self.inner.memory_seconds
+
+    def prepare(self, manifest: Manifest, *, staged: bool) -> None:
+        self.inner.prepare(manifest, staged=staged)
+
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         self._open = functools.partial(self.inner.open, manifest, version, staged=staged)
         self._sent = []

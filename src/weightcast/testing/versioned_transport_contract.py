@@ -123,6 +123,16 @@ class VersionedTransportContract(OverPayloads, TransportEnds):
         for number in (3, 4, 9):
             self.update(sender, receivers, numbered(), number, staged)
 
+    def test_a_sender_that_was_prepared_sends_any_update(self, staged: bool) -> None:
+        """As it was prepared for, larger ones, and those of the other way of installing."""
+        sender = self.sender()
+        receivers = {"a": self.receiver(sender)}
+        sender.prepare(numbered(3), staged=staged)
+        for number, (num_buckets, is_staged) in enumerate([(3, staged), (5, staged), (5, not staged)]):
+            self.update(sender, receivers, numbered(num_buckets), number, is_staged)
+            sender.prepare(numbered(9), staged=staged)
+        assert sender.memory_seconds >= 0
+
     def test_a_receiver_may_come_late(self, staged: bool) -> None:
         """Neither `Receiver.open` nor `Sender.open` needs the other to have been there first."""
         sender, manifest = self.sender(), numbered()

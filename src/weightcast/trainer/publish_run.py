@@ -282,6 +282,7 @@ class PublishRun:
         if again is not None:
             self._sent = again.sent
         options, secret = self._options, inputs.connections.listener.secret
+        memory_seconds = inputs.connections.sender.memory_seconds
         fleet.wait()
         for member in fleet:
             member.begin(self._run, options.deadline_seconds, self._watchdog)
@@ -372,6 +373,7 @@ class PublishRun:
             digest = self._pack_plan.manifest_digest
             self.published = PublishedVersion(self.number, digest, self._digests, is_stored, self._sent)
         self._seconds.pause = max((m.result.pause_seconds for m in self._fleet), default=0.0)
+        self._seconds.memory = sender.memory_seconds - memory_seconds
         self._seconds.total = time.perf_counter() - inputs.start
         return PublishReport(
             run=self._run,

@@ -76,11 +76,11 @@ class Publisher(ClosedOnExit):
         trainer_group: ProcessGroup | Literal["auto"] | None = "auto",
         options: PublishOptions | None = None,
     ) -> None:
-        """Nothing is connected and nothing allocated before the first `publish`.
+        """Nothing is connected and nothing allocated before the first `publish`, or `prepare`.
 
         `engines`: URLs, or EngineClient objects; others may be added later. `token`: the bearer token of engines given
         as URLs. `trainer_group`: the ranks that hold the model together and publish together; "auto" is
-        torch.distributed's default group, if there is one at the first publish; None: this rank publishes alone.
+        torch.distributed's default group, if there is one at the first of these; None: this rank publishes alone.
         `options`: how engines are updated; by default `PublishOptions()`.
 
         Raises ValueError for an unknown transport or an engine named twice, TypeError for what is none of these.
@@ -245,6 +245,27 @@ class Publisher(ClosedOnExit):
             )
 
     # --- one publish ---
+
+    def prepare(self) -> None:
+        """Make ready for the first publish, while the trainer trains: plan it, and take the memory that it needs.
+
+        Reads the source's specs and regions, and plans. The transport's memory (see the class; `release` and `close`
+        give it back) is populated in the background, as far as this host or container has room; without this call the
+        first publish begins with that. Connects no engine. It takes no memory where only the first publish knows how
+        much: with several trainer ranks, for a source that streams its tensors or has dtype="engine", and for engines
+        whose clients bring a sender. Raises InsufficientMemoryError if it does not fit; otherwise what `publish` raises
+        before it connects an engine.
+        """
+        self._require_here()
+        with self._lock:
+            self._require_open()
+            if not self._is_joined:
+                self._join_trainer_group()
+            if self._group is None and not isinstance(self._source, StreamSource):
+                inputs = self._inputs(None)
+                if self._engine_dtypes is None and not self._has_brought_senders:
+                    manifest = inputs.pack_plan.layout.manifest
+                    inputs.connections.sender.prepare(manifest, staged=self._options.install == "staged")
 
     def publish(
         self,

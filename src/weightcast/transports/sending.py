@@ -352,6 +352,13 @@ class OwnedArena:
         self.device = device
         self.buffers = Buffers(whole)
 
+    def await_memory(self, end_bytes: int, seconds: float) -> float:
+        """Wait, at most that long, until the first `end_bytes` cost no time to be had; return how long that took.
+
+        Raises InsufficientMemoryError if there is too little left for what the arena has still to take.
+        """
+        return 0.0
+
     def close(self, *, free: bool) -> None:
         """Let go of it. With `free`, give the memory back at once, whoever still has it."""
         del self.buffers
@@ -391,6 +398,19 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
         self._generation = 0
         self._readers: dict[int, set[str]] = {}
         self._lost_slots: set[int] = set()
+        self._memory_seconds = 0.0
+
+    @property
+    def memory_seconds(self) -> float:
+        return self._memory_seconds
+
+    def prepare(self, manifest: Manifest, *, staged: bool) -> None:
+        """As `Sender.prepare`, for host memory: that of a GPU costs no time."""
+        with self.condition:
+            self._require_open()
+            device, arena_layout = self._layout(manifest, staged=staged)
+            if self._arena is None and device.type == "cpu" and arena_layout.size_bytes:
+                self._replace_arena(arena_layout.size_bytes, device)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update. Waits until the former one's buckets are released and `peers` are connected; those who fail
@@ -399,14 +419,13 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
         with self.condition:
             self._begin_open(version, peers)
             self._await_released()
-            arena, device = self._arena, torch.device("cpu") if staged else self._device
-            # On a GPU a reader releases a bucket only when it has the next one.
-            num_slots = self._num_slots + (device.type == "cuda")
-            arena_layout = place(manifest, num_slots=num_slots, staged=staged)
+            arena = self._arena
+            device, arena_layout = self._layout(manifest, staged=staged)
             self._readers.clear()
             has_room = arena is not None and arena.device == device and arena.size_bytes >= arena_layout.size_bytes
             if arena is not None and has_room and not self._lost_slots:
                 arena.buffers.forget_above(len(arena_layout.slots))
+                self._await_memory(arena, 0)
             elif arena_layout.size_bytes:
                 self._replace_arena(arena_layout.size_bytes, device)
             taking_part = self._await_connected(peers, version)
@@ -428,8 +447,10 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
             self._await_released(arena_layout.slots[index])
             if self._arena is None or arena_layout.slots[index] in self._lost_slots:
                 self._replace_arena(arena_layout.size_bytes, update.device)
-            assert self._arena is not None
-            return self._arena.buffers.at(arena_layout, index)
+            arena = self._arena
+            assert arena is not None
+            self._await_memory(arena, arena_layout.payloads[index] + arena_layout.sizes_bytes[index])
+            return arena.buffers.at(arena_layout, index)
 
     def send(self, index: int, num_bytes: int) -> None:
         """Tell the peers of bucket `index`, on a GPU once its packing is over.
@@ -541,10 +562,22 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
 
     # --- the arena ---
 
+    def _layout(self, manifest: Manifest, *, staged: bool) -> tuple[torch.device, ArenaLayout]:
+        device = torch.device("cpu") if staged else self._device
+        # On a GPU a reader releases a bucket only when it has the next one.
+        num_slots = self._num_slots + (device.type == "cuda")
+        return device, place(manifest, num_slots=num_slots, staged=staged)
+
+    def _await_memory(self, arena: A, end_bytes: int) -> None:
+        """Wait for the first bytes of the arena, but not so long that peers think that this process has died."""
+        self._memory_seconds += arena.await_memory(end_bytes, self._sign_seconds)
+
     def _replace_arena(self, size_bytes: int, device: torch.device) -> None:
         self._close_arena()
         self._generation += 1
+        start = time.perf_counter()
         self._arena = self._make_arena(self._generation, size_bytes, device)
+        self._memory_seconds += time.perf_counter() - start
         self._readers.clear()
         self._lost_slots.clear()
 

@@ -417,6 +417,11 @@ class OriginsSender(Sender):
             failures |= {name: from_record(record) for name, record in report.failures.items()}
         return failures
 
+    @property
+    def memory_seconds(self) -> float:
+        """Of the publishing rank's own."""
+        return self._own.memory_seconds
+
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update on every origin, or go on with it. Raises what any of their ranks raises."""
         group, plan = self._group, manifest.of_origin(0)

@@ -2,42 +2,150 @@
 
 Invariants: a receiver maps nothing whose size could change under it (that would be a SIGBUS); what a receiver writes
 into its mapping stays its own (copy on write), so that no engine can spoil another's bytes; a tensor keeps its mapping
-alive, so that nothing is ever unmapped under a view; the same place gives the same tensor object until the arena goes.
+alive, so that nothing is ever unmapped under a view; the same place gives the same tensor object until the arena goes;
+pages are touched before they are written only as long as the host and every cgroup have room for all that are left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
+import threading
+import time
 
 import torch
 
 from weightcast.errors import InsufficientMemoryError, ManifestError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Buffers, pages
-from weightcast.host.closing import on_failure
+from weightcast.host import memory as host_memory
+from weightcast.host.closing import awaited_at_exit, close_at_exit, on_failure
+from weightcast.host.deadline import Deadline
 from weightcast.host.memory import SEALS, SealedMemory
+from weightcast.native import tables
 from weightcast.transports.ipc.records import SharedArena
 from weightcast.transports.receiving import MappedArena
 from weightcast.transports.sending import OwnedArena
 
+_WHAT = "the arena of this update"
+_STEP_BYTES = 32 << 20
+"""Of memory that is populated, between two questions for how much there is."""
+_CLOSE_SECONDS = 5.0
+"""For the kernel to end a step, which takes milliseconds."""
+
 
 class OwnedSharedArena(OwnedArena):
-    """The sender's end. Costs `size_bytes` of host memory, page by page, as it is first written."""
+    """The sender's end. Costs `size_bytes` of host memory, which are populated in the background."""
 
     def __init__(self, generation: int, size_bytes: int) -> None:
         """Raises InsufficientMemoryError if the host or a cgroup hasn't that much left."""
-        self._memory = SealedMemory.allocate(size_bytes, "the arena of this update")
-        super().__init__(generation, self._memory.tensor(), torch.device("cpu"))
+        self._memory = SealedMemory.allocate(size_bytes, _WHAT)
+        whole = self._memory.tensor()
+        super().__init__(generation, whole, torch.device("cpu"))
+        self.populating = Populating(whole, _WHAT)
+
+    def await_memory(self, end_bytes: int, seconds: float) -> float:
+        return self.populating.wait(end_bytes, seconds)
 
     def announcement(self) -> tuple[SharedArena, int]:
         return SharedArena(self.generation, self.size_bytes), self._memory.location.descriptor
 
     def close(self, *, free: bool) -> None:
+        # Before it is freed, which nothing may be touched after.
+        self.populating.close()
         # Not unmapped here: views that the publisher keeps still point into it.
         self._memory.release(free=free)
         del self._memory
         super().close(free=free)
+
+
+class Populating:
+    """Touches the pages of a flat buffer in host memory in order, in threads that end by themselves.
+
+    So those who write to it first need not wait for the kernel. No thread is left after `close`, and a forked child has
+    none.
+    """
+
+    def __init__(self, memory: torch.Tensor, what: str, remedy: str = host_memory.LESS_AT_ONCE) -> None:
+        """`what` needs the memory, and `remedy` helps where there is too little: for an error's text."""
+        self._memory: torch.Tensor | None = memory
+        self._size_bytes = memory.numel()
+        self._what, self._remedy = what, remedy
+        self._changed = threading.Condition()
+        self._next = 0
+        self._under_way: set[int] = set()
+        self._has_stopped = False
+        """Before the end, if not everything was touched."""
+        self._threads: list[threading.Thread] = []
+        num_steps = -(-self._size_bytes // _STEP_BYTES)
+        close_at_exit(self)
+        try:
+            # The other half of the cores computes and packs.
+            for _ in range(min(num_steps, tables.MAX_THREADS, -(-len(os.sched_getaffinity(0)) // 2))):
+                self._threads.append(awaited_at_exit(self._run, "weightcast-populate"))
+        except RuntimeError:  # the limit of threads, or the interpreter ends
+            self._has_stopped = not self._threads
+
+    def wait(self, end_bytes: int, seconds: float) -> float:
+        """Wait, at most that long, until the first `end_bytes` were touched; return how long it took, in seconds.
+
+        What was not touched then costs memory when it is written. Raises InsufficientMemoryError if memory ran short
+        before the end, and there is too little for the rest still.
+        """
+        start = time.perf_counter()
+        with self._changed:
+            if self._touched_bytes >= (self._size_bytes if self._has_stopped else end_bytes):
+                return 0.0
+            Deadline(seconds).wait_for(self._changed, lambda: self._has_stopped or self._touched_bytes >= end_bytes)
+            if self._has_stopped and (rest_bytes := self._size_bytes - self._touched_bytes) > 0:
+                host_memory.require(rest_bytes, self._what, self._remedy)
+                # It is written now, and is not asked for twice.
+                self._next = self._size_bytes
+                self._under_way.clear()
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """Touch nothing any more. Idempotent, from any thread."""
+        with self._changed:
+            self._has_stopped = True
+            self._changed.notify_all()
+        deadline = Deadline(_CLOSE_SECONDS)
+        for thread in self._threads:
+            thread.join(deadline.remaining_seconds)
+        self._memory = None
+
+    @property
+    def _touched_bytes(self) -> int:
+        """The pages before that were touched."""
+        return min(self._under_way, default=self._next)
+
+    def _run(self) -> None:
+        memory = self._memory  # Mapped as long as this thread has it.
+        while memory is not None and (start := self._begin()) is not None:
+            is_touched = False
+            with contextlib.suppress(OSError):  # Memory ran short meanwhile, or is broken: who writes to it is told.
+                is_touched = tables.populate(memory.data_ptr() + start, min(_STEP_BYTES, self._size_bytes - start))
+            with self._changed:
+                if is_touched:
+                    self._under_way.discard(start)
+                else:
+                    self._has_stopped = True
+                self._changed.notify_all()
+
+    def _begin(self) -> int | None:
+        """Return where the next step begins, or None after the last one."""
+        with self._changed:
+            start = self._next
+            if self._has_stopped or start >= self._size_bytes:
+                return None
+            if host_memory.available_bytes() < self._size_bytes - self._touched_bytes:
+                self._has_stopped = True
+                self._changed.notify_all()
+                return None
+            self._next += _STEP_BYTES
+            self._under_way.add(start)
+            return start
 
 
 class MappedSharedArena(MappedArena):
