@@ -137,7 +137,7 @@ def test_the_same_regions_may_lie_otherwise_in_other_memory() -> None:
         if packer is None:
             packer = PartPacker(layout, shards)
         packer.rebind(shards)
-        packer.pack(0, payload, None)
+        packer.pack(0, payload)
         assert torch.equal(payload[: view.nbytes].view(torch.float32), view.flatten())
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from weightcast.checkpoint import conversion
 from weightcast.checkpoint.live import CASTABLE, Buffers, InstallMap, LiveCheckpoint, Names, state_dict_hooks
@@ -208,11 +209,15 @@ class ModuleEngine:
             raise InstallError(f"copying into the module failed: {exc}", torn=True) from thrown(exc)
 
     def _finish_copies(self) -> None:
+        # As torch's own copies would: a backward pass over the former weights is an error. In parts, for other threads.
+        for start in range(0, len(self._live.views), _VERSIONS_AT_ONCE):
+            increment_version(self._live.views[start : start + _VERSIONS_AT_ONCE])
         for device in self._live.devices:
             if device.type == "cuda":
                 host_device.synchronize_stream(device)
 
 
+_VERSIONS_AT_ONCE = 2048
 _shape_of = operator.attrgetter("shape")
 _dtype_of = operator.attrgetter("dtype")
 

@@ -38,7 +38,7 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """`torch._foreach_copy_`, for tensors on any device and of any dtype; raises RuntimeError as that does.
 
-    A target that autograd has saved for a backward pass is not noticed.
+    A target that autograd has saved for a backward pass is not noticed: see `torch.autograd.graph.increment_version`.
     """
     PreparedCopies(targets, sources).run()
 

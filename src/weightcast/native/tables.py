@@ -6,7 +6,6 @@ kept, and their storages must keep their memory: compare `places`, of which one 
 
 from __future__ import annotations
 
-import operator
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
@@ -28,7 +27,7 @@ Chunks: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 """A mark for each chunk of a payload."""
 Sums: TypeAlias = tuple[int, int]
 """Of some chunks of a payload, or of all: the digest's two words. Those of parts add up."""
-_is_cpu = operator.attrgetter("is_cpu")
+_TYPES = {torch.Tensor, torch.nn.Parameter}
 
 same_members = _core.same_members
 populate = _core.populate
@@ -101,11 +100,12 @@ class CopyTable:
         self._tensors = targets, sources
         with torch._C.DisableTorchFunctionSubclass():
             plain, strided, kinds = _core.pairs(list(targets), list(sources), _PIECE_BYTES)
-            negated = [*map(torch.Tensor.is_neg, targets)], [*map(torch.Tensor.is_neg, sources)]
-        # Asked of the tensors' own classes.
-        on_host = [*map(_is_cpu, targets)], [*map(_is_cpu, sources)]
+            negated = [[tensor.is_neg() for tensor in tensors] for tensors in (targets, sources)]
         is_other = (np.frombuffer(kinds, np.uint8) > 1) | np.array(negated, dtype=bool).any(axis=0)
-        is_other |= ~np.array(on_host, dtype=bool).all(axis=0)
+        for tensors in (targets, sources):
+            if not {*map(type, tensors)} <= _TYPES:
+                # A class of its own may say that it is elsewhere.
+                is_other |= [not tensor.is_cpu for tensor in tensors]
         self.others: list[int] = np.flatnonzero(is_other).tolist()
         self.rows, self.pairs = _kept(plain, _COPY_WORDS, is_other)
         """Rows of `copy`, and the number of each one's pair."""
