@@ -23,6 +23,10 @@ from real_vllm.trainer import FILE, GLOO, IPC, trainer
 from weightcast import HttpEngine, ModuleSource, Publisher
 
 BF16 = Setup(dtype=torch.bfloat16)
+NGRAM = Setup(speculation="ngram")
+REPETITIVE = PROMPT * 3
+"""A prompt in which an n-gram is found for what comes next."""
+NUM_SPECULATED = 40
 NUM_BEFORE_PAUSE = 20
 QUIET_SECONDS = 2.0
 """A part that the server has sent comes within this time."""
@@ -39,6 +43,17 @@ def test_alternating_publishes_serve_what_was_published(server: Server, transpor
             report = it.publish(seed)
             assert report.ok
             assert server.version() == str(report.version)
+            assert_serves(server, seed)
+
+
+@on(NGRAM)
+def test_an_engine_that_speculates_by_n_grams_is_updated_like_any_other(server: Server) -> None:
+    with trainer(server.setup, server.url, verify="installed") as it:
+        for seed in (1, 0, 1):
+            assert server.version() == str(it.publish(seed).version)
+            num_drafts = server.metric("vllm:spec_decode_num_drafts_total")
+            assert_answered(server, seed, REPETITIVE, server.ask(REPETITIVE, NUM_SPECULATED))
+            assert server.metric("vllm:spec_decode_num_drafts_total") > num_drafts
             assert_serves(server, seed)
 
 

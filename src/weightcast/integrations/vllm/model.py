@@ -27,9 +27,11 @@ from weightcast.integrations.plugin.model import Agree, LoaderEngine, Tensors, a
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.layerwise_load import (
     Reload,
+    has_packed_copy,
     has_plain_weights,
     in_checkpoint_form,
     is_packed,
+    packed_copy_fault,
     without_memory,
 )
 
@@ -105,7 +107,7 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
     for target in outcome.targets.values():
         name = target.name.rpartition(".")[0]
         if name in packed and target.loaded:
-            if not has_plain_weights(packed[name]):
+            if not (has_plain_weights(packed[name]) or has_packed_copy(packed[name])):
                 reasons[target.name] = f"vLLM keeps {name} in another form than a checkpoint's"
             if name not in calls:
                 passed_by.append(target.name)
@@ -113,7 +115,14 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
         if copy.target in reasons:
             opaque.setdefault(copy.name, reasons[copy.target])
     faults = {"": f"without a call of their loaders it sets {', '.join(passed_by)}"} if passed_by else {}
-    return dataclasses.replace(outcome, calls=calls, faults=outcome.faults | faults, opaque=opaque)
+    copies = {
+        f"{name}.weight": functools.partial(packed_copy_fault, layer, vllm_config)
+        for name, layer in packed.items()
+        if has_packed_copy(layer)
+    }
+    return dataclasses.replace(
+        outcome, calls=calls, faults=outcome.faults | faults, opaque=opaque, packed_copies=copies
+    )
 
 
 def _checkpoint_form(
