@@ -139,9 +139,9 @@ class Server(ServerProcess):
         command += ["--num-gpu-blocks-override", "64"]
         command += ["--tensor-parallel-size", str(setup.tp), "--data-parallel-size", str(setup.dp)]
         if setup.speculation:
-            speculation = {"method": setup.speculation, "num_speculative_tokens": 3}
-            if "ngram" in setup.speculation:
-                speculation |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+            # Of the request alone, so that a server that has answered others proposes the same.
+            alone = {"ngram": {"prompt_lookup_min": 1}, "suffix": {"suffix_decoding_max_cached_requests": 0}}
+            speculation = {"method": setup.speculation, "num_speculative_tokens": 3, **alone[setup.speculation]}
             command += ["--speculative-config", json.dumps(speculation)]
         if setup.backend is not None:
             command += ["--weight-transfer-config", json.dumps({"backend": setup.backend})]
