@@ -242,14 +242,14 @@ def packed_copy_fault(layer: Any, vllm_config: Any) -> str:
     table: torch.Tensor = layer.weight.data
     num_columns = table.shape[1]
     packed_again: Any = None
-    at_once = max(1, min(num_columns, _PRODUCT_BYTES // max(table[:, :1].nbytes, 1)))
+    at_once = max(1, _PRODUCT_BYTES // max(table[:, :1].nbytes, 1))
     with internals.require().current_config(vllm_config), torch.inference_mode():
         for start in range(0, num_columns, at_once):
-            columns = torch.arange(start, min(start + at_once, num_columns))
+            columns = table[:, start : start + at_once].t()
             units = torch.zeros(len(columns), num_columns, dtype=table.dtype)
-            units[torch.arange(len(columns)), columns] = 1
+            units[:, start : start + at_once].fill_diagonal_(1)
             found = layer.quant_method.apply(layer, units)
-            if _are_equal(found, table[:, columns].t()):
+            if _are_equal(found, columns):
                 continue
             if packed_again is None:
                 packed_again = nn.Module()
