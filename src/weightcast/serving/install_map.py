@@ -448,6 +448,9 @@ def held_weights(
             found.differing[spec.name] = str(exc)
         except UnsupportedError as exc:
             found.unproven[spec.name] = str(exc)
+        faults = [f"on rank {rank} {held.fault}" for rank, held in zip(ranks, of_ranks, strict=True) if held.fault]
+        if faults:
+            found.differing.setdefault(spec.name, f"{spec.name!r} {listed(faults)}")
         if with_blocks:
             found.blocks[spec.name] = [
                 HeldBlock(rank, placed.region, placed.digest)
@@ -460,14 +463,10 @@ def held_weights(
 def whole_digest(ranks: Mapping[int, HeldTensor]) -> str:
     """The digest of a tensor, from what each rank of an engine holds of it: replicas are compared, not added.
 
-    Raises IntegrityError, naming the ranks and the block, where replicas differ, or the rank that has a fault;
-    UnsupportedError where it is unknown.
+    Raises IntegrityError, naming the ranks and the block, where replicas differ; UnsupportedError where it is unknown.
     """
     found: dict[Region, tuple[str, int]] = {}
     spec = next(iter(ranks.values())).spec
-    faults = [f"on rank {rank} {held.fault}" for rank, held in ranks.items() if held.fault]
-    if faults:
-        raise IntegrityError(f"{spec.name!r} {listed(faults)}")
     for rank, held in ranks.items():
         if held.unproven:
             raise UnsupportedError(held.unproven)
