@@ -146,9 +146,7 @@ def test_a_packed_copy_that_is_not_its_table_is_found(kind: type[Model], install
         assert publisher.publish(5).ok
         assert not client.held().differing
         engine.after_copy = lambda model: (pack(model), CORRUPTIONS["a row of the embedding"][0](model))
-        with pytest.raises(
-            PublishError, match=r"something else.*'embed\.table' on rank 0 at .*'head\.table' on rank 0"
-        ):
+        with pytest.raises(PublishError, match=r"something else.*'embed\.table' on rank 0 at.*'head\.table' on rank 0"):
             publisher.publish(6)
 
 

@@ -253,7 +253,7 @@ def packed_copy_fault(layer: Any, vllm_config: Any) -> str:
                 continue
             if packed_again is None:
                 packed_again = nn.Module()
-                packed_again.weight = nn.Parameter(table, requires_grad=False)
+                packed_again.register_parameter("weight", nn.Parameter(table, requires_grad=False))
                 layer.quant_method.process_weights_after_loading(packed_again)
             expected = layer.quant_method.apply(packed_again, units)
             if not _are_equal(found, expected):
