@@ -1,4 +1,4 @@
-"""Installs by copies on a real vLLM of one rank: of layers that it does not pack; of the others by its loader."""
+"""Installs by copies on a real vLLM: of layers that it does not pack; of others by its loader. What is then proven."""
 
 from __future__ import annotations
 

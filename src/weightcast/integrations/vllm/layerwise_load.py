@@ -236,8 +236,8 @@ def packed_copy_fault(layer: Any, vllm_config: Any) -> str:
 
     The packed copy is read by what it computes: multiplied with a row of the unit matrix it gives a column of the
     table. Where that is another value than the table's, such as a subnormal number that the kernel takes for 0, what
-    vLLM packs of the same table now is held against it. Takes as long as the logits of so many tokens as the table has
-    columns, and the memory of another packed copy if a value differs.
+    vLLM packs of the same table now is held against it. Takes a few times as long as the logits of as many tokens as
+    the table has columns, and the memory of another packed copy if a value differs.
     """
     table: torch.Tensor = layer.weight.data
     num_columns = table.shape[1]
@@ -249,25 +249,21 @@ def packed_copy_fault(layer: Any, vllm_config: Any) -> str:
             units = torch.zeros(len(columns), num_columns, dtype=table.dtype)
             units[:, start : start + at_once].fill_diagonal_(1)
             found = layer.quant_method.apply(layer, units)
-            if _are_equal(found, columns):
+            if torch.equal(found, columns):
                 continue
             if packed_again is None:
                 packed_again = nn.Module()
                 packed_again.register_parameter("weight", nn.Parameter(table, requires_grad=False))
                 layer.quant_method.process_weights_after_loading(packed_again)
             expected = layer.quant_method.apply(packed_again, units)
-            if not _are_equal(found, expected):
-                differing = ~torch.isclose(found, expected, rtol=0, atol=0, equal_nan=True)
+            differing = ~torch.isclose(found, expected, rtol=0, atol=0, equal_nan=True)
+            if differing.any():
                 column, row = differing.nonzero()[0].tolist()
                 return (
                     f"has a packed copy beside it that is not what vLLM packs of it, first in row {row}, column "
                     f"{start + column}: {found[column, row].item()} in place of {expected[column, row].item()}"
                 )
     return ""
-
-
-def _are_equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def _is_cpu_experts(layer: nn.Module) -> bool:
