@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec
 from weightcast.integrations.plugin.acceptance import acceptance
-from weightcast.integrations.plugin.dry_run import dry_run, present
+from weightcast.integrations.plugin.dry_run import DryRunOutcome, dry_run, present
 from weightcast.integrations.plugin.model import Agree, LoaderEngine, alone
 
 HIDDEN, HEADS, EXPERTS, VOCAB = 16, 4, 4, 10
@@ -173,10 +173,15 @@ def without_memory(layer: nn.Module, _: str) -> tuple[dict[str, torch.Tensor], d
 
 
 class ModelEngine(LoaderEngine):
-    """Installs into a `Model`."""
+    """Installs into a `Model`. `packed_copies`: as in `RecordedMap`."""
 
     def __init__(
-        self, model: Model, *, agree: Agree = alone, reference: Mapping[str, torch.Tensor] | None = None
+        self,
+        model: Model,
+        *,
+        agree: Agree = alone,
+        reference: Mapping[str, torch.Tensor] | None = None,
+        packed_copies: Mapping[str, Callable[[], str]] = {},
     ) -> None:
         self.device = torch.device("cpu")
         self.model = model
@@ -184,7 +189,9 @@ class ModelEngine(LoaderEngine):
         self.after_copy: Callable[[Model], None] = lambda model: None
 
         def make_acceptance() -> Any:
-            trial = functools.partial(dry_run, model, without_memory)
+            def trial(specs: Sequence[TensorSpec]) -> DryRunOutcome:
+                return dataclasses.replace(dry_run(model, without_memory, specs), packed_copies=packed_copies)
+
             return acceptance(model, trial, specs(reference or checkpoint(0)), is_alone=model.size == 1)
 
         super().__init__(model, make_acceptance, (), agree)

@@ -114,6 +114,43 @@ def without_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", [TiedModel, SharedHead])
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_a_packed_copy_that_is_not_its_table_is_found(kind: type[Model], install: str) -> None:
+    """The engine makes it from the table after each load, and computes with it."""
+    model, tensors = kind(), without_head(checkpoint(1))
+    made: list[torch.Tensor] = []
+
+    def pack(model: Model) -> None:
+        made[:] = [model.embed.table.data.t().contiguous()]
+
+    def fault() -> str:
+        return "" if torch.equal(made[0].t(), model.embed.table.data) else "has a packed copy of something else"
+
+    engine = ModelEngine(model, packed_copies={"head.table": fault, "embed.table": lambda: ""})
+    engine.after_copy = pack
+    with fleet(TensorSource(tensors), engine, verify="installed", install=install) as (publisher, (client,)):
+        for number in (1, 2, 3):
+            tensors["embed.table"] += 1
+            (result,) = publisher.publish(number).engines.values()
+            assert result.unproven.keys() == OPAQUE | {"turned.router"}
+            assert "embed.table" in engine.install_map.opaque, "the loader would not make the packed copy again"
+        engine.after_copy = lambda model: None
+        tensors["embed.table"] += 1
+        with pytest.raises(
+            PublishError, match=r"'head\.table' on rank 0 has a packed copy of something else"
+        ) as failed:
+            publisher.publish(4)
+        assert "'embed.table'" not in str(failed.value)
+        assert client.gate.torn
+        engine.after_copy = pack
+        assert publisher.publish(5).ok
+        assert not client.held().differing
+        engine.after_copy = lambda model: (pack(model), CORRUPTIONS["a row of the embedding"][0](model))
+        with pytest.raises(PublishError, match=r"something else.*'embed\.table' on rank 0 at.*'head\.table' on rank 0"):
+            publisher.publish(6)
+
+
+@pytest.mark.parametrize("kind", [TiedModel, SharedHead])
 def test_a_tied_head_is_proven_by_a_source_that_does_not_name_it(kind: type[Model]) -> None:
     """As a checkpoint of Hugging Face's does not."""
     model, tensors = kind(), without_head(checkpoint(1))

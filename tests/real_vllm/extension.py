@@ -45,8 +45,28 @@ class Extension(Workers):
             digest.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
+    def test_flip_packed_bit(self, rank: int) -> None:
+        """Of the head's packed copy, on that rank of the world."""
+        if rank == _world_rank(self):
+            head = self.model_runner.get_model().lm_head  # type: ignore[attr-defined]
+            pack_with_a_flipped_bit(head, row=101, column=77, bit=0)
+
     def test_pid(self) -> int:
         return os.getpid()
+
+
+def pack_with_a_flipped_bit(layer: Any, row: int, column: int, bit: int) -> None:
+    """Have a layer compute with what vLLM packs of its table with one other bit. `bit`: -1 for the highest one.
+
+    oneDNN's memory can't be reached from outside.
+    """
+    table = layer.weight.data.clone()
+    words = table.view({2: torch.int16, 4: torch.int32}[table.itemsize])
+    words[row, column] ^= torch.tensor(1 << bit % (8 * table.itemsize)).to(words.dtype)
+    damaged: Any = torch.nn.Module()
+    damaged.weight = torch.nn.Parameter(table, requires_grad=False)
+    layer.quant_method.process_weights_after_loading(damaged)
+    layer.cpu_linear = damaged.cpu_linear
 
 
 def _world_rank(worker: Any) -> int:

@@ -42,7 +42,8 @@ ENVIRONMENT = {
 class Setup:
     """How a server is started. `endpoints`: with weightcast's own routes, which vLLM loads only when they are named.
 
-    `backend`: the weight transfer backend; None: a server that was started without one.
+    `backend`: the weight transfer backend; None: a server that was started without one. `speculation`: vLLM's method of
+    proposing tokens by what came before in a request; "": it proposes none.
     """
 
     family: str = "qwen3"
@@ -52,10 +53,12 @@ class Setup:
     endpoints: bool = True
     backend: str | None = "weightcast"
     token: str = ""
+    speculation: str = ""
 
     def __str__(self) -> str:
         words = [self.family, str(self.dtype).removeprefix("torch."), f"tp{self.tp}", f"dp{self.dp}"]
         words += ["endpoints" if self.endpoints else "stock-routes"] if self.backend else ["no-backend"]
+        words += [self.speculation] if self.speculation else []
         return "-".join(words)
 
 
@@ -122,19 +125,24 @@ class Server(ServerProcess):
         super().__init__("vllm", port=port, is_forked=is_forked)
         self.setup = setup
         self.cold = cold
-        self._folder = folder
+        self.folder = folder
         self._extension = extension
 
     def _command(self) -> list[str]:
         setup = self.setup
-        command = [python_of("vllm"), "-m", "vllm.entrypoints.cli.main", "serve", str(self._folder)]
-        command += ["--served-model-name", "tiny", str(self._folder), "--host", "127.0.0.1", "--port", str(self.port)]
+        command = [python_of("vllm"), "-m", "vllm.entrypoints.cli.main", "serve", str(self.folder)]
+        command += ["--served-model-name", "tiny", str(self.folder), "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", str(setup.dtype).removeprefix("torch."), "--enforce-eager"]
         command += ["--enable-scale-out"]  # the one HTTP route that says which tokens came from which version
         command += ["--max-model-len", "512", "--max-num-seqs", "16", "--worker-extension-cls", self._extension]
         # Enough for so many of that length; else each rank would fill a gigabyte.
         command += ["--num-gpu-blocks-override", "64"]
         command += ["--tensor-parallel-size", str(setup.tp), "--data-parallel-size", str(setup.dp)]
+        if setup.speculation:
+            # Of the request alone, so that a server that has answered others proposes the same.
+            alone = {"ngram": {"prompt_lookup_min": 1}, "suffix": {"suffix_decoding_max_cached_requests": 0}}
+            speculation = {"method": setup.speculation, "num_speculative_tokens": 3, **alone[setup.speculation]}
+            command += ["--speculative-config", json.dumps(speculation)]
         if setup.backend is not None:
             command += ["--weight-transfer-config", json.dumps({"backend": setup.backend})]
         return command

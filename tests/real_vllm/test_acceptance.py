@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import importlib.util
 import subprocess
 import sys
 import threading
@@ -23,6 +24,12 @@ from real_vllm.trainer import FILE, GLOO, IPC, trainer
 from weightcast import HttpEngine, ModuleSource, Publisher
 
 BF16 = Setup(dtype=torch.bfloat16)
+SPECULATING = [Setup(speculation="ngram")]
+if importlib.util.find_spec("arctic_inference") is not None:  # it is built for minutes, and nothing else needs it
+    SPECULATING.append(Setup(speculation="suffix"))
+REPETITIVE = PROMPT * 3
+"""A prompt in which an n-gram is found for what comes next."""
+NUM_SPECULATED = 40
 NUM_BEFORE_PAUSE = 20
 QUIET_SECONDS = 2.0
 """A part that the server has sent comes within this time."""
@@ -39,6 +46,18 @@ def test_alternating_publishes_serve_what_was_published(server: Server, transpor
             report = it.publish(seed)
             assert report.ok
             assert server.version() == str(report.version)
+            assert_serves(server, seed)
+
+
+@on(*SPECULATING)
+def test_an_engine_that_speculates_without_a_draft_model_is_updated_like_any_other(server: Server) -> None:
+    with trainer(server.setup, server.url, verify="installed") as it:
+        for seed in (1, 0, 1):
+            version = it.publish(seed).version
+            assert server.version() == str(version)
+            num_drafts = server.metric("vllm:spec_decode_num_drafts_total")
+            assert_answered(server, seed, REPETITIVE, server.ask(REPETITIVE, NUM_SPECULATED))
+            assert server.metric("vllm:spec_decode_num_drafts_total") > num_drafts
             assert_serves(server, seed)
 
 

@@ -1,4 +1,4 @@
-"""Installs by copies on a real vLLM of one rank: of layers that it does not pack; of the others by its loader."""
+"""Installs by copies on a real vLLM: of layers that it does not pack; of others by its loader. What is then proven."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from typing import Any
 import pytest
 import torch
 from publishers import publisher_of
+from real_engines.setups import on
 
+from real_vllm.cold import assert_serves
+from real_vllm.extension import pack_with_a_flipped_bit
 from real_vllm.offline import Offline, OfflineSetup, offline_on
 from real_vllm.oracle import NUM_TOKENS, PROMPT
-from real_vllm.test_model import BF16, DENSE, EXPERTS, TIED, engine_of, weights
-from weightcast import LocalEngine, TensorSource
+from real_vllm.servers import TWO, Server
+from real_vllm.test_model import BF16, DENSE, EMBEDDING, EXPERTS, HEAD, TIED, engine_of, weights
+from real_vllm.trainer import trainer
+from weightcast import LocalEngine, TensorSource, cli
+from weightcast.cli import exits
 from weightcast.errors import PublishError
 
 PLAIN, PLAIN_TIED, PLAIN_EXPERTS = (OfflineSetup(f, packs=False) for f in ("qwen3", "llama-tied", "qwen3-moe"))
+TIED_BF16 = OfflineSetup("llama-tied", torch.bfloat16, torch.bfloat16)
 PLAIN_LATENT = OfflineSetup("deepseek-v2", packs=False, attention="CPU_MLA")
 
 
@@ -108,3 +115,92 @@ def test_one_bit_of_a_fused_weight_is_found(offline: Offline) -> None:
         engine.commit = commit  # type: ignore[method-assign]
         assert publisher.publish(3).ok
     assert offline.ask(PROMPT, NUM_TOKENS) == offline.cold[0]
+
+
+# --- tables of which vLLM keeps a packed copy, for logits on a CPU ---
+
+
+@offline_on(TIED, TIED_BF16, DENSE)
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_one_bit_of_a_packed_copy_is_found(offline: Offline, install: str) -> None:
+    tensors = {name: tensor.clone() for name, tensor in weights(offline, 0).items()}
+    engine, head = engine_of(offline), offline.model.lm_head
+    options = {"transport": "ipc://", "verify": "installed", "install": install, "bucket_size_bytes": 1 << 18}
+    with publisher_of(TensorSource(tensors), engines=[LocalEngine(engine)], **options) as publisher:
+        for _ in range(2):
+            (result,) = publisher.publish().engines.values()
+            assert result.unproven.keys().isdisjoint({EMBEDDING, HEAD})
+        commit = engine.commit
+        for bit in (0, -1):  # the lowest one and the sign
+
+            def corrupting(version: Any, bit: int = bit) -> None:
+                commit(version)
+                pack_with_a_flipped_bit(head, row=301, column=77, bit=bit)
+
+            engine.commit = corrupting  # type: ignore[method-assign]
+            with pytest.raises(PublishError, match=f"{HEAD!r} on rank 0 has .* packed copy .* row 301, column 77: "):
+                publisher.publish()
+            engine.commit = commit  # type: ignore[method-assign]
+            assert publisher.publish().ok
+    assert offline.ask(PROMPT, NUM_TOKENS) == offline.cold[0]
+
+
+@offline_on(TIED, TIED_BF16, DENSE)
+def test_a_packed_copy_of_any_values_is_known_to_be_whole(offline: Offline) -> None:
+    """Kernels may take subnormal numbers for 0, and infinities make NaNs of their rows."""
+    tensors = {name: tensor.clone() for name, tensor in weights(offline, 0).items()}
+    for name in {EMBEDDING, HEAD} & tensors.keys():
+        rows = tensors[name]
+        rows[7, :5] = torch.tensor([-0.0, 0.0, 1e-39, -1e-39, torch.finfo(rows.dtype).max])
+        rows[8], rows[9], rows[10, 3], rows[11, 3] = 0, 1e-39, torch.inf, torch.nan
+    source = TensorSource(tensors)
+    engine = engine_of(offline)
+    with publisher_of(source, transport="ipc://", engines=[LocalEngine(engine)], verify="installed") as publisher:
+        for _ in range(2):
+            (result,) = publisher.publish().engines.values()
+            assert result.unproven.keys().isdisjoint({EMBEDDING, HEAD})
+        for name, tensor in weights(offline, 0).items():
+            tensors[name].copy_(tensor)
+        assert publisher.publish().ok
+    assert offline.ask(PROMPT, NUM_TOKENS) == offline.cold[0]
+
+
+@offline_on(TIED_BF16)
+def test_each_bit_that_flips_in_a_packed_copy_is_found(offline: Offline) -> None:
+    values = [cell.cell_contents for cell in offline.model.lm_head.cpu_linear.__closure__]
+    packed = [value for value in values if isinstance(value, torch.Tensor)]
+    if not packed:
+        pytest.skip("this CPU has no AMX: vLLM packs with oneDNN, whose memory can't be reached")
+    engine = engine_of(offline)
+    with publisher_of(TensorSource(weights(offline, 0)), transport="ipc://", engines=[LocalEngine(engine)]) as it:
+        it.publish()
+        packed = [cell.cell_contents for cell in offline.model.lm_head.cpu_linear.__closure__]
+        (words,) = [value.view(torch.int16).view(-1) for value in packed if isinstance(value, torch.Tensor)]
+        assert engine.install_map is not None
+        for bit in range(16):
+            place = 31 + 997 * bit
+            words[place] ^= torch.tensor(1 << bit).to(torch.int16)
+            (held, head), _ = engine.install_map.held(0, 1 << 20, [EMBEDDING])
+            assert (held.unproven, held.fault) == ("", "")
+            assert "packed copy" in head.fault, bit
+            words[place] ^= torch.tensor(1 << bit).to(torch.int16)
+            assert not any(tensor.fault for tensor in engine.install_map.held(0, 1 << 20, [EMBEDDING])[0])
+
+
+@on(TWO)
+def test_a_server_with_a_flipped_bit_in_a_packed_copy_is_found_and_taken_out_of_service(server: Server) -> None:
+    verify = ["verify", str(server.folder), "--engine", server.url, "--quarantine"]
+    with trainer(server.setup, server.url, verify="installed") as it:
+        for _ in range(2):
+            (result,) = it.publish(0).engines.values()
+            assert result.unproven.keys().isdisjoint({EMBEDDING, HEAD})
+            assert cli.main(verify) == exits.OK
+        server.call("test_flip_packed_bit", 1)
+        assert cli.main(verify) == exits.NEGATIVE
+        assert server.complete(PROMPT, 1).status_code != 200
+        it.publish(0)
+        assert cli.main(verify) == exits.OK
+        for path in ("/sleep?level=1", "/wake_up"):
+            assert server.post(path).status_code == 200
+        assert cli.main(verify) == exits.OK
+    assert_serves(server, 0)

@@ -8,12 +8,13 @@ import gc
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 import torch
 
+from real_vllm.conftest import Checkpoints
 from real_vllm.models import make_model, model_of
 from real_vllm.offline import Offline, OfflineSetup, offline_on
 from real_vllm.oracle import FAR, NUM_TOKENS, PROMPT, assert_is_of, assert_other, deviation
@@ -722,6 +723,32 @@ def test_a_sleep_of_another_kind_is_refused_by_its_name(offline: Offline, monkey
     assert internals.unsupported(offline.config) == ["sleep_mode_backend='another'"]
     monkeypatch.setattr(model, "sleep_mode_backend", "cumem")
     assert internals.unsupported(offline.config) == []
+
+
+@offline_on(DENSE)
+def test_speculation_is_refused_but_for_what_has_no_draft_model(
+    offline: Offline, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vLLM's own configuration, and by every method that it knows."""
+    from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
+
+    config = offline.config
+    targets = {"target_model_config": config.model_config, "target_parallel_config": config.parallel_config}
+    for method in ("ngram", "ngram_gpu"):
+        own = SpeculativeConfig(method=method, num_speculative_tokens=3, **targets)
+        assert own.use_ngram()
+        monkeypatch.setattr(config, "speculative_config", own)
+        assert internals.unsupported(config) == []
+    folder = str(checkpoint(offline.setup.family, 0, offline.setup.saved_dtype))
+    draft = SpeculativeConfig(method="draft_model", model=folder, num_speculative_tokens=3, **targets)
+    monkeypatch.setattr(config, "speculative_config", draft)
+    assert internals.unsupported(config) == ["speculative_config (a draft model)"]
+    accepted = set()
+    for method in get_args(SpeculativeMethod):
+        monkeypatch.setattr(config, "speculative_config", types.SimpleNamespace(method=method))
+        if not internals.unsupported(config):
+            accepted.add(method)
+    assert accepted == {"ngram", "ngram_gpu", "suffix"}
 
 
 @offline_on(TIED)

@@ -144,8 +144,9 @@ class HeldWeights(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an engine holds, all of one version: of each of `tensors` a digest by name (see `tensor_digest`).
 
     `blocks`: what each rank holds of those that were asked for by name. `differing`: tensors of which the engine's
-    ranks hold different values, by name, and where. `unproven`: those that can't be read out of the engine, and why.
-    `next`: the number of the tensor to go on from; -1 if that was all.
+    ranks hold different values, or of which a rank computes with other values than it holds, by name, and where.
+    `unproven`: those that can't be read out of the engine, and why. `next`: the number of the tensor to go on from; -1
+    if that was all.
     """
 
     run: str

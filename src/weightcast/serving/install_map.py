@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from weightcast.checkpoint.live import InstallMap, ModuleMembers
-from weightcast.errors import IntegrityError, ManifestError, UnsupportedError, malformed
+from weightcast.errors import IntegrityError, ManifestError, UnsupportedError, listed, malformed
 from weightcast.format.bucket import DTYPE_NAMES, narrow
 from weightcast.format.geometry import (
     Region,
@@ -105,11 +105,15 @@ class PlacedDigest(msgspec.Struct, frozen=True):
 
 
 class HeldTensor(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an engine rank holds of a tensor: `regions`, none if it needs none of it. `unproven`: why it can't say."""
+    """What an engine rank holds of a tensor: `regions`, none if it needs none of it. `unproven`: why it can't say.
+
+    `fault`: how what the rank computes with differs from its own parameter.
+    """
 
     spec: TensorSpec
     regions: list[PlacedDigest] = []
     unproven: str = ""
+    fault: str = ""
 
 
 @runtime_checkable
@@ -146,11 +150,15 @@ class RecordedMap(InstallMap):
         opaque: Mapping[str, str],
         *,
         tied: Mapping[str, str] = {},
+        packed_copies: Mapping[str, Callable[[], str]] = {},
     ) -> None:
         """`catalog`: what was recorded. `targets`: of every copy, by the model's name.
 
         `opaque`: names that stay with the loader, with the reason. `tied`: the model's parameters that are others' as
-        well, under the names of a checkpoint, whose tensors the engine wants to see in any case.
+        well, under the names of a checkpoint, whose tensors the engine wants to see in any case. `packed_copies`: the
+        model's parameters beside which the engine keeps a copy of its own that it computes with, each with a function
+        that returns how that copy differs from the parameter, or "". Such a parameter can be read, though it stays with
+        the loader.
         """
         self._catalog = catalog
         self._model = model
@@ -165,7 +173,15 @@ class RecordedMap(InstallMap):
             self._copies.setdefault(copy.name, []).append(copy)
         for name, reason in _entangled(copies, targets).items():
             self._opaque.setdefault(name, reason)
+        self._packed_copies = packed_copies
         self._proven = set[str]()
+        self._unread = set[str]()
+        """Opaque names whose parameters can be read, once an install has shown that the loader copies to them."""
+        self._readable = set[str]()
+        for name, own in self._copies.items():
+            if name not in self._opaque and any(copy.target in packed_copies for copy in own):
+                self._opaque[name] = "the engine computes with a packed copy of it, which its loader has to make again"
+                self._unread.add(name)
         super().__init__({})
         self._members = ModuleMembers([])
         """The model's modules, and what those have that hold the live tensors."""
@@ -198,7 +214,7 @@ class RecordedMap(InstallMap):
         return self._is_expired or layers_of(self._model) != self._layers or any(apart)
 
     def has(self, name: str) -> bool:
-        return name in self._copies and name not in self._opaque
+        return name in self._copies and (name not in self._opaque or name in self._unread)
 
     def modules(self, names: Collection[str]) -> set[str]:
         """The modules that the copies of these tensors fill."""
@@ -255,8 +271,7 @@ class RecordedMap(InstallMap):
                 register = module._parameters if leaf in module._parameters else module._buffers
                 tensor = register.get(leaf)
                 registers.append(register)
-            form = None if tensor is None else TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-            if tensor is None or tensor.is_meta or form != target:
+            if tensor is None or tensor.is_meta or _form(tensor) != target:
                 logger.warning("%s is not as it was when the model's loader was tried: it is to be tried again", name)
                 self._live, self._is_expired = {}, True
                 return False
@@ -282,14 +297,20 @@ class RecordedMap(InstallMap):
     def prove(self, tensors: Iterable[tuple[str, Sequence[torch.Tensor | str]]]) -> None:
         """After an install through the loader: compare what `cut` or `digests` gave of these with the live blocks.
 
-        Those that are equal, bit by bit, are proven; any other stays with the loader, and is named in a warning.
+        Those that are equal, bit by bit, are proven, or can be read if they stay with the loader; any other stays with
+        the loader, can't be read, and is named in a warning.
         """
         if not self.bind():
             return
         with torch.inference_mode():
             for name, sources in tensors:
-                if all(map(_same_bits, self.blocks(name), sources)):
-                    self._proven.add(name)
+                if name in self._unread:
+                    self._unread.discard(name)
+                    known, live = self._readable, self._blocks_to_read(name)
+                else:
+                    known, live = self._proven, self.blocks(name)
+                if live and all(map(_same_bits, live, sources)):
+                    known.add(name)
                 else:
                     self._opaque[name] = "the loader makes other values of it than a copy does"
                     logger.warning(
@@ -321,24 +342,47 @@ class RecordedMap(InstallMap):
         copies = self._copies.get(owner.spec.name, [])
         if owner.unproven or any(copy.target != owner.spec.name for copy in copies):
             return HeldTensor(spec, unproven=owner.unproven or f"it is tied to {owner.spec.name!r}")
-        live = _parameter(self._model, name)
-        if live is None or live.shape != self._live[owner.spec.name].shape:
+        live, owned = _parameter(self._model, name), _parameter(self._model, owner.spec.name)
+        if live is None or owned is None or live.shape != owned.shape:
             return HeldTensor(spec, unproven=f"the model has no {name} of the form of {owner.spec.name}")
-        if live.data_ptr() == self._live[owner.spec.name].data_ptr():
-            return HeldTensor(spec, owner.regions)
-        return self._read(spec, [copy.source for copy in copies], [copy.block.of(live.data) for copy in copies])
+        fault = self._fault([name])
+        if live.data_ptr() == owned.data_ptr():
+            return HeldTensor(spec, owner.regions, fault=fault)
+        return self._read(spec, [copy.source for copy in copies], [copy.block.of(live.data) for copy in copies], fault)
 
     def _held(self, spec: TensorSpec) -> HeldTensor:
-        if spec.name in self._opaque:
+        if spec.name in self._opaque and spec.name not in self._readable | self._unread:
             return HeldTensor(spec, unproven=self._opaque[spec.name])
         if spec.name not in self._copies:
             return HeldTensor(spec)
-        if spec.name not in self._proven:
+        if spec.name not in self._proven and spec.name not in self._readable:
             return HeldTensor(spec, unproven="weightcast has not installed it yet")
-        return self._read(spec, [copy.source for copy in self._copies[spec.name]], self.blocks(spec.name))
+        copies = self._copies[spec.name]
+        live = self._blocks_to_read(spec.name) if spec.name in self._readable else self.blocks(spec.name)
+        if not live:
+            return HeldTensor(spec, unproven="the model's parameters are no longer what they were")
+        fault = self._fault(dict.fromkeys(copy.target for copy in copies))
+        return self._read(spec, [copy.source for copy in copies], live, fault)
+
+    def _blocks_to_read(self, name: str) -> list[torch.Tensor]:
+        """The live blocks of a tensor that stays with the loader; none if a parameter is not as it was recorded."""
+        found = []
+        for copy in self._copies[name]:
+            live = _parameter(self._model, copy.target)
+            if live is None or _form(live) != self._targets[copy.target]:
+                return []
+            found.append(copy.block.of(live.data))
+        return found
+
+    def _fault(self, parameters: Iterable[str]) -> str:
+        """Return how the packed copies of these parameters differ from them."""
+        faults = [self._packed_copies[name]() for name in parameters if name in self._packed_copies]
+        return "; ".join(filter(None, faults))
 
     @staticmethod
-    def _read(spec: TensorSpec, sources: Sequence[StridedBlock], live: Sequence[torch.Tensor]) -> HeldTensor:
+    def _read(
+        spec: TensorSpec, sources: Sequence[StridedBlock], live: Sequence[torch.Tensor], fault: str
+    ) -> HeldTensor:
         dtypes = {DTYPE_NAMES[block.dtype] for block in live}
         if len(dtypes) > 1:
             return HeldTensor(spec, unproven=f"it is held as {' and '.join(sorted(dtypes))}")
@@ -347,7 +391,7 @@ class RecordedMap(InstallMap):
         except ManifestError as exc:
             return HeldTensor(spec, unproven=str(exc))
         regions = [PlacedDigest(region, tensor_digest(view, region, spec.shape)) for region, view in parts]
-        return HeldTensor(msgspec.structs.replace(spec, dtype=dtypes.pop()), regions)
+        return HeldTensor(msgspec.structs.replace(spec, dtype=dtypes.pop()), regions, fault=fault)
 
     def _exclude_entangled_modules(self) -> None:
         """A module that is filled with anything that stays with the loader is filled by the loader alone."""
@@ -404,6 +448,9 @@ def held_weights(
             found.differing[spec.name] = str(exc)
         except UnsupportedError as exc:
             found.unproven[spec.name] = str(exc)
+        faults = [f"on rank {rank} {held.fault}" for rank, held in zip(ranks, of_ranks, strict=True) if held.fault]
+        if faults:
+            found.differing.setdefault(spec.name, f"{spec.name!r} {listed(faults)}")
         if with_blocks:
             found.blocks[spec.name] = [
                 HeldBlock(rank, placed.region, placed.digest)
@@ -434,6 +481,10 @@ def whole_digest(ranks: Mapping[int, HeldTensor]) -> str:
     except ManifestError as exc:
         raise UnsupportedError(f"its ranks do not hold all of it: {exc}") from exc
     return functools.reduce(add, (digest for digest, _ in found.values()), "0" * 32)
+
+
+def _form(tensor: torch.Tensor) -> TargetForm:
+    return TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _module(target: str) -> str:

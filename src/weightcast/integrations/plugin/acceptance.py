@@ -203,7 +203,9 @@ def _accepted(
         names=frozenset(spec.name for spec in specs),
         tied=tied,
         calls=outcome.calls,
-        install_map=RecordedMap(model, specs, outcome.copies, targets, outcome.opaque, tied=tied),
+        install_map=RecordedMap(
+            model, specs, outcome.copies, targets, outcome.opaque, tied=tied, packed_copies=outcome.packed_copies
+        ),
         modules=frozenset(name.rpartition(".")[0] for name in written),
         beside=outcome.beside,
         together=outcome.together,

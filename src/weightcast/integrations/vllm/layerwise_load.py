@@ -29,6 +29,8 @@ from weightcast.integrations.plugin.dry_run import present, twin
 from weightcast.integrations.vllm import internals
 
 Tensors = dict[str, torch.Tensor]
+_PRODUCT_BYTES = 16 << 20
+"""How much of a packed table is read at a time."""
 
 
 class Reload:
@@ -221,6 +223,47 @@ def _uses_what_it_is_given(layer: Any, weight: torch.Tensor) -> bool:
         except Exception:
             return False
     return [product.shape == (1, 1) and product.item() for product in products] == [1, 2]
+
+
+def has_packed_copy(layer: nn.Module) -> bool:
+    """Whether vLLM computes logits with a packed copy of this table, and keeps the table beside it for look-ups."""
+    is_table = type(getattr(layer, "quant_method", None)) is internals.require().embedding_method
+    return is_table and "cpu_linear" in vars(layer) and not has_plain_weights(layer)
+
+
+def packed_copy_fault(layer: Any, vllm_config: Any) -> str:
+    """Return how a layer's packed copy differs from its table, or "".
+
+    The packed copy is read by what it computes: multiplied with a row of the unit matrix it gives a column of the
+    table. Where that is another value than the table's, such as a subnormal number that the kernel takes for 0, what
+    vLLM packs of the same table now is held against it. Takes a few times as long as the logits of as many tokens as
+    the table has columns, and the memory of another packed copy if a value differs.
+    """
+    table: torch.Tensor = layer.weight.data
+    num_columns = table.shape[1]
+    packed_again: Any = None
+    at_once = max(1, _PRODUCT_BYTES // max(table[:, :1].nbytes, 1))
+    with internals.require().current_config(vllm_config), torch.inference_mode():
+        for start in range(0, num_columns, at_once):
+            columns = table[:, start : start + at_once].t()
+            units = torch.zeros(len(columns), num_columns, dtype=table.dtype)
+            units[:, start : start + at_once].fill_diagonal_(1)
+            found = layer.quant_method.apply(layer, units)
+            if torch.equal(found, columns):
+                continue
+            if packed_again is None:
+                packed_again = nn.Module()
+                packed_again.register_parameter("weight", nn.Parameter(table, requires_grad=False))
+                layer.quant_method.process_weights_after_loading(packed_again)
+            expected = layer.quant_method.apply(packed_again, units)
+            differing = ~torch.isclose(found, expected, rtol=0, atol=0, equal_nan=True)
+            if differing.any():
+                column, row = differing.nonzero()[0].tolist()
+                return (
+                    f"has a packed copy beside it that is not what vLLM packs of it, first in row {row}, column "
+                    f"{start + column}: {found[column, row].item()} in place of {expected[column, row].item()}"
+                )
+    return ""
 
 
 def _is_cpu_experts(layer: nn.Module) -> bool:

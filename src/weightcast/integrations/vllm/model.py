@@ -27,9 +27,11 @@ from weightcast.integrations.plugin.model import Agree, LoaderEngine, Tensors, a
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.layerwise_load import (
     Reload,
+    has_packed_copy,
     has_plain_weights,
     in_checkpoint_form,
     is_packed,
+    packed_copy_fault,
     without_memory,
 )
 
@@ -97,6 +99,11 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
 
     with internals.require().current_config(vllm_config):
         outcome = loader_dry_run.dry_run(model, form, specs)
+    packed_copies = {
+        f"{name}.weight": functools.partial(packed_copy_fault, layer, vllm_config)
+        for name, layer in packed.items()
+        if has_packed_copy(layer)
+    }
     # vLLM packs these, so that a copy to their parameters is not all.
     opaque = dict(outcome.opaque)
     reasons: dict[str, str] = {}
@@ -105,7 +112,7 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
     for target in outcome.targets.values():
         name = target.name.rpartition(".")[0]
         if name in packed and target.loaded:
-            if not has_plain_weights(packed[name]):
+            if target.name not in packed_copies and not has_plain_weights(packed[name]):
                 reasons[target.name] = f"vLLM keeps {name} in another form than a checkpoint's"
             if name not in calls:
                 passed_by.append(target.name)
@@ -113,7 +120,9 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
         if copy.target in reasons:
             opaque.setdefault(copy.name, reasons[copy.target])
     faults = {"": f"without a call of their loaders it sets {', '.join(passed_by)}"} if passed_by else {}
-    return dataclasses.replace(outcome, calls=calls, faults=outcome.faults | faults, opaque=opaque)
+    return dataclasses.replace(
+        outcome, calls=calls, faults=outcome.faults | faults, opaque=opaque, packed_copies=packed_copies
+    )
 
 
 def _checkpoint_form(
