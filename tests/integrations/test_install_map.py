@@ -288,8 +288,8 @@ def test_what_was_copied_to_is_the_models_when_it_is_committed(
 
     run = BlockCopies.run
 
-    def run_then_replace(copies: BlockCopies) -> None:
-        run(copies)
+    def run_then_replace(copies: BlockCopies, **options: bool) -> None:
+        run(copies, **options)
         replace_once()
 
     monkeypatch.setattr(BlockCopies, "run", run_then_replace)

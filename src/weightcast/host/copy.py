@@ -74,10 +74,13 @@ class PreparedCopies:
             else:
                 self._jobs.append(functools.partial(_copy_batch, *zip(*pairs, strict=True)))
 
-    def are_in_place(self) -> bool:
-        """Whether all have the memory that they had: to copy to or from where another's may be by now ends badly."""
+    def are_in_place(self, *, targets: bool = True) -> bool:
+        """Whether all have the memory that they had: to copy to or from where another's may be by now ends badly.
+
+        `targets`: False where the caller has just looked at these.
+        """
         are_sources = all(storage.data_ptr() == address for address, storage in self._storages.items())
-        return are_sources and places(self._targets) == self._places
+        return are_sources and (not targets or places(self._targets) == self._places)
 
     def run(self, *, bytes_per_thread: int = _BYTES_PER_THREAD) -> None:
         """Copy. Raises RuntimeError as torch does."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -59,18 +60,20 @@ class BlockCopies:
         self._sources = sources
         self._prepared: tuple[object, PreparedCopies] | None = None
 
-    def run(self) -> None:
-        """Copy. Raises InstallError where the model has changed."""
+    def run(self, *, is_bound: bool = False) -> None:
+        """Copy. `is_bound`: the map has been bound since anything else ran. Raises InstallError for a changed model."""
         if not self._pieces:
             return
-        prepared = self._prepared
-        if prepared is None or prepared[0] is not self._install_map.live or not prepared[1].are_in_place():
-            if not self._install_map.bind():
+        live, copies = self._prepared or (None, None)
+        is_known = copies is not None and live is self._install_map.live
+        if copies is None or not is_known or not copies.are_in_place(targets=not is_bound):
+            if not is_bound and not self._install_map.bind():
                 raise InstallError("the model's parameters have changed their form during the install: publish again")
             targets = [block for name, piece in self._pieces for block in self._install_map.blocks(name, piece)]
-            prepared = self._prepared = self._install_map.live, PreparedCopies(targets, self._sources)
+            copies = PreparedCopies(targets, self._sources)
+            self._prepared = self._install_map.live, copies
         with torch.inference_mode():
-            prepared[1].run()
+            copies.run()
 
 
 @dataclasses.dataclass(slots=True)
@@ -242,13 +245,14 @@ class LoadPlan:
             install = self._mapped_install(self._install_map, views, staged)
         self.has_lent_views = bool(install.rest)
         to_prove = _came(self._install_map, install.to_prove)
-        self._load_mapped(install, install.names, is_last=True)
+        self._load_mapped(install, install.names, is_last=True, is_bound=not install.rest)
         if to_prove:
             self._install_map.prove(to_prove.items())
 
-    def _load_mapped(self, load: _MappedLoad, names: Collection[str], *, is_last: bool) -> None:
+    def _load_mapped(self, load: _MappedLoad, names: Collection[str], *, is_last: bool, is_bound: bool = False) -> None:
         assert isinstance(self.engine, Mapped)
-        self.engine.load_mapped(load.rest, names, load.copies.run, is_last=is_last)
+        run = functools.partial(load.copies.run, is_bound=is_bound)
+        self.engine.load_mapped(load.rest, names, run, is_last=is_last)
 
     def _mapped_install(
         self, install_map: InstallMap, views: Sequence[list[torch.Tensor]], staged: StagedBuckets

@@ -50,7 +50,7 @@ from weightcast.host.copy import PreparedCopies, copy_all
 from weightcast.native.tables import Chunks, PackTable, Sums, added, digest, places, spans_of, unfilled_chunks
 from weightcast.seams.source import Held, Regions
 
-_CACHED_BYTES = 2 << 20
+_CACHED_BYTES = 8 << 20
 """A bucket of at most so many bytes is read again while it is in a cache; a larger one is written past the caches."""
 _MAX_INNER = 16
 """What the second of two dims in place of one divides (see `Held`): buckets are cut at multiples of 256 bytes, which
