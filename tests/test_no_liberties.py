@@ -66,6 +66,7 @@ CHANGING = {"update", "setdefault", "pop", "popitem", "clear", "append", "insert
 
 PROGRAM = "a program of weightcast's own, which is the whole process"
 TESTS = "for tests, and undone when its `with` ends"
+KEY = "tells storages without memory apart; nothing is read there"
 PERMITTED: dict[tuple[str, str], str] = {
     ("__init__", "sets an item of a namespace"): "its own exports, imported when they are asked for",
     ("bench.model", "sets os.environ"): PROGRAM,
@@ -92,11 +93,15 @@ PERMITTED: dict[tuple[str, str], str] = {
     ("demo.policy", "torch.random.fork_rng"): PROGRAM,
     ("demo.policy", "torch.manual_seed"): PROGRAM,
     ("demo.supervisor", "signal.signal"): PROGRAM,
+    ("checkpoint.conversion", "uses ._cdata"): KEY,
+    ("checkpoint.live", "uses ._cdata"): KEY,
+    ("checkpoint.sharding", "uses ._cdata"): KEY,
     ("demo.trainer", "signal.signal"): PROGRAM,
     ("demo.trainer", "os.dup2"): PROGRAM,
     ("demo.trainer", "torch.set_num_threads"): PROGRAM,
     ("demo.trainer", "torch.distributed.init_process_group"): PROGRAM,
     ("demo.trainer", "signal.alarm"): PROGRAM,
+    ("engines.module", "torch.autograd.graph.increment_version"): "torch's own way to say that tensors were written to",
     ("format.bucket", "sets an item of a namespace"): "a dictionary of its own, of that name",
     ("host.closing", "atexit.register"): "closes what is open before threads end in torch; changes nothing else",
     ("host.closing", "os.register_at_fork"): "closes weightcast's own sockets in a child; changes nothing else",
@@ -126,6 +131,7 @@ PERMITTED: dict[tuple[str, str], str] = {
     ("integrations.sglang.scheduler", "sets .message of reply"): "a reply that weightcast answers with",
     ("integrations.sglang.stock.group", "os.dup2"): "in a forked child: sockets of a group that its parent uses",
     ("integrations.torchrl.engines", "torch._C._storage_Use_Count"): "reads whether a loader has kept a tensor",
+    ("integrations.torchrl.engines", "uses ._cdata"): "what torch counts the uses of; nothing is read there",
     ("integrations.torchrl.weights", "warnings.catch_warnings"): "TorchRL warns of what its user has not asked for",
     ("integrations.torchrl.weights", "warnings.simplefilter"): "within that `with`",
     ("integrations.vllm.layerwise_load", "setattr(self._layer)"): "fills a layer's parameter, as vLLM's reload does",
@@ -159,6 +165,8 @@ PERMITTED: dict[tuple[str, str], str] = {
     ("process_group", "sets os.environ"): "the same settings",
     ("testing.fake_libcuda", "os.set_inheritable"): "of a descriptor of its own, as a driver's is",
     ("testing.fake_libcuda", "setattr(self)"): TESTS,
+    ("testing.fake_libcuda", "uses .from_address"): TESTS,
+    ("testing.lazy_gpu", "uses .from_address"): TESTS,
     ("testing.faults", "sets an item of a namespace"): TESTS,
     ("testing.faults", "changes a namespace"): TESTS,
     ("testing.lazy_gpu", "torch.utils._python_dispatch.TorchDispatchMode"): TESTS,
@@ -214,6 +222,8 @@ def targets_of(node: ast.AST) -> list[ast.expr]:
 
 NEAR_OTHERS = ("integrations.", "checkpoint.", "sources.")
 """Here objects of other libraries go by names of any kind: each attribute that is set on one is a place."""
+BY_ADDRESS = ("from_address", "string_at", "memmove", "_cdata", "__array_interface__")
+"""Memory of any object, or an object of torch's, by its address."""
 OWN_OBJECTS = {
     *("self._mutex", "self._engine.worker", "self._workers", "self._sockets", "self._taken", "server", "load"),
     *("made.probe", "exc.torn"),
@@ -237,6 +247,8 @@ def liberties(source: str, *, is_near_others: bool = False) -> Iterator[tuple[in
         lineno = getattr(node, "lineno", 0)
         if isinstance(node, (ast.Attribute, ast.Name)) and any(fnmatchcase(full(node), name) for name in NAMES):
             yield lineno, full(node)
+        if isinstance(node, ast.Attribute) and node.attr in BY_ADDRESS:
+            yield lineno, f"uses .{node.attr}"
         for target in targets_of(node):
             inner = target.value if isinstance(target, (ast.Subscript, ast.Attribute)) else None
             if inner is not None and is_foreign(inner):
@@ -295,6 +307,8 @@ def is_namespace(node: ast.expr) -> bool:
         ("import torch\ntorch._C._set_grad_enabled(False)", "torch._C._set_grad_enabled"),
         ("def f(manager):\n    manager.sleep = print", "sets .sleep of manager"),
         ("import torch as t\nt.backends.cudnn.benchmark = True", "sets torch.backends.cudnn"),
+        ("import ctypes\n(ctypes.c_ubyte * 8).from_address(id(None))", "uses .from_address"),
+        ("def f(tensor):\n    return tensor._cdata", "uses ._cdata"),
     ],
 )
 def test_each_kind_is_found(source: str, what: str) -> None:

@@ -148,6 +148,10 @@ def find_python(folder: Path, wheels: Path | None, dry: bool) -> list[str] | Non
                 shutil.copytree(part, site, dirs_exist_ok=True)
             paths.append(str(site))
     os.environ["PYTHONPATH"] = ":".join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    if not list((ROOT / "src" / "weightcast" / "native").glob("_core*.so")):
+        print("building the native core, which takes a C compiler and setuptools", flush=True)
+        build = [python, "setup.py", "--quiet", "build_ext", "--inplace"]
+        subprocess.run(build, cwd=ROOT, env={"WEIGHTCAST_CC": "auto", **os.environ}, check=False)
     done = subprocess.run([python, "-c", "import weightcast.testing, uvicorn"], capture_output=True, text=True)
     if done.returncode:
         print(done.stderr.strip().splitlines()[-1])
