@@ -235,3 +235,43 @@ def test_a_listener_that_was_out_of_descriptors_accepts_again_and_logs_one_line(
     assert ended.stdout == "connected\n", ended.stderr
     assert ended.stderr.count("could not be accepted") == 1
     assert "no file descriptor left" in ended.stderr
+
+
+_FEW_DESCRIPTORS = """
+import os, resource, sys
+import torch
+import weightcast
+from weightcast.control.local import LocalEngine
+
+model = torch.nn.Linear(8, 8)
+engine = LocalEngine(weightcast.ModuleEngine(torch.nn.Linear(8, 8)))
+publisher = weightcast.Publisher(weightcast.ModuleSource(model), transport="ipc://", engines=[engine])
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+held = []
+try:
+    while True:
+        held.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    pass
+for _ in range(int(sys.argv[1])):
+    os.close(held.pop())
+try:
+    publisher.publish()
+except (OSError, weightcast.errors.WeightcastError) as exc:
+    found = f"{type(exc).__name__}: {exc}"
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+for descriptor in held:
+    os.close(descriptor)
+assert publisher.publish().ok
+publisher.close()
+print(found)
+"""
+
+
+@pytest.mark.parametrize("num_left", [0, 3, 5])
+def test_a_publish_without_descriptors_says_so_and_the_next_one_goes(num_left: int) -> None:
+    program = [sys.executable, "-c", _FEW_DESCRIPTORS, str(num_left)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_SECONDS * 2, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "no file descriptor left, its limit is 256: raise that" in ended.stdout

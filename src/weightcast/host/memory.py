@@ -26,6 +26,7 @@ import msgspec
 
 from weightcast.errors import InsufficientMemoryError, UnsupportedError
 from weightcast.host.closing import on_failure
+from weightcast.host.descriptors import shortage
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +147,8 @@ class SealedMemory(mmap.mmap):
                 os.close(descriptor)
                 raise
         except OSError as exc:
-            raise InsufficientMemoryError(f"{size_bytes} bytes of shared memory could not be had: {exc}") from exc
+            reason = shortage(exc) or exc
+            raise InsufficientMemoryError(f"{size_bytes} bytes of shared memory could not be had: {reason}") from exc
         memory.location = MemoryLocation(os.getpid(), descriptor, name, size_bytes)
         memory._close_descriptor = weakref.finalize(memory, os.close, descriptor)
         memory._close_descriptor.atexit = False

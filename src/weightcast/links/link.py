@@ -340,9 +340,10 @@ class LinkListener:
         self._listener, self.address = _listen(run, host, port)
         self.port = 0 if host is None else int(self._listener.getsockname()[1])
         """The TCP port; 0 for a Unix socket."""
-        self._wake_reader, self._wake_writer = map(close_in_child, socket.socketpair())
+        with on_failure(self._listener.close):
+            self._wake_reader, self._wake_writer = map(close_in_child, socket.socketpair())
+            self._selector = selectors.DefaultSelector()
         self._accept_log = AcceptLog(logger, "a worker's link")
-        self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="weightcast-links", daemon=True)

@@ -27,6 +27,7 @@ from weightcast.errors import ClosedError, PublishReport, clear_frames, publish_
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
+from weightcast.host import descriptors
 from weightcast.host.closing import Closeable, ClosedOnExit, on_failure
 from weightcast.host.deadline import number_of_seconds
 from weightcast.links.link import LinkListener
@@ -291,8 +292,8 @@ class Publisher(ClosedOnExit):
         IncompatibleWeightsError if the source's tensors are not what its specs say, or not the same on all ranks;
         InsufficientMemoryError if the transport's arena does not fit; NotFiniteError (`check_finite`);
         UpdateAbortedError if the source streams its tensors and a bucket is needed again, for the engines that remain
-        when one was lost on the way; PeerError if a trainer rank dies, stalls or does not publish. After any of these
-        the next publish goes to every engine again.
+        when one was lost on the way; PeerError if a trainer rank dies, stalls or does not publish; OSError if there is
+        no file descriptor left to begin with. After any of these the next publish goes to every engine again.
         """
         self._require_here()  # first: the lock may be one that a thread of the other process holds
         with self._lock:
@@ -481,10 +482,11 @@ class Publisher(ClosedOnExit):
             pack_plan.packer(regions)
         if self._connections is None:
             seconds = self._options.deadline_seconds
-            sender = self._transport.sender(self._url, run=self.run, device=device, deadline_seconds=seconds)
-            with on_failure(sender.close):
-                host = None if self._transport.same_host else registry.host(self._url)
-                listener = LinkListener(self.run, host=host, heartbeat_seconds=self._options.lease_seconds / 4)
+            with descriptors.explained():
+                sender = self._transport.sender(self._url, run=self.run, device=device, deadline_seconds=seconds)
+                with on_failure(sender.close):
+                    host = None if self._transport.same_host else registry.host(self._url)
+                    listener = LinkListener(self.run, host=host, heartbeat_seconds=self._options.lease_seconds / 4)
             keeps_versions = self._transport.keeps_versions
             self._connections = Connections(sender, listener, device, keeps_versions=keeps_versions)
             self._process = os.getpid()
