@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -62,7 +63,8 @@ def test_a_rank_lost_at_a_bucket(ranks: Squad, number: int) -> None:
     assert ranks[1].hear("at") == 2
     ranks[1].signal(number)
     for _, text in errors_of(ranks, [0, 2], since):
-        assert "trainer rank 1" in text
+        # On a busy machine a living rank's sign may come too late as well.
+        assert re.search("trainer ranks? 1", text), text
     keeps(ranks, 1)
     if number == signal.SIGSTOP:
         ranks[1].signal(signal.SIGCONT)
