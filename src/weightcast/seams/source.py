@@ -27,6 +27,13 @@ Regions: TypeAlias = Mapping[str, Sequence[Held]]
 """What a trainer rank holds of each tensor, by its record's name. What it holds nothing of may be absent."""
 
 
+class LookedAtRegions(dict[str, Sequence[Held]]):
+    """Regions of a source that looks at all its tensors before it gives the same object again.
+
+    Others are looked at by the publisher, which costs as much a second time.
+    """
+
+
 class Source(Protocol):
     """Where weights come from: one trainer rank's share of a model in checkpoint form."""
 

@@ -48,7 +48,7 @@ from weightcast.format.plan import plan
 from weightcast.host import device as host_device
 from weightcast.host.copy import PreparedCopies, copy_all
 from weightcast.native.tables import Chunks, PackTable, Sums, added, digest, places, spans_of, unfilled_chunks
-from weightcast.seams.source import Held, Regions
+from weightcast.seams.source import Held, LookedAtRegions, Regions
 
 _CACHED_BYTES = 8 << 20
 """A bucket of at most so many bytes is read again while it is in a cache; a larger one is written past the caches."""
@@ -382,14 +382,16 @@ class SeenRegions:
     """Regions that a source gave, and where the memory of their views was."""
 
     def __init__(self, regions: Regions) -> None:
-        self.regions, self._held = regions, list(itertools.chain.from_iterable(regions.values()))
-        self._places = places([view for _, view in self._held])
-        self._addresses = [view.data_ptr() for _, view in self._held]
+        self.regions = regions
+        if not isinstance(regions, LookedAtRegions):
+            self._held = list(itertools.chain.from_iterable(regions.values()))
+            self._places = places([view for _, view in self._held])
+            self._addresses = [view.data_ptr() for _, view in self._held]
 
     def is_of(self, regions: Regions) -> bool:
         """Whether the source gives the same object again. Raises IncompatibleWeightsError if its views have moved."""
-        if regions is not self.regions:
-            return False
+        if regions is not self.regions or isinstance(regions, LookedAtRegions):
+            return regions is self.regions
         held = list(itertools.chain.from_iterable(regions.values()))
         are_kept = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
         if are_kept and places([view for _, view in held]) == self._places:
