@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
 import resource
 import time
-from collections.abc import Iterator
-
-from weightcast.errors import thrown
 
 ACCEPT_RETRY_SECONDS = 0.1
 """A connection that could not be accepted stays in the queue: a pause before the next attempt, not a busy loop."""
@@ -39,17 +35,6 @@ def shortage_now() -> str:
     except OSError as exc:
         return shortage(exc)
     return ""
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Have an OSError for want of descriptors say so, with the remedy."""
-    try:
-        yield
-    except OSError as exc:
-        if reason := shortage(exc):
-            raise OSError(exc.errno, reason) from thrown(exc)
-        raise
 
 
 class AcceptLog:

@@ -27,9 +27,9 @@ from weightcast.errors import ClosedError, PublishReport, clear_frames, publish_
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
-from weightcast.host import descriptors
 from weightcast.host.closing import Closeable, ClosedOnExit, on_failure
 from weightcast.host.deadline import number_of_seconds
+from weightcast.host.descriptors import shortage
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, EngineClient
@@ -482,11 +482,15 @@ class Publisher(ClosedOnExit):
             pack_plan.packer(regions)
         if self._connections is None:
             seconds = self._options.deadline_seconds
-            with descriptors.explained():
+            try:
                 sender = self._transport.sender(self._url, run=self.run, device=device, deadline_seconds=seconds)
                 with on_failure(sender.close):
                     host = None if self._transport.same_host else registry.host(self._url)
                     listener = LinkListener(self.run, host=host, heartbeat_seconds=self._options.lease_seconds / 4)
+            except OSError as exc:
+                if reason := shortage(exc):
+                    raise OSError(exc.errno, reason) from exc
+                raise
             keeps_versions = self._transport.keeps_versions
             self._connections = Connections(sender, listener, device, keeps_versions=keeps_versions)
             self._process = os.getpid()
