@@ -72,10 +72,10 @@ def register() -> None:
             model._model.get_parameter(found.corrupt).data.view(torch.uint8).flatten()[5] ^= 1
         return result
 
-    def faulty_copy(copies: BlockCopies) -> None:
+    def faulty_copy(copies: BlockCopies, **options: bool) -> None:
         found = fault()
         if found is None or not found.raises or found.after >= len(copies._pieces):
-            return run(copies)
+            return run(copies, **options)
         install_map, some = copies._install_map, copies._pieces[: found.after]
         assert install_map.bind()
         num_blocks = sum(len(install_map.blocks(*piece)) for piece in some)
