@@ -1,9 +1,11 @@
 /* Where tensors lie, by DLPack's table of C functions where their class has it, else by their Python methods; and whether
    dicts have the members that they had. With the GIL, which is let go now and then. */
+#define _DEFAULT_SOURCE
 #include "module.h"
 
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 enum { MANY = 2048, MAX_TENSOR_DIMS = 64, CPU = 1, COMPLEX = 5 };
 
@@ -181,10 +183,11 @@ static PyObject *taken(growing *all) {
     return made;
 }
 
-/* Other threads' turn, after so many objects. */
+/* Other threads' turn, after so many objects: for as long as one that waits takes to wake up. */
 static void give_way(Py_ssize_t number) {
     if (number % MANY == MANY - 1) {
         Py_BEGIN_ALLOW_THREADS
+        nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
         Py_END_ALLOW_THREADS
     }
 }
