@@ -239,7 +239,7 @@ class OriginPacker:
         self._unpacked.clear()
 
     def close(self) -> None:
-        """Drop them."""
+        """As every holder of a share: drop what it has of the transport."""
         self.forget_views()
 
     def _buffers(self, payload: torch.Tensor) -> SharedBuffers:
