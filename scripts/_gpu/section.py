@@ -205,9 +205,13 @@ def meters(device: torch.device) -> dict[str, int]:
     """What this process has of everything that could leak, and what the device has left for all."""
     mapped = Path("/proc/self/maps").read_text().splitlines()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    # These pools get a thread, up to their size, whenever calls happen to overlap.
+    in_pools = [
+        each for each in threading.enumerate() if each.name.startswith(("weightcast-control", "weightcast-fleet"))
+    ]
     found = {
         "rss_mib": int(status["VmRSS"].split()[0]) >> 10,
-        "threads": int(status["Threads"]),
+        "threads": int(status["Threads"]) - len(in_pools),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "mappings": len(mapped),
         "shm_files": len({line.split()[-1] for line in mapped if "/dev/shm/" in line}),
