@@ -14,7 +14,7 @@ from weightcast.errors import ManifestError
 from weightcast.format.geometry import ALIGNMENT_BYTES, Region, align, whole
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, Piece, TensorRecord, TensorSpec
 from weightcast.format.plan import plan
-from weightcast.serving.load_plan import compare_specs
+from weightcast.serving.admission import compare_specs
 from weightcast.testing.payloads import PAYLOADS, Payload
 
 dtypes = st.sampled_from(sorted(ITEMSIZE_BYTES))

@@ -21,7 +21,7 @@ from weightcast.bench.parts import STAGES, Parts, PerByte, StageCosts, measure_p
 from weightcast.format.bucket import HEADER_BYTES, Layout, pages
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import TensorSpec
-from weightcast.serving.load_plan import LoadPlan
+from weightcast.serving.install import Install
 from weightcast.trainer.group.origins import RankPlace
 from weightcast.trainer.group.shares import Settings, share
 from weightcast.trainer.packer import HeldRegion
@@ -119,10 +119,10 @@ def test_origins_are_those_that_trainer_ranks_agree_on(sharding: str, num_hosts:
     assert counted.origins == [sum(each) + HEADER_BYTES * len(each) for each in of_origins]
     assert counted.num_buckets == len(manifest.buckets)
     engine = TensorSink(SPECS)
-    assert counted.straddling_bytes == LoadPlan(Layout(manifest), "", engine, SPECS).straddling_bytes
+    assert counted.straddling_bytes == Install(Layout(manifest), "", engine, SPECS).straddling_bytes
     parted = estimate(SPECS, msgspec.structs.replace(it, takes_parts=True))
     module = ModuleEngine(build_model(SPECS))
-    assert parted.straddling_bytes == LoadPlan(Layout(manifest), "", module, module.specs()).straddling_bytes
+    assert parted.straddling_bytes == Install(Layout(manifest), "", module, module.specs()).straddling_bytes
 
 
 def _held_by_ranks(sharding: str, num_hosts: int, ranks_per_host: int) -> list[list[HeldRegion]]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from core.direct import RecordingEngine, fleet
 from weightcast import TensorSource
-from weightcast.checkpoint.live import InstallMap
+from weightcast.engines.gate import Gate
 from weightcast.errors import IncompatibleWeightsError, PublishError, UnsupportedError
-from weightcast.format.bucket import narrow
-from weightcast.format.manifest import TensorSpec
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, narrow, payload_digest, write_header
+from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.messages import Offer, Seal
 from weightcast.format.plan import plan
 from weightcast.host.copy import PreparedCopies
-from weightcast.seams.transport import Share
-from weightcast.serving import load_plan
-from weightcast.serving.load_plan import Named, admit
+from weightcast.seams.install_map import InstallMap
+from weightcast.seams.transport import Bucket, Share
+from weightcast.serving import install as installs
+from weightcast.serving.admission import admit
+from weightcast.serving.update import Update
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -63,18 +67,17 @@ class MappedEngine(RecordingEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.install_map = InstallMap({"big": torch.zeros(100, 50)})
-        self.num_copies: list[int] = []
+        self.big = torch.zeros(100, 50)
+        self.install_map = InstallMap({"big": self.big})
+        self.num_installs = 0
 
-    def load_mapped(
-        self, tensors: Iterable[Named], mapped: Collection[str], copy: Callable[[], None], *, is_last: bool = True
-    ) -> None:
-        assert set(mapped) == {"big"}
-        self.load(tensors)
-        copy()
-        self.num_copies[-1] += 1
-        if is_last:
-            self.held |= {"big": self.install_map.live["big"].clone()}
+    def begin(self, copied: Collection[str]) -> None:
+        assert set(copied) == {"big"}
+        self.num_installs += 1
+
+    def commit(self, version: WeightVersion) -> None:
+        super().commit(version)
+        self.held |= {"big": self.big.clone()}
 
 
 @pytest.mark.parametrize("install", ["staged", "streaming"])
@@ -89,12 +92,11 @@ def test_what_an_engine_has_in_memory_is_copied_there_piece_by_piece(
             super().__init__(targets, sources)
             prepared.append([target.shape for target in targets])
 
-    monkeypatch.setattr(load_plan, "PreparedCopies", Counted)
+    monkeypatch.setattr(installs, "PreparedCopies", Counted)
     tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
     with fleet(TensorSource(tensors), engine, install=install) as (publisher, _):
         for number in range(4):
             tensors["big"].add_(1)
-            engine.num_copies.append(0)
             publisher.publish()
             assert_same(engine.held, tensors)
             if number == 1:
@@ -103,21 +105,61 @@ def test_what_an_engine_has_in_memory_is_copied_there_piece_by_piece(
     assert sum(shape.numel() for each in prepared for shape in each) == BIG.numel()
     assert len(prepared) == first, "the copies of one layout are prepared once"
     assert len(prepared) == 1 if install == "staged" else len(prepared) > 1
-    assert all(number == 1 if install == "staged" else number > 2 for number in engine.num_copies)
+    assert engine.num_installs == 4
+
+
+class SharedReceiver:
+    """Hands out buckets in memory that other ranks fill as well."""
+
+    def __init__(self, buffers: Sequence[BucketBuffer]) -> None:
+        self._buffers = buffers
+
+    def share(self, manifest: Manifest, share: Share) -> bool:
+        return True
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
+        assert staged
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return (Bucket(index, buffer) for index, buffer in enumerate(self._buffers))
+
+    def reread(self, bucket: Bucket) -> bool:
+        return False
+
+    def end(self) -> None:
+        pass
 
 
 def test_what_other_ranks_read_is_put_together_once_all_of_it_is_here() -> None:
     """Over a store, buckets are handed out that another rank is still reading into memory that the ranks share."""
     manifest, engine = plan([TensorSpec("big", "float32", (100, 50))], 4096), RecordingEngine()
     payloads = [torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in manifest.buckets]
-    load, staged = admit(manifest, manifest.digest(), engine, None), load_plan.StagedBuckets()
-    share = Share.of(manifest, 0, 2)
-    for index, payload in enumerate(payloads):
-        load.stage(index, payload, staged, share)
-    for index, payload in enumerate(payloads):
-        for entry, view in zip(load.layout.entries[index], load.layout.views(index, payload), strict=True):
+    buffers = [BucketBuffer(torch.zeros(HEADER_BYTES, dtype=torch.uint8), payload) for payload in payloads]
+    share, install = Share.of(manifest, 0, 2), admit(manifest, manifest.digest(), engine, None)
+
+    def fill(index: int) -> None:
+        views = install.layout.views(index, payloads[index])
+        for entry, view in zip(install.layout.entries[index], views, strict=True):
             view.copy_(narrow(BIG, entry.piece.region))
-    load.load_all(staged)
+
+    version, digests = WeightVersion("0" * 32, 1), []
+    for index, (buffer, num_bytes) in enumerate(zip(buffers, manifest.buckets, strict=True)):
+        fill(index)
+        digests.append(payload_digest(buffer.payload))
+        write_header(
+            buffer.header, version, index, digests[-1], raw_bytes=num_bytes, encoded_bytes=num_bytes, codec="raw"
+        )
+        if index not in share.buckets:
+            buffer.payload.zero_()
+    receiver: Any = SharedReceiver(buffers)
+    offer = Offer(version.run, version.number, manifest.digest())
+    update = Update(offer, install, receiver=receiver, gate=Gate(), deadline_seconds=60.0, share=share)
+    update.open()
+    root = update.receive()
+    for index in range(len(payloads)):
+        fill(index)
+    update.seal(Seal(version.run, version.number, len(payloads), root))
+    update.install()
     assert_same(engine.held, {"big": BIG})
 
 

@@ -23,12 +23,12 @@ began, matrix = threading.Event(), torch.ones(64, 64)
 
 
 class Busy(weightcast.ModuleEngine):
-    def load(self, tensors):
+    def begin(self, copied):
         began.set()
         # Each of these gives the GIL up within C++, and takes it again there.
         for _ in range(3_000):
             torch.mm(matrix, matrix)
-        super().load(tensors)
+        super().begin(copied)
 
 
 server = weightcast.EngineServer(Busy(torch.nn.Linear(8, 8))).start()

@@ -268,8 +268,7 @@ def test_an_abort_in_any_phase_frees_everything(phase: str, install: InstallMode
     assert update is not None
     hosts.give_up(2)
     hosts.client.worker._session.end_update(UpdateAbortedError("the test waits for its thread"))  # type: ignore[union-attr]
-    assert not update._staged.payloads
-    assert not update._staged.joined
+    assert update._assembly.is_empty
     assert bits(model.state_dict()) == bits(weights(1))
     assert hosts.client.gate.is_open
     hosts.publish(manifest, weights(3), 3, install)
@@ -339,9 +338,9 @@ def test_an_engine_that_is_copied_to_piece_by_piece_needs_no_memory_for_them(sta
     manifest, model = over(SPECS, BUCKET_BYTES, 2), Weights()
     hosts = Hosts("memory://", DirectEngine("a", weightcast.ModuleEngine(model)), stack)
     hosts.publish(manifest, weights(1), 1, "staged")
-    load_plan = hosts.client.worker._session.load_plan  # type: ignore[union-attr]
-    assert load_plan is not None
-    assert load_plan.straddling_bytes == 0
+    install = hosts.client.worker._session.install  # type: ignore[union-attr]
+    assert install is not None
+    assert install.straddling_bytes == 0
     assert bits(model.state_dict()) == bits(weights(1))
 
 
@@ -364,7 +363,7 @@ def test_what_is_cut_is_put_together_before_the_install(num_origins: int, stack:
     hosts.link.wait(Received, 1, PATIENCE_SECONDS)
     update = hosts.client.worker._session.update  # type: ignore[union-attr]
     assert update is not None
-    ready = dict(update._staged.joined)
+    ready = {record.name: tensor for record, tensor in update._assembly._whole}
     assert ready
     assert {name: raw_bytes(tensor) for name, tensor in ready.items()} == bits(
         {name: tensor for name, tensor in weights(1).items() if name in ready}
@@ -372,7 +371,7 @@ def test_what_is_cut_is_put_together_before_the_install(num_origins: int, stack:
     hosts.seal(manifest, 1, root)
     hosts.client.finish(1)
     assert {tensor.data_ptr() for tensor in ready.values()} <= set(given)
-    assert not update._staged.joined
+    assert update._assembly.is_empty
     assert bits(model.state_dict()) == bits(weights(1))
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from weightcast.format.messages import InitInfo, Offer, Seal, WeightInfo
 from weightcast.format.plan import plan
 from weightcast.host.deadline import Deadline
 from weightcast.seams.transport import Bucket
-from weightcast.serving.load_plan import admit
+from weightcast.serving.admission import admit
 from weightcast.serving.update import State, Update
 from weightcast.serving.worker import Worker
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, TransportEnds, numbered, send_all, version
@@ -56,8 +55,8 @@ def update_of(ends: TransportEnds, engine: RecordingEngine) -> Iterator[Update]:
     """A staged update whose buckets were all sent."""
     sender = ends.sender()
     receiver, digest = ends.receiver(sender), MANIFEST.digest()
-    load_plan = admit(MANIFEST, digest, engine, None)
-    update = Update(Offer(RUN, 1, digest), load_plan, receiver=receiver, gate=Gate(), deadline_seconds=60.0)
+    install = admit(MANIFEST, digest, engine, None)
+    update = Update(Offer(RUN, 1, digest), install, receiver=receiver, gate=Gate(), deadline_seconds=60.0)
     update.open()
     sender.open(MANIFEST, version(1), peers=["a"], staged=True)
     send_all(sender, MANIFEST, 1)
@@ -115,9 +114,9 @@ def test_an_update_that_is_given_up_while_a_step_of_generation_ends_opens_no_rec
 ) -> None:
     """Nobody would end it."""
     receiver, digest, gate = ends.receiver(ends.sender()), MANIFEST.digest(), Gate()
-    load_plan = admit(MANIFEST, digest, RecordingEngine(), None)
+    install = admit(MANIFEST, digest, RecordingEngine(), None)
     offer = Offer(RUN, 1, digest, install="streaming")
-    update = Update(offer, load_plan, receiver=receiver, gate=gate, deadline_seconds=60.0)
+    update = Update(offer, install, receiver=receiver, gate=gate, deadline_seconds=60.0)
     begin_writing = gate.begin_writing
 
     def given_up_meanwhile(writer: str, *, deadline_seconds: float) -> None:
@@ -195,8 +194,8 @@ class Undone(ModuleEngine):
             raise RuntimeError("this commit was told to fail")
         super().commit(version)
 
-    def load_mapped(self, *args: Any, **options: Any) -> None:
-        super().load_mapped(*args, **options)
+    def begin(self, copied: Collection[str]) -> None:
+        super().begin(copied)
         if self.fails and not self.can_restore:
             raise RuntimeError("this load was told to fail")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import hypothesis
 import pytest
@@ -16,9 +17,11 @@ from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, I
 from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import WeightVersion
+from weightcast.format.plan import plan
 from weightcast.seams.engine import Casting, Engine, ExposesTensors, Undoable
-from weightcast.serving.install_map import Mapped
-from weightcast.serving.load_plan import BlockCopies
+from weightcast.seams.install_map import Mapped
+from weightcast.serving.admission import admit
+from weightcast.serving.install import BlockCopies
 
 VERSION = WeightVersion("0" * 32, 7)
 
@@ -48,13 +51,18 @@ def make_net() -> nn.Module:
     return net
 
 
-def load_parts(
-    engine: ModuleEngine, parts: Sequence[tuple[str, Region | None, torch.Tensor]], *, is_last: bool = True
-) -> None:
+Parts: TypeAlias = Sequence[tuple[str, Region | None, torch.Tensor]]
+
+
+def copy_parts(engine: ModuleEngine, *calls: Parts, between: Callable[[], None] = lambda: None) -> None:
     """As an install does: copies into the engine's own memory, of whole tensors or of pieces."""
-    pieces, sources = [(name, region) for name, region, _ in parts], [tensor for _, _, tensor in parts]
-    copies = BlockCopies(engine.install_map, pieces, sources)
-    engine.load_mapped([], {name for name, _ in pieces}, copies.run, is_last=is_last)
+    assert engine.install_map.bind()
+    engine.begin({name for parts in calls for name, _, _ in parts})
+    for number, parts in enumerate(calls):
+        if number:
+            between()
+        blocks, sources = [(name, region) for name, region, _ in parts], [tensor for _, _, tensor in parts]
+        BlockCopies(engine.install_map, blocks, sources).run()
 
 
 def update_of(engine: ModuleEngine, seed: int = 1) -> dict[str, torch.Tensor]:
@@ -159,7 +167,7 @@ def test_casts_only_when_asked_and_only_plain_floats() -> None:
     assert engine.can_cast("float64", "float32")
     engine.load([("weight", wide)])
     assert torch.equal(net.weight, wide.float())
-    load_parts(engine, [("weight", Region((1,), (1,)), torch.tensor([9.0]).bfloat16())])
+    copy_parts(engine, [("weight", Region((1,), (1,)), torch.tensor([9.0]).bfloat16())])
     assert net.weight[1] == 9
     for name in ("scale", "count"):
         with pytest.raises(IncompatibleWeightsError, match="cast=True"):
@@ -185,7 +193,7 @@ def test_discard_forgets_what_was_loaded() -> None:
     engine = ModuleEngine(make_net())
     update = update_of(engine)
     engine.load(update.items())
-    load_parts(engine, [(name, None, tensor) for name, tensor in update.items()])
+    copy_parts(engine, [(name, None, tensor) for name, tensor in update.items()])
     engine.discard()
     with pytest.raises(IncompleteUpdateError, match="6 of 6"):
         engine.commit(VERSION)
@@ -198,9 +206,11 @@ def test_any_tiling_by_regions_is_the_whole(data: st.DataObject) -> None:
     module = buffers(value=torch.zeros_like(whole))
     engine = ModuleEngine(module)
     regions = data.draw(st.permutations(cut(data, Region((0,) * len(shape), shape))))
-    for number, region in enumerate(regions, start=1):
+    calls = []
+    for region in regions:
         part = whole[tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))]
-        load_parts(engine, [("value", region, part)], is_last=number == len(regions))
+        calls.append([("value", region, part)])
+    copy_parts(engine, *calls)
     engine.commit(VERSION)
     assert bits(module.value) == bits(whole)
 
@@ -219,13 +229,6 @@ def cut(data: st.DataObject, region: Region) -> list[Region]:
     return cut(data, low) + cut(data, Region(tuple(offsets), tuple(sizes)))
 
 
-def test_an_update_whose_last_part_did_not_come_is_incomplete() -> None:
-    engine = ModuleEngine(buffers(value=torch.zeros(4, 4)))
-    load_parts(engine, [("value", Region((0, 0), (2, 4)), torch.ones(2, 4))], is_last=False)
-    with pytest.raises(IncompleteUpdateError, match="1 of 1 tensors were not loaded: 'value'"):
-        engine.commit(VERSION)
-
-
 def test_memory_that_moves_between_the_offer_and_the_install_is_written_where_it_is() -> None:
     """As a framework moves it that frees a storage and fills it again, behind the same tensor."""
     module, part = buffers(value=torch.zeros(4)), torch.ones(4)
@@ -238,7 +241,9 @@ def test_memory_that_moves_between_the_offer_and_the_install_is_written_where_it
             module.value.untyped_storage().resize_(1 << 20)
             assert module.value.data_ptr() != former
         part.fill_(number + 1)
-        engine.load_mapped([], ["value"], copies.run)
+        assert engine.install_map.bind()
+        engine.begin(["value"])
+        copies.run()
         engine.commit(VERSION)
         assert torch.equal(module.value, part)
 
@@ -251,7 +256,7 @@ def test_memory_that_was_freed_since_the_offer_fails_the_install(num_elements: i
     engine.specs()
     module.value.untyped_storage().resize_(0)
     with pytest.raises(InstallError, match="was freed"):
-        engine.load_mapped([], ["value"], copies.run)
+        copies.run()
 
 
 def test_an_undo_copy_restores_every_bit() -> None:
@@ -342,8 +347,8 @@ def test_parameters_made_in_inference_mode_are_written() -> None:
     update = update_of(engine)
     restore = engine.snapshot()
     before = bits(net.weight)
-    engine.load(update.items())
-    load_parts(engine, [("weight", None, update["weight"])])
+    copy_parts(engine, [("weight", None, update["weight"])])
+    engine.load([("bias", update["bias"])])
     engine.commit(VERSION)
     assert bits(net.weight) == bits(update["weight"])
     restore()
@@ -499,7 +504,7 @@ def test_tensors_that_are_replaced_between_the_offer_and_the_install_are_those_t
     for seed in (1, 2):
         update = update_of(engine, seed)
         replace(net)
-        load_parts(engine, [(name, None, tensor) for name, tensor in update.items()])
+        copy_parts(engine, [(name, None, tensor) for name, tensor in update.items()])
         engine.commit(VERSION)
         assert all(bits(net.state_dict()[name].clone()) == bits(tensor) for name, tensor in update.items())
 
@@ -514,17 +519,19 @@ def test_tensors_that_are_replaced_between_two_buckets_end_the_update(
     engine = ModuleEngine(net)
     update = update_of(engine)
     first, *others = update.items()
-    engine.load([first])
-    replace(net)
 
-    def load_others() -> None:
+    def load_all() -> None:
         if by == "load":
+            engine.load([first])
+            replace(net)
             engine.load(others)
         else:
-            load_parts(engine, [(name, None, tensor) for name, tensor in others])
+            former, rest = [(first[0], None, first[1])], [(name, None, tensor) for name, tensor in others]
+            copy_parts(engine, former, rest, between=lambda: replace(net))
+            engine.commit(VERSION)
 
     with pytest.raises(InstallError, match="replaced during the update") as error:
-        load_others()
+        load_all()
     assert error.value.torn
     engine.discard()
     engine.specs()
@@ -540,7 +547,7 @@ def test_tensors_that_are_replaced_after_the_last_bucket_are_not_committed(
     net = make_net()
     engine = ModuleEngine(net)
     update = update_of(engine)
-    load_parts(engine, [(name, None, tensor) for name, tensor in update.items()])
+    copy_parts(engine, [(name, None, tensor) for name, tensor in update.items()])
     replace(net)
     with pytest.raises(InstallError, match="replaced during the update") as error:
         engine.commit(VERSION)
@@ -558,15 +565,11 @@ def test_a_module_of_another_form_is_not_copied_to(change: Callable[[nn.Module],
     """Its copies were made for the form that was offered for: they would cast in silence, or write one tensor twice."""
     net = make_net()
     engine = ModuleEngine(net, cast=cast)
-    update, install_map = update_of(engine), engine.install_map
-    copies = BlockCopies(install_map, [(name, None) for name in update], list(update.values()))
+    install_map, manifest = engine.install_map, plan(engine.specs(), 1 << 20)
+    install = admit(manifest, manifest.digest(), engine, engine.specs())
+    assert install.copied == {spec.name for spec in engine.specs()}
     change(net)
-    before = {name: bits(tensor) for name, tensor in net.state_dict().items()}
-    assert not install_map.bind()
-    with pytest.raises(InstallError, match="changed their form"):
-        engine.load_mapped([], update, copies.run)
-    assert {name: bits(tensor) for name, tensor in net.state_dict().items()} == before
-    engine.discard()
+    assert not install.bound().copied
     assert engine.specs() != install_map.specs  # type: ignore[attr-defined]
     assert engine.install_map.bind()
 

@@ -13,7 +13,7 @@ from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec
 from weightcast.integrations.plugin.acceptance import acceptance
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, dry_run, present
-from weightcast.integrations.plugin.model import Agree, LoaderEngine, alone
+from weightcast.integrations.plugin.model import LoaderEngine
 
 HIDDEN, HEADS, EXPERTS, VOCAB = 16, 4, 4, 10
 FUSED = ("latent.q_a", "latent.kv_a")
@@ -179,7 +179,6 @@ class ModelEngine(LoaderEngine):
         self,
         model: Model,
         *,
-        agree: Agree = alone,
         reference: Mapping[str, torch.Tensor] | None = None,
         packed_copies: Mapping[str, Callable[[], str]] = {},
     ) -> None:
@@ -194,7 +193,7 @@ class ModelEngine(LoaderEngine):
 
             return acceptance(model, trial, specs(reference or checkpoint(0)), is_alone=model.size == 1)
 
-        super().__init__(model, make_acceptance, (), agree)
+        super().__init__(model, make_acceptance, ())
         model.num_loads = 0
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:

@@ -14,12 +14,14 @@ from core.direct import fleet
 from integrations.loader_model import EXPERTS, FUSED, HIDDEN, Model, ModelEngine, checkpoint, specs, without_memory
 from weightcast import Follower, Publisher, TensorSource
 from weightcast.errors import PublishError
+from weightcast.format.manifest import WeightVersion
 from weightcast.format.plan import plan
 from weightcast.integrations.plugin.dry_run import dry_run
 from weightcast.integrations.plugin.rank_consensus import RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
+from weightcast.serving.admission import admit
+from weightcast.serving.install import BlockCopies
 from weightcast.serving.install_map import StridedBlock
-from weightcast.serving.load_plan import BlockCopies, StagedBuckets, admit
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 OPAQUE = {"mixer.A", "latent.kv", *FUSED}
@@ -75,18 +77,23 @@ def test_buckets_that_a_streamed_version_lent_to_the_loader_may_have_been_writte
     described = specs({"weight": torch.ones(8, 8)})
     manifest = plan(described, 4096)
     engine = ModelEngine(Copied(), reference={"weight": torch.ones(8, 8)})
-    load_plan = admit(manifest, manifest.digest(), engine, None)
     payload = torch.ones(64).view(torch.uint8)
     for has_lent in (True, False):
-        staged = StagedBuckets()
-        load_plan.stage(0, payload, staged)
-        load_plan.load_all(staged)
-        assert load_plan.has_lent_views is has_lent
+        install = admit(manifest, manifest.digest(), engine, None).bound()
+        staged = install.assembly(is_staged=True)
+        engine.begin(install.copied)
+        install.stage(0, payload, staged)
+        install.load_staged(staged)
+        engine.commit(WeightVersion("0" * 16, 1))
+        install.prove(staged)
+        assert install.has_lent_views is has_lent
     # The model is no longer what was recorded: its loader gets all of it.
     assert engine.install_map is not None
     monkeypatch.setattr(engine.install_map, "bind", lambda: False)
-    load_plan.load_bucket(0, payload, load_plan.assembly())
-    assert load_plan.has_lent_views
+    install = install.bound()
+    engine.begin(install.copied)
+    install.load_bucket(0, payload, install.assembly(is_staged=False))
+    assert install.has_lent_views
 
 
 def test_what_is_no_copy_stays_with_the_loader_with_a_reason() -> None:
@@ -325,7 +332,7 @@ def test_an_exchanged_layer_is_recorded_again(install: str) -> None:
 def test_what_the_loader_pads_is_set_again_where_all_was_lost(install: str) -> None:
     """As in a sleep that drops the weights: a map copies only what comes."""
     model, tensors = Model(), checkpoint(1)
-    rank = RankWorker(lambda agree: ModelEngine(model), RankConsensus([]), engine_rank=0, world_size=1)
+    rank = RankWorker(ModelEngine(model), RankConsensus([]), engine_rank=0, world_size=1)
     with fleet(TensorSource(tensors), rank._worker.engine, install=install) as (publisher, _):
         for number, is_lost in enumerate((False, False, True, False, False)):
             if is_lost:

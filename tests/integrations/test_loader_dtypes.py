@@ -27,7 +27,7 @@ def test_what_a_loader_copies_to_is_what_it_has() -> None:
 
 
 def test_a_rank_answers_as_json() -> None:
-    rank = RankWorker(lambda agree: ModelEngine(Model(), agree=agree), RankConsensus(()), engine_rank=0, world_size=1)
+    rank = RankWorker(ModelEngine(Model()), RankConsensus(()), engine_rank=0, world_size=1)
     reply = rank.answer(numbered(Dtypes([spec("experts.0.w1", 1, 1), spec("nothing", 2)])))
     assert reply["error"] is None
     assert reply["dtypes"] == {"experts.0.w1": "bfloat16"}

@@ -16,8 +16,8 @@ from integrations.loader_model import specs, without_memory
 from weightcast.format.geometry import Region, whole
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, dry_run
+from weightcast.serving.install import BlockCopies
 from weightcast.serving.install_map import RecordedMap, whole_digest
-from weightcast.serving.load_plan import BlockCopies
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -91,7 +91,7 @@ def test_copies_are_what_the_loader_makes(
     install_map = recorded(model, tensors)
     assert install_map.bind()
     model.load_weights(tensors.items())
-    install_map.prove((name, install_map.cut(name, tensor)) for name, tensor in tensors.items())
+    install_map.prove((name, install_map.source_blocks(name, tensor)) for name, tensor in tensors.items())
     assert set(install_map.proven) == tensors.keys()
     new = {name: torch.randn_like(tensor) for name, tensor in tensors.items()}
     pieces: list[tuple[str, Region | None]] = []
@@ -101,10 +101,10 @@ def test_copies_are_what_the_loader_makes(
         cut = data.draw(st.integers(0, rows))
         for start, stop in ((0, cut), (cut, rows)):
             if start < stop:
-                assert install_map.takes_pieces(name)
+                assert install_map.can_copy_pieces(name)
                 piece = Region((start, 0), (stop - start, tensor.shape[1]))
                 pieces.append((name, piece))
-                sources += install_map.cut(name, tensor[start:stop].contiguous(), piece)
+                sources += install_map.source_blocks(name, tensor[start:stop].contiguous(), piece)
     BlockCopies(install_map, pieces, sources).run()
     found = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.load_weights(new.items())
@@ -116,7 +116,7 @@ def test_what_is_held_is_read_back_as_regions(program: tuple[Program, dict[str, 
     model, tensors = program
     install_map = recorded(model, tensors)
     model.load_weights(tensors.items())
-    install_map.prove((name, install_map.cut(name, tensor)) for name, tensor in tensors.items())
+    install_map.prove((name, install_map.source_blocks(name, tensor)) for name, tensor in tensors.items())
     held, following = install_map.held(0, 1 << 30)
     assert following == -1
     by_name = {step.name: step for step in model.steps}
@@ -235,23 +235,23 @@ def test_only_what_is_installed_to_is_looked_up_again() -> None:
     model = Program(shapes, steps)
     install_map = recorded(model, tensors)
     model.load_weights(tensors.items())
-    install_map.prove((name, install_map.cut(name, tensor)) for name, tensor in tensors.items())
+    install_map.prove((name, install_map.source_blocks(name, tensor)) for name, tensor in tensors.items())
     assert install_map.bind()
-    live = install_map.live
+    revision = install_map.revision
     model.add_module("graph", nn.Identity())
     layer = model.a
     del model.a
     model.a = layer
     assert install_map.bind()
-    assert install_map.live is live
+    assert install_map.revision == revision
     model.b.weight.data = torch.zeros(4, 3)
     assert install_map.bind()
-    assert install_map.live is not live
-    live = install_map.live
+    assert install_map.revision == revision + 1
     model.b.weight = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
     assert install_map.bind()
-    assert install_map.live is not live
-    assert install_map.live["b.weight"] is model.b.weight
+    assert install_map.revision == revision + 2
+    (block,) = install_map.target_blocks("b")
+    assert block.data_ptr() == model.b.weight.data_ptr()
     del model.b.weight
     assert not install_map.bind()
     assert install_map.is_stale

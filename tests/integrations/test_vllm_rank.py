@@ -16,7 +16,7 @@ import torch.distributed as dist
 from publishers import publisher_of
 
 from weightcast import TensorSource
-from weightcast.control.worker_rpc import Ask, Init, Install, Leave, RankCall, RankReply, Settle, UpdateCall
+from weightcast.control.worker_rpc import Ask, Init, InstallCall, Leave, RankCall, RankReply, Settle, UpdateCall
 from weightcast.errors import (
     ClosedError,
     EngineTornError,
@@ -32,7 +32,6 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import InitInfo, Seal, UpdateInfo, WeightInfo
-from weightcast.integrations.plugin.model import Agree
 from weightcast.integrations.plugin.rank_consensus import Outcome, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.seams.client import EngineClient, RecoveryRequest, ServesTraffic
@@ -45,10 +44,9 @@ ZEROS = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
 
 
 class Model:
-    """An engine of one rank, which agrees on each of its steps. `fail` names the step that raises next."""
+    """An engine of one rank. `fail` names the step that raises next."""
 
-    def __init__(self, agree: Agree) -> None:
-        self.agree = agree
+    def __init__(self) -> None:
         self.held = {name: tensor.clone() for name, tensor in ZEROS.items()}
         self.fail = ""
 
@@ -59,35 +57,26 @@ class Model:
         self._raise_in("validate")
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._step("load", lambda: self._take(tensors))
+        self._raise_in("load")
+        for name, tensor in tensors:
+            self.held[name] = tensor.clone()
+            self._raise_in("half-way")
 
     def commit(self, version: WeightVersion) -> None:
-        self._step("commit", lambda: None)
+        self._raise_in("commit")
 
     def discard(self) -> None:
         pass
 
     def snapshot(self) -> Callable[[], None]:
         copy = {name: tensor.clone() for name, tensor in self.held.items()}
-        self._step("snapshot", lambda: None)
-        return lambda: self._step("restore", lambda: self.held.update(copy))
+        self._raise_in("snapshot")
 
-    def _take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in tensors:
-            self.held[name] = tensor.clone()
-            self._raise_in("half-way")
+        def restore() -> None:
+            self._raise_in("restore")
+            self.held.update(copy)
 
-    def _step(self, name: str, do: Callable[[], None]) -> None:
-        error: Exception | None = None
-        try:
-            self._raise_in(name)
-            do()
-        except Exception as exc:
-            error = exc
-        try:
-            self.agree(error)
-        finally:
-            error = None  # whose frames hold what came
+        return restore
 
     def _raise_in(self, step: str) -> None:
         if self.fail == step:
@@ -111,11 +100,8 @@ class Engine(EngineClient):
 
     def _rank(self, rank: int, group: Any, options: dict[str, Any]) -> RankWorker:
         ranks = RankConsensus([group], deadline_seconds=10.0)
-        return RankWorker(self._make_model, ranks, engine_rank=rank, world_size=NUM_RANKS, **options)
-
-    def _make_model(self, agree: Agree) -> Model:
-        self.models.append(Model(agree))
-        return self.models[-1]
+        self.models.append(Model())
+        return RankWorker(self.models[-1], ranks, engine_rank=rank, world_size=NUM_RANKS, **options)
 
     def call(self, call: RankCall) -> ErrorRecord | None:
         """The error that the ranks agree on."""
@@ -147,7 +133,7 @@ class Engine(EngineClient):
         self.require(UpdateCall(info))
 
     def finish(self, version: int) -> None:
-        self.require(Install(self._run, version))
+        self.require(InstallCall(self._run, version))
 
     def close(self) -> None:
         self.require(Leave())
@@ -187,7 +173,7 @@ def test_all_ranks_install_what_was_published(engine: Engine) -> None:
         assert engine.holds(TENSORS)
         assert engine.info().weight_version == "0"
         assert set(engine.info().abilities) == {"streaming", "undo", "dtypes"}
-        assert engine.call(Install(it.run, 0)) is None, "a second call of the same finds it done"
+        assert engine.call(InstallCall(it.run, 0)) is None, "a second call of the same finds it done"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -292,7 +278,7 @@ def test_an_install_can_be_taken_back_until_it_is_settled(engine: Engine) -> Non
 
 def test_what_other_engines_may_lack_is_torn_until_it_is_settled(engine: Engine) -> None:
     with publisher(engine, undo=True) as it:
-        engine.finish = lambda version: engine.require(Install(it.run, version, world_size=2 * NUM_RANKS))  # type: ignore[method-assign]
+        engine.finish = lambda version: engine.require(InstallCall(it.run, version, world_size=2 * NUM_RANKS))  # type: ignore[method-assign]
         it.publish()
         assert "not known whether it is in the other engines" in engine.info().torn
         engine.call(Settle(it.run, 0, keep=True))
@@ -307,7 +293,7 @@ def test_what_other_engines_may_lack_is_torn_until_it_is_settled(engine: Engine)
 
 def test_an_install_on_all_ranks_that_there_are_may_be_kept_at_once(engine: Engine) -> None:
     with publisher(engine) as it:
-        engine.finish = lambda version: engine.require(Install(it.run, version, NUM_RANKS, keep=True))  # type: ignore[method-assign]
+        engine.finish = lambda version: engine.require(InstallCall(it.run, version, NUM_RANKS, keep=True))  # type: ignore[method-assign]
         it.publish()
         assert engine.call(Settle(it.run, 0, keep=False)) is None, "there is nothing to take back"
         assert engine.holds(TENSORS)
@@ -406,7 +392,7 @@ def test_streaming_into_an_engine_of_which_one_rank_fails_ends_on_all_before_it_
 
 def test_calls_out_of_order_are_errors_that_all_ranks_share(engine: Engine) -> None:
     run = "a" * 32
-    for call in (Install(run, 3), UpdateCall(Seal(run, 3, 1, "0" * 32))):
+    for call in (InstallCall(run, 3), UpdateCall(Seal(run, 3, 1, "0" * 32))):
         error = engine.call(call)
         assert error is not None
         assert error.kind == "ClosedError"

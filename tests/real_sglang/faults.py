@@ -53,7 +53,7 @@ def register() -> None:
         return
     from weightcast.integrations.sglang.internals import parallel
     from weightcast.integrations.sglang.model import SglangModel
-    from weightcast.serving.load_plan import BlockCopies
+    from weightcast.serving.install import BlockCopies
 
     load, finish, run = SglangModel._load_some, SglangModel._finish_load, BlockCopies.run
     validate = SglangModel.validate
@@ -74,11 +74,11 @@ def register() -> None:
 
     def faulty_copy(copies: BlockCopies, **options: bool) -> None:
         found = fault()
-        if found is None or not found.raises or found.after >= len(copies._pieces):
+        if found is None or not found.raises or found.after >= len(copies._blocks):
             return run(copies, **options)
-        install_map, some = copies._install_map, copies._pieces[: found.after]
+        install_map, some = copies._install_map, copies._blocks[: found.after]
         assert install_map.bind()
-        num_blocks = sum(len(install_map.blocks(*piece)) for piece in some)
+        num_blocks = sum(len(install_map.target_blocks(*piece)) for piece in some)
         run(BlockCopies(install_map, some, copies._sources[:num_blocks]))
         raise RuntimeError("the test's fault")
 

@@ -626,64 +626,6 @@ def test_what_another_reload_left_half_way_is_healed(offline: Offline) -> None:
     assert_seed(offline, 1)
 
 
-# --- several ranks ---
-
-
-class Ranks:
-    """An `agree` that notes what it was told; with `other`, another rank had an error."""
-
-    def __init__(self) -> None:
-        self.told: list[BaseException | None] = []
-        self.other: Exception | None = None
-
-    def agree(self, error: BaseException | None) -> None:
-        self.told.append(error)
-        if error or self.other:
-            raise error or self.other or AssertionError
-
-
-@offline_on(DENSE)
-def test_every_step_is_agreed_on_once(offline: Offline) -> None:
-    ranks = Ranks()
-    engine, tensors = VllmModel(offline.model, offline.config, CPU, agree=ranks.agree), weights(offline, 1)
-    offer(engine, tensors)
-    assert ranks.told == []
-    restore = engine.snapshot()
-    assert ranks.told == [None]
-    engine.load(tensors.items())
-    assert ranks.told == [None] * 2
-    engine.commit(VERSION)
-    assert ranks.told == [None] * 3
-    restore()
-    assert ranks.told == [None] * 4
-    assert_seed(offline, 0)
-
-
-@offline_on(DENSE)
-def test_what_another_rank_raises_is_raised_here(offline: Offline) -> None:
-    ranks = Ranks()
-    engine, tensors = VllmModel(offline.model, offline.config, CPU, agree=ranks.agree), weights(offline, 1)
-    offer(engine, tensors)
-    restore = engine.snapshot()
-    ranks.other = Boom("rank 1")
-    for step in (engine.snapshot, lambda: engine.load(tensors.items()), lambda: engine.commit(VERSION)):
-        with pytest.raises(Boom, match="rank 1"):
-            step()
-    ranks.other = None
-    restore()
-    assert_seed(offline, 0)
-
-
-@offline_on(DENSE)
-def test_an_own_error_is_told_and_raised(offline: Offline) -> None:
-    ranks = Ranks()
-    engine, tensors = VllmModel(offline.model, offline.config, CPU, agree=ranks.agree), weights(offline, 1)
-    offer(engine, tensors)
-    with pytest.raises(IncompleteUpdateError) as raised:
-        engine.commit(VERSION)
-    assert ranks.told == [raised.value]
-
-
 # --- what is not supported ---
 
 

@@ -30,7 +30,7 @@ class OfflineLLM:
     def __init__(self, *, is_inside: bool = True) -> None:
         self.module = torch.nn.Linear(8, 8)
         self.engine = FragileEngine(self.module)
-        self.rank = RankWorker(lambda agree: self.engine, RankConsensus([]), engine_rank=0, world_size=1)
+        self.rank = RankWorker(self.engine, RankConsensus([]), engine_rank=0, world_size=1)
         self.llm_engine = SimpleNamespace(engine_core=InprocClient() if is_inside else OtherClient())
         self.log: list[str] = []
         self.threads: set[int] = set()

@@ -46,7 +46,7 @@ class StockVllm:
         self.modules = [torch.nn.Linear(8, 8) for _ in range(num_engines)]
         self.engines = [FragileEngine(module) for module in self.modules]
         self.ranks = [
-            RankWorker(lambda agree, e=engine: e, RankConsensus([]), engine_rank=i, world_size=num_engines, token=token)
+            RankWorker(engine, RankConsensus([]), engine_rank=i, world_size=num_engines, token=token)
             for i, engine in enumerate(self.engines)
         ]
         self.backend = backend

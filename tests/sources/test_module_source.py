@@ -17,7 +17,7 @@ from weightcast.format.bucket import DTYPE_NAMES, Layout
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.plan import plan
-from weightcast.serving.load_plan import require_fit
+from weightcast.serving.admission import require_fit
 from weightcast.sources.module import ModuleSource
 from weightcast.sources.tensors import TensorSource
 from weightcast.trainer.packer import Packer

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -27,10 +27,9 @@ from weightcast.checkpoint import adapters, conversion, flat_shards, sharding
 from weightcast.checkpoint.flat_shards import FlattenedOf
 from weightcast.checkpoint.sharding import Block, Blocks
 from weightcast.errors import listed
-from weightcast.format.bucket import DTYPE_NAMES, narrow
-from weightcast.format.geometry import Region, whole
+from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
-from weightcast.format.tensor_digest import tensor_digest
 from weightcast.native.tables import places, same_members
 from weightcast.seams.source import Gather, Regions
 
@@ -492,71 +491,6 @@ def _view_key(view: torch.Tensor, owner: Block | None) -> tuple[Any, ...]:
     local = memory_key(owner.local) if owner.local.numel() else ()
     places = tuple(region.offsets for region, _ in owner.boxes)
     return (local, places, view.storage_offset(), view.dtype, view.shape, view.stride())
-
-
-class InstallMap:
-    """Where an engine's tensors lie in live memory. Of this class itself: each is one tensor there, of the same shape.
-
-    Calls come from one thread at a time.
-    """
-
-    num_proofs = 0
-    """How often `proven` may have changed."""
-
-    shared: Collection[str] = frozenset()
-    """Names whose tensors the engine wants to see in any case."""
-
-    def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
-        self._live = live
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the model is another one than this was made for."""
-        return False
-
-    @property
-    def live(self) -> Mapping[str, torch.Tensor]:
-        """The live tensors as `bind` has found them: another mapping once it has looked them up again."""
-        return self._live
-
-    @property
-    def proven(self) -> Collection[str]:
-        """The names that an install by this map may copy."""
-        return self.live.keys()
-
-    def bind(self) -> bool:
-        """Look up every live tensor. False if one is gone or of another form."""
-        return True
-
-    def has(self, name: str) -> bool:
-        """Whether copies of this tensor are known, and it does not stay with the loader."""
-        return name in self.live
-
-    def takes_pieces(self, name: str) -> bool:
-        """Whether this tensor's copies can be made piece by piece: all its blocks are regions of it."""
-        return True
-
-    def num_bytes(self, name: str) -> int:
-        """How much of this tensor this rank takes, in the live parameters' dtypes."""
-        return self.live[name].nbytes
-
-    def cut(self, name: str, tensor: torch.Tensor, piece: Region | None = None) -> list[torch.Tensor]:
-        """The blocks of a contiguous tensor that this rank takes, as views, in the order of `blocks`.
-
-        `tensor` is all of it, or that `piece` of one that `takes_pieces`.
-        """
-        return [tensor]
-
-    def blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
-        """Where they belong: views of the live parameters as `bind` has found them."""
-        return [self.live[name] if piece is None else narrow(self.live[name], piece)]
-
-    def digests(self, name: str, sources: Sequence[torch.Tensor]) -> list[str]:
-        """For `prove`, where a tensor is gone by then: of what `cut` gave of it, in the live parameters' dtypes."""
-        return [tensor_digest(source.to(live.dtype)) for source, live in zip(sources, self.blocks(name), strict=True)]
-
-    def prove(self, tensors: Iterable[tuple[str, Sequence[torch.Tensor | str]]]) -> None:
-        """After an install through the loader: find out which of these may be copied from now on. Here all may."""
 
 
 class TensorChangeDetector:

@@ -34,7 +34,7 @@ class UpdateCall(msgspec.Struct, frozen=True, tag="update", tag_field="call"):
     info: UpdateInfo
 
 
-class Install(msgspec.Struct, frozen=True, tag="install", tag_field="call"):
+class InstallCall(msgspec.Struct, frozen=True, tag="install", tag_field="call"):
     """Install the sealed version, on all ranks of the engine or on none. The engine is paused.
 
     `world_size`: number of ranks called, over all data-parallel engines. If that is more than one engine, the install
@@ -86,7 +86,7 @@ class Quarantine(msgspec.Struct, frozen=True, tag="quarantine", tag_field="call"
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-RankCall: TypeAlias = Init | UpdateCall | Install | Settle | Ask | Leave | Prove | Quarantine | Dtypes
+RankCall: TypeAlias = Init | UpdateCall | InstallCall | Settle | Ask | Leave | Prove | Quarantine | Dtypes
 
 
 class RankReply(msgspec.Struct, frozen=True):

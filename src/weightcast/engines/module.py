@@ -17,12 +17,13 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from weightcast.checkpoint import conversion
-from weightcast.checkpoint.live import CASTABLE, Buffers, InstallMap, LiveCheckpoint, Names, state_dict_hooks
+from weightcast.checkpoint.live import CASTABLE, Buffers, LiveCheckpoint, Names, state_dict_hooks
 from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, listed, thrown
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.host import device as host_device
+from weightcast.seams.install_map import InstallMap
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class ModuleEngine:
         self, model: nn.Module, *, cast: bool = False, buffers: Buffers = "persistent", names: Names | None = None
     ) -> None:
         self.version: WeightVersion | None = None
-        self._mapped: Collection[str] = ()
+        self._copied: Collection[str] = ()
         self._model = model
         self._cast = cast
         self._live = _LiveModule(LiveCheckpoint(model, buffers=buffers, names=names))
@@ -107,21 +108,11 @@ class ModuleEngine:
             host_copy.copy_all([self._live.views[number] for number in numbers], sources)
         self._loaded.update(self._live.specs[number].name for number in unique)
 
-    def load_mapped(
-        self,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        mapped: Collection[str],
-        copy: Callable[[], None],
-        *,
-        is_last: bool = True,
-    ) -> None:
-        """As `load`, where `copy` makes the copies of the tensors named in `mapped` (see `Mapped`)."""
-        self.load(tensors)
-        with self._copying():
-            copy()
+    def begin(self, copied: Collection[str]) -> None:
+        """Begin an install in which these tensors are copied by the map (see `Mapped`)."""
+        self.discard()
+        self._copied = copied
         self._require_in_place()
-        if is_last:
-            self._mapped = mapped
 
     def commit(self, version: WeightVersion) -> None:
         """Every tensor has been loaded since the last commit or discard: `version` is served.
@@ -133,8 +124,8 @@ class ModuleEngine:
         self._live.look()
         self._require_in_place()
         specs = self._live.specs
-        if len(self._mapped) < len(specs):
-            missing = [repr(s.name) for s in specs if s.name not in self._loaded and s.name not in self._mapped]
+        if len(self._copied) < len(specs):
+            missing = [repr(s.name) for s in specs if s.name not in self._loaded and s.name not in self._copied]
             if missing:
                 names = listed(missing, most=20, separator=", ")
                 raise IncompleteUpdateError(
@@ -147,7 +138,7 @@ class ModuleEngine:
     def discard(self) -> None:
         self._written: object = None
         self._loaded = set[str]()
-        self._mapped = ()
+        self._copied = ()
 
     def snapshot(self) -> Callable[[], None]:
         """Copy the live weights to host memory; the result restores them, and frees nothing until it is dropped.
@@ -270,14 +261,14 @@ class _ModuleMap(InstallMap):
     """Of offers that were checked against the module's present specs."""
 
     def __init__(self, module: _LiveModule) -> None:
+        super().__init__(module.live)
         self._module, self.specs = module, module.specs
-
-    @property
-    def live(self) -> Mapping[str, torch.Tensor]:
-        return self._module.live
 
     def bind(self) -> bool:
         self._module.look()
+        if self._live is not self._module.live:
+            self._live = self._module.live
+            self.revision += 1
         return self._module.specs == self.specs
 
 

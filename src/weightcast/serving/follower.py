@@ -24,7 +24,8 @@ from weightcast.host.closing import ClosedOnExit
 from weightcast.host.deadline import MAX_SECONDS, Deadline, number_of_seconds
 from weightcast.seams.engine import Engine
 from weightcast.seams.versions import StoredVersion
-from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
+from weightcast.serving.admission import admit, check_undo, require_engine
+from weightcast.serving.install import Install
 from weightcast.serving.update import Update
 
 FIRST_PAUSE_SECONDS = 0.001
@@ -89,7 +90,7 @@ class Follower(ClosedOnExit):
         self._on_error = on_error
         self._install_deadline_seconds = install_deadline_seconds
         self._seen: WeightVersion | None = None
-        self._load_plan: LoadPlan | None = None
+        self._install: Install | None = None
         self._num_bytes = 0
 
     def poll(self) -> Followed | None:
@@ -137,26 +138,26 @@ class Follower(ClosedOnExit):
     def renew(self) -> None:
         """Read into other memory from now on: the engine keeps tensors of the last version, past its `load`."""
         self._receiver.renew()
-        if self._load_plan is not None:
-            self._load_plan.forget_views()
+        if self._install is not None:
+            self._install.forget_views()
 
     def close(self) -> None:
         """Close the store; a poll that is under way fails. Idempotent, from any thread."""
         self._receiver.close()
-        if self._load_plan is not None:
-            self._load_plan.forget_views()
+        if self._install is not None:
+            self._install.forget_views()
 
     def _take(self, kept: StoredVersion) -> float:
         version, manifest, specs = kept.version, kept.manifest, self._engine.specs()
-        plan, digest = self._load_plan, kept.manifest_digest
-        if plan is None or plan.manifest_digest != digest or plan.specs is not specs or not plan.is_current:
-            plan = self._load_plan = admit(manifest, digest, self._engine, specs)
+        install, digest = self._install, kept.manifest_digest
+        if install is None or install.manifest_digest != digest or install.specs is not specs or not install.is_current:
+            install = self._install = admit(manifest, digest, self._engine, specs)
             self._num_bytes = manifest.num_bytes
         if self._undo:
             check_undo(manifest, self._engine)
         update = Update(
             Offer(version.run, version.number, digest, undo=self._undo),
-            plan,
+            install,
             receiver=self._receiver,
             gate=self.gate,
             deadline_seconds=self._install_deadline_seconds,

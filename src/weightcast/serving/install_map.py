@@ -14,13 +14,12 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
 
 import msgspec
 import torch
 from torch import nn
 
-from weightcast.checkpoint.live import InstallMap, ModuleMembers
+from weightcast.checkpoint.live import ModuleMembers
 from weightcast.errors import IntegrityError, ManifestError, UnsupportedError, listed, malformed
 from weightcast.format.bucket import DTYPE_NAMES, narrow
 from weightcast.format.geometry import (
@@ -37,6 +36,7 @@ from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldBlock, HeldWeights
 from weightcast.format.tensor_digest import add, tensor_digest
 from weightcast.native.tables import places
+from weightcast.seams.install_map import InstallMap
 
 logger = logging.getLogger(__name__)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -116,28 +116,6 @@ class HeldTensor(msgspec.Struct, frozen=True, omit_defaults=True):
     fault: str = ""
 
 
-@runtime_checkable
-class Mapped(Protocol):
-    """An engine whose loader was recorded.
-
-    `install_map`: of the offer that was validated last, or None. `load_mapped` is `Engine.load` where tensors named in
-    `mapped` are copied by calling `copy`, once; it may get some of them as well, and does not load these. Streaming,
-    there is a call for each bucket, all with the same `mapped`; with `is_last` the engine has all tensors.
-    """
-
-    @property
-    def install_map(self) -> InstallMap | None: ...
-
-    def load_mapped(
-        self,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        mapped: Collection[str],
-        copy: Callable[[], None],
-        *,
-        is_last: bool = True,
-    ) -> None: ...
-
-
 class RecordedMap(InstallMap):
     """The recorded copies of one model's loader."""
 
@@ -167,7 +145,7 @@ class RecordedMap(InstallMap):
         self._targets = targets
         self._opaque = dict(opaque)
         self._tied = tied
-        self.shared = frozenset(tied.values())
+        self.also_loaded = frozenset(tied.values())
         self._copies: dict[str, list[RecordedCopy]] = {}
         for copy in copies:
             self._copies.setdefault(copy.name, []).append(copy)
@@ -188,8 +166,6 @@ class RecordedMap(InstallMap):
         self._places, self._addresses = b"", list[int]()
         """Of the live tensors."""
         self._is_looked_up = False
-        self.revision = 0
-        """Grows when `bind` finds that a tensor lies elsewhere to which an install by this map copies."""
         self._blocks: dict[tuple[str, Region | None], list[torch.Tensor]] = {}
         self._shapes = {spec.name: spec.shape for spec in catalog}
         self._regions: dict[str, list[tuple[Region, tuple[int, ...]]]] = {}
@@ -213,19 +189,19 @@ class RecordedMap(InstallMap):
         apart = (name for name, owner in self._tied.items() if not is_tied(self._model, name, owner))
         return self._is_expired or layers_of(self._model) != self._layers or any(apart)
 
-    def has(self, name: str) -> bool:
+    def can_copy(self, name: str) -> bool:
         return name in self._copies and (name not in self._opaque or name in self._unread)
 
     def modules(self, names: Collection[str]) -> set[str]:
         """The modules that the copies of these tensors fill."""
         return {_module(copy.target) for name in names for copy in self._copies[name]}
 
-    def num_bytes(self, name: str) -> int:
+    def target_bytes(self, name: str) -> int:
         return sum(
             math.prod(copy.block.sizes) * self._targets[copy.target].dtype.itemsize for copy in self._copies[name]
         )
 
-    def takes_pieces(self, name: str) -> bool:
+    def can_copy_pieces(self, name: str) -> bool:
         found = self._regions.get(name)
         if found is None:
             shape = self._shapes[name]
@@ -233,13 +209,13 @@ class RecordedMap(InstallMap):
             found = self._regions[name] = [] if None in regions else [region for region in regions if region]
         return bool(found)
 
-    def cut(self, name: str, tensor: torch.Tensor, piece: Region | None = None) -> list[torch.Tensor]:
+    def source_blocks(self, name: str, tensor: torch.Tensor, piece: Region | None = None) -> list[torch.Tensor]:
         if piece is None:
             return [copy.source.of(tensor) for copy in self._copies[name]]
         taken = (common(region, piece) for region, _ in self._regions[name])
         return [narrow(tensor, relative(region, piece)) for region in taken if region is not None]
 
-    def blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
+    def target_blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
         found = self._blocks.get((name, piece))
         if found is None:
             found = [copy.block.of(self._live[copy.target].data) for copy in self._copies[name]]
@@ -290,12 +266,12 @@ class RecordedMap(InstallMap):
         self._places = places(list(live.values()))
         return True
 
-    def digests(self, name: str, sources: Sequence[torch.Tensor]) -> list[str]:
+    def block_digests(self, name: str, sources: Sequence[torch.Tensor]) -> list[str]:
         dtypes = (self._targets[copy.target].dtype for copy in self._copies[name])
         return [tensor_digest(source.to(dtype)) for source, dtype in zip(sources, dtypes, strict=True)]
 
     def prove(self, tensors: Iterable[tuple[str, Sequence[torch.Tensor | str]]]) -> None:
-        """After an install through the loader: compare what `cut` or `digests` gave of these with the live blocks.
+        """After an install through the loader: compare the source blocks of these, or their digests, with live ones.
 
         Those that are equal, bit by bit, are proven, or can be read if they stay with the loader; any other stays with
         the loader, can't be read, and is named in a warning.
@@ -308,7 +284,7 @@ class RecordedMap(InstallMap):
                     self._unread.discard(name)
                     known, live = self._readable, self._blocks_to_read(name)
                 else:
-                    known, live = self._proven, self.blocks(name)
+                    known, live = self._proven, self.target_blocks(name)
                 if live and all(map(_same_bits, live, sources)):
                     known.add(name)
                 else:
@@ -358,7 +334,7 @@ class RecordedMap(InstallMap):
         if spec.name not in self._proven and spec.name not in self._readable:
             return HeldTensor(spec, unproven="weightcast has not installed it yet")
         copies = self._copies[spec.name]
-        live = self._blocks_to_read(spec.name) if spec.name in self._readable else self.blocks(spec.name)
+        live = self._blocks_to_read(spec.name) if spec.name in self._readable else self.target_blocks(spec.name)
         if not live:
             return HeldTensor(spec, unproven="the model's parameters are no longer what they were")
         fault = self._fault(dict.fromkeys(copy.target for copy in copies))
@@ -409,7 +385,7 @@ class RecordedMap(InstallMap):
                     pending.append(other)
         mapped = (copy for name, copies in self._copies.items() if name not in self._opaque for copy in copies)
         self._is_looked_up = False
-        self.num_proofs += 1
+        self.revision += 1
         self._mapped_targets = {copy.target: self._targets[copy.target] for copy in mapped}
 
 

@@ -25,7 +25,7 @@ from weightcast.host.closing import awaited_at_exit, on_failure
 from weightcast.host.memory import host_identity
 from weightcast.links.link import WorkerLink
 from weightcast.seams.transport import Bucket, Receiver, Share
-from weightcast.serving.load_plan import LoadPlan
+from weightcast.serving.install import Install
 from weightcast.serving.update import Update
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class PublisherSession:
         """Held while an offer is tried and opened: the next one comes after it, also where it comes at once."""
         self.update: Update | None = None
         self.last_offered = -1
-        self.load_plan: LoadPlan | None = None
+        self.install: Install | None = None
         """Of the layout that was offered last."""
         self.receiver: Receiver | None = None
         self._keeps_versions = registry.transport(info.transport).keeps_versions
@@ -166,8 +166,8 @@ class PublisherSession:
             return
         # Which relaxes the thread's capture mode: memory of a GPU goes while an engine may capture a graph.
         with host_device.own_stream(self.device), contextlib.suppress(WeightcastError):
-            if self.load_plan is not None:
-                self.load_plan.forget_views()
+            if self.install is not None:
+                self.install.forget_views()
             if self.receiver is not None:
                 self.receiver.release()
 
@@ -217,8 +217,8 @@ class PublisherSession:
         if self.receiver is not None:
             self.receiver.close()
         # Views keep the transport's memory mapped; this object may be part of a cycle and live on until a collection.
-        if self.load_plan is not None:
-            self.load_plan.forget_views()
+        if self.install is not None:
+            self.install.forget_views()
 
 
 class OriginReceivers(Receiver):

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 from msgspec import UNSET
 
@@ -33,10 +34,23 @@ from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.seams.engine import OnDevice, Undoable
+from weightcast.seams.install_map import Mapped
 from weightcast.seams.transport import Bucket, Receiver, Share
-from weightcast.serving.load_plan import Assembly, LoadPlan, StagedBuckets
+from weightcast.serving.install import Install
 
 logger = logging.getLogger(__name__)
+
+Agree: TypeAlias = Callable[[BaseException | None], None]
+"""Called once per step on every rank of an engine with its own error or None; raises on all ranks if any had one."""
+
+
+def alone(error: BaseException | None) -> None:
+    """The agreement of an engine of one rank."""
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # its frames refer to it, this one among them: it would live on until a collection
 
 
 class State(enum.Enum):
@@ -57,28 +71,31 @@ class Update:
     def __init__(
         self,
         offer: Offer,
-        load_plan: LoadPlan,
+        install: Install,
         *,
         receiver: Receiver,
         gate: Gate,
         deadline_seconds: float,
         settles: bool = False,
         share: Share | None = None,
+        agree: Agree = alone,
     ) -> None:
         """`deadline_seconds`: how long a step of generation may take that the update has to wait for.
 
         `settles`: the undo copy is kept after the install, until `settle`. `share`: what this rank is to check of a
-        staged version; it is installed only when all ranks have received theirs.
+        staged version; it is installed only when all ranks have received theirs. `agree`: how the ranks of an engine
+        make each step of an install fail on all of them alike.
         """
         self.offer = offer
         self.version = WeightVersion(offer.run, offer.version)
         self.state = State.OFFERED
         self.offered_at = time.perf_counter()
         self.error: WeightcastError | None = None
-        self.num_buckets = len(load_plan.layout.manifest.buckets)
-        self._load_plan = load_plan
-        self._manifest = load_plan.layout.manifest
-        self._engine = load_plan.engine
+        self.num_buckets = len(install.layout.manifest.buckets)
+        self._install = install
+        self._manifest = install.layout.manifest
+        self._engine = install.engine
+        self._agree = agree
         self._receiver = receiver
         self._gate = gate
         self._writer = f"{offer.run}/{offer.version}"
@@ -90,11 +107,12 @@ class Update:
         self._share = share
         self.read_bytes = 0
         """Of the payloads that were checked here."""
-        self._device = load_plan.device
+        self._device = install.device
         self._former: tuple[WeightVersion | None, str] = (None, "")
         self._restore: Callable[[], None] | None = None
         self._touched = False
-        self._staged = StagedBuckets()
+        self._has_begun = False
+        self._assembly = install.assembly(is_staged=not self._streaming)
         self._root = ""
         # Held while the engine is being written, so that an abort waits for it.
         self._writing = threading.Lock()
@@ -102,7 +120,7 @@ class Update:
     @property
     def installed_bytes(self) -> int:
         """Of what an install puts into place here."""
-        return self._load_plan.installed_bytes()
+        return self._install.installed_bytes
 
     @property
     def is_streaming(self) -> bool:
@@ -138,7 +156,7 @@ class Update:
         Raises InsufficientMemoryError; PeerTimeoutError if a step of generation does not end by the deadline.
         """
         if not self._streaming:
-            self._load_plan.require_memory(self._num_workers)
+            self._install.require_memory(self._num_workers)
         if self._streaming or (self._share and not self._receiver.share(self._manifest, self._share)):
             self._share = None
         if self._streaming:
@@ -163,9 +181,8 @@ class Update:
         self._move(State.OFFERED, State.RECEIVING)
         digests: dict[int, bytes] = {}
         order, origins = iter(self._manifest.rounds), self._manifest.bucket_origins
-        parts: Assembly | None = None
         # An abort may come while this thread holds a bucket, and have released the others already.
-        with on_failure(self._staged.clear):
+        with on_failure(self._clear):
             for bucket in self._receiver:
                 index = next(order, self.num_buckets)
                 if bucket.index != index or index == self.num_buckets:
@@ -174,21 +191,22 @@ class Update:
                 digests[index] = header.digest
                 payload = decoded(bucket.buffer, header)
                 if not self._streaming:
-                    self._load_plan.stage(index, payload, self._staged, self._share)
+                    self._install.stage(index, payload, self._assembly, is_here=self._share is None)
                     continue
                 with self._loading():
                     # Once a bucket is here: until then the model's tensors may be exchanged.
-                    parts = parts or self._load_plan.assembly()
-                    self._load_plan.load_bucket(index, payload, parts)
+                    self._begin()
+                    self._install.load_bucket(index, payload, self._assembly)
             if len(digests) != self.num_buckets:
                 raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
             if self._streaming:
                 with self._loading():
-                    self._load_plan.load_end(parts or self._load_plan.assembly())
+                    self._begin()
+                    self._install.load_end(self._assembly)
                     # On this thread's stream; the thread that commits has another.
                     self._await_device()
             self._root = root_digest(
-                self._load_plan.manifest_digest, [digests[index] for index in range(self.num_buckets)]
+                self._install.manifest_digest, [digests[index] for index in range(self.num_buckets)]
             )
             self._move(State.RECEIVING, State.RECEIVED)
         return self._root
@@ -197,7 +215,7 @@ class Update:
         index = bucket.index
         num_bytes = self._manifest.buckets[index]
         others = self._share is not None and index not in self._share.buckets
-        if others and self._load_plan.has_lent_views:
+        if others and self._install.has_lent_views:
             self._receiver.reread(bucket)
         try:
             header = check_bucket(bucket.buffer, num_bytes, self.version, index, origin, only_header=others)
@@ -221,6 +239,30 @@ class Update:
             except Exception as exc:
                 what = f"loading version {self.version.number} failed: {exc}"
                 raise InstallError(what, torn=not self._undo) from thrown(exc)
+
+    def _begin(self) -> None:
+        """Look where the live tensors are, right before the first of them is written. Idempotent."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        install = self._install.bound()
+        if install is not self._install or self._share is not None:
+            payloads = sorted(self._assembly.payloads.items())
+            self._install, self._assembly = install, install.assembly(is_staged=not self._streaming)
+            for index, payload in payloads:
+                install.stage(index, payload, self._assembly)
+        if install.has_map and isinstance(self._engine, Mapped):
+            self._engine.begin(install.copied)
+
+    @contextlib.contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """One step of all ranks: what any of them raises, all raise."""
+        try:
+            yield
+        except BaseException as exc:
+            self._agree(thrown(exc))
+            raise
+        self._agree(None)
 
     def _touch(self) -> None:
         """From here on the live weights change. Call while no step of generation runs."""
@@ -264,11 +306,16 @@ class Update:
                 start = time.perf_counter()
                 self._former = (self._gate.version, self._gate.torn)
                 try:
-                    self._touch()
-                    if not self._streaming:
-                        self._load_plan.load_all(self._staged)
-                        self._await_device()
-                    self._engine.commit(self.version)
+                    with self._agreed():
+                        self._touch()
+                    with self._agreed():
+                        if not self._streaming:
+                            self._begin()
+                            self._install.load_staged(self._assembly)
+                            self._await_device()
+                    with self._agreed():
+                        self._engine.commit(self.version)
+                        self._install.prove(self._assembly)
                 except BaseException as exc:
                     # No error that is raised is kept: its frames would keep views of the transport's memory alive.
                     message = f"installing version {self.version.number} failed: {exc}"
@@ -364,8 +411,11 @@ class Update:
             for device in engine.devices if isinstance(engine, OnDevice) else ():
                 host_device.synchronize(device)
 
+    def _clear(self) -> None:
+        self._assembly.clear()
+
     def _release(self) -> None:
-        self._staged.clear()
+        self._clear()
         if self.state is not State.INSTALLED or not self._settles:
             self._restore = None
         try:

@@ -56,11 +56,13 @@ from weightcast.host import device as host_device
 from weightcast.host.closing import close_at_exit
 from weightcast.host.memory import host_identity
 from weightcast.seams.engine import Engine, ExposesTensors, SaysDtypes, Undoable
+from weightcast.seams.install_map import Mapped
 from weightcast.seams.transport import Share
-from weightcast.serving.install_map import Mapped, RecordedMap, held_weights
-from weightcast.serving.load_plan import LoadPlan, admit, check_undo, device_of_weights, require_engine
+from weightcast.serving.admission import admit, check_undo, require_engine
+from weightcast.serving.install import Install, device_of_weights
+from weightcast.serving.install_map import RecordedMap, held_weights
 from weightcast.serving.session import PublisherSession
-from weightcast.serving.update import State, Update
+from weightcast.serving.update import Agree, State, Update, alone
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,7 @@ class Worker:
         install_deadline_seconds: float = 60.0,
         installs: Sequence[InstallMode] = ("staged", "streaming"),
         settles: bool = False,
+        agree: Agree = alone,
     ) -> None:
         require_engine(engine)
         self.engine = engine
@@ -104,6 +107,7 @@ class Worker:
         self._install_deadline_seconds = install_deadline_seconds
         self._installs = installs
         self._settles = settles
+        self._agree = agree
         self._unsettled: Update | None = None
         self._lock = threading.Lock()
         self._init_lock = threading.Lock()
@@ -381,21 +385,22 @@ class Worker:
         if session.update is not None and session.update.is_streaming:
             # To try an offer may need the model, which that one still writes to.
             session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
-        load_plan = self._load_plan(session, offer)
+        install = self._install(session, offer)
         if offer.undo:
-            check_undo(load_plan.layout.manifest, self.engine)
+            check_undo(install.layout.manifest, self.engine)
         session.last_offered = offer.version
         session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
         if self._unsettled is not None:
             self.settle(self._unsettled.version, keep=True)
         session.update = update = Update(
             offer,
-            load_plan,
+            install,
             receiver=receiver,
             gate=self.gate,
             deadline_seconds=self._install_deadline_seconds,
             settles=self._settles,
-            share=_share(offer, load_plan.layout.manifest, self.engine_rank),
+            share=_share(offer, install.layout.manifest, self.engine_rank),
+            agree=self._agree,
         )
         with update.aborted_on_failure():
             update.open()
@@ -404,9 +409,9 @@ class Worker:
         session.send(Accepted(offer.version))
         session.receive_in_background(functools.partial(self._receive, session, update))
 
-    def _load_plan(self, session: PublisherSession, offer: Offer) -> LoadPlan:
-        """The checked layout of an offer; a layout that this run has sent before is not checked again."""
-        known, specs = session.load_plan, self.engine.specs()
+    def _install(self, session: PublisherSession, offer: Offer) -> Install:
+        """The install of an offer; a layout that this run has sent before is not checked again."""
+        known, specs = session.install, self.engine.specs()
         if known is not None and known.manifest_digest != offer.manifest_digest:
             known = None
         if known is not None and known.specs is specs and known.is_current:
@@ -418,8 +423,8 @@ class Worker:
         if known is None and manifest.digest() != offer.manifest_digest:
             raise ManifestError(f"the manifest's digest is {manifest.digest()}, the offer says {offer.manifest_digest}")
         session.require_origins(manifest)
-        session.load_plan = admit(manifest, offer.manifest_digest, self.engine, specs)
-        return session.load_plan
+        session.install = admit(manifest, offer.manifest_digest, self.engine, specs)
+        return session.install
 
     def _receive(self, session: PublisherSession, update: Update) -> None:
         number, device = update.version.number, session.device

@@ -11,8 +11,9 @@ from weightcast.errors import IncompleteUpdateError, WeightcastError
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import WeightVersion
 from weightcast.seams.engine import Engine, ExposesTensors, Undoable
-from weightcast.serving.install_map import Mapped
-from weightcast.serving.load_plan import BlockCopies, compare_specs
+from weightcast.seams.install_map import Mapped
+from weightcast.serving.admission import compare_specs
+from weightcast.serving.install import BlockCopies
 from weightcast.testing.payloads import OverPayloads, Payload, random_tensor, raw_bytes
 
 ONE, TWO = (WeightVersion("5a" * 16, number) for number in (1, 2))
@@ -135,21 +136,20 @@ class EngineContract(OverPayloads):
         for name, tensor in payload.tensors().items():
             if name not in install_map.proven:
                 others.append((name, tensor))
-            elif not (tensor.ndim and tensor.numel() and len(tensor) <= 100 and install_map.takes_pieces(name)):
+            elif not (tensor.ndim and tensor.numel() and len(tensor) <= 100 and install_map.can_copy_pieces(name)):
                 parts.append((name, None, tensor.contiguous()))
             else:
                 parts += (
                     (name, Region((row, *(0 for _ in tensor.shape[1:])), (1, *tensor.shape[1:])), tensor[row, None])
                     for row in reversed(range(len(tensor)))
                 )
+        engine.begin({name for name, _, _ in parts})
         half = len(parts) // 2
-        for some, is_last in ((parts[:half], False), (parts[half:], True)):
-            copies = BlockCopies(
-                install_map,
-                [(name, region) for name, region, _ in some],
-                [cut for name, region, part in some for cut in install_map.cut(name, part, region)],
-            )
-            engine.load_mapped(others if is_last else [], {name for name, _, _ in parts}, copies.run, is_last=is_last)
+        for some in (parts[:half], parts[half:]):
+            blocks = [(name, region) for name, region, _ in some]
+            sources = [each for name, region, part in some for each in install_map.source_blocks(name, part, region)]
+            BlockCopies(install_map, blocks, sources).run()
+        engine.load(others)
         engine.commit(ONE)
         self.assert_holds(engine, payload)
 

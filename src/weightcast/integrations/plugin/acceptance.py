@@ -27,8 +27,8 @@ from weightcast.errors import UnsupportedError, listed
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec
 from weightcast.integrations.plugin.dry_run import DryRunOutcome
+from weightcast.serving.admission import dtype_remedies, misfit_error
 from weightcast.serving.install_map import RecordedMap
-from weightcast.serving.load_plan import dtype_remedies, misfit_error
 
 
 @dataclasses.dataclass(frozen=True)

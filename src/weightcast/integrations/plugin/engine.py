@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from weightcast.control.worker_rpc import Ask, Dtypes, Install, Prove, Quarantine, RankCall, Settle, UpdateCall
+from weightcast.control.worker_rpc import Ask, Dtypes, InstallCall, Prove, Quarantine, RankCall, Settle, UpdateCall
 from weightcast.errors import (
     ClosedError,
     ControlError,
@@ -241,7 +241,7 @@ class PluginEngine(abc.ABC):
     async def _install_everywhere(self, before: Replies, number: int) -> Replies:
         """The ranks of one engine agree by themselves; several engines keep it only when all have installed it."""
         run, is_one = before.info.holder, before.num_engines == 1
-        replies = await self._replies(Install(run, number, len(before.ranks), keep=is_one))
+        replies = await self._replies(InstallCall(run, number, len(before.ranks), keep=is_one))
         replies.raise_first()
         if not is_one:
             replies = await self._replies(Settle(run, number, keep=True))

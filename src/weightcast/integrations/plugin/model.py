@@ -1,14 +1,12 @@
 """One rank's model as an engine, installed through the loader that it has: what does not depend on whose loader it is.
 
 Invariants: `validate` writes nothing that is live; a load begins with its first tensors and ends with its last ones, or
-with `discard`; tensors that it is given are not kept; with the `agree` of several ranks, `snapshot`, `load`, `commit`
-and what `snapshot` returned raise on all ranks or on none.
+with `discard`; tensors that it is given are not kept.
 """
 
 from __future__ import annotations
 
 import abc
-import contextlib
 import copy
 import dataclasses
 import itertools
@@ -19,27 +17,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedError, listed, thrown
+from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedError, listed
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, ties
 from weightcast.serving.install_map import RecordedMap, is_tied, layers_of
 
-Agree: TypeAlias = Callable[[BaseException | None], None]
-"""Called once per step on every rank with its own error or None; raises on every rank if any had one."""
-
 Tensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
-_REPLACED = "the model's parameters were replaced during the update: publish again"
-
-
-def alone(error: BaseException | None) -> None:
-    """The agreement of an engine of one rank."""
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error  # its frames refer to it, this one among them: it would live on until a collection
 
 
 def has_own(layer: nn.Module) -> bool:
@@ -51,10 +36,12 @@ def has_own(layer: nn.Module) -> bool:
 class _Load:
     """A load under way. `due`: what is still to come; `first`: of tied names that come apart, what came first.
 
-    `waiting`: of names that the loader has to get in one call, what came while others of these are to come.
+    `copied`: what the worker copies. `waiting`: of names that the loader has to get in one call, what came while others
+    of these are to come.
     """
 
     due: set[str]
+    copied: Collection[str]
     first: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     waiting: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
@@ -68,23 +55,19 @@ class LoaderEngine(abc.ABC):
 
     device: torch.device
 
-    def __init__(
-        self, model: nn.Module, make_acceptance: Callable[[], Acceptance], unsupported: Sequence[str], agree: Agree
-    ) -> None:
+    def __init__(self, model: nn.Module, make_acceptance: Callable[[], Acceptance], unsupported: Sequence[str]) -> None:
         self._model = model
         self._make_acceptance = make_acceptance
         self._acceptance = None if unsupported else make_acceptance()
         self._unsupported = unsupported
-        self._agree = agree
         self._layers = layers_of(model)
         self._ties = ties(model)
         self._offer: tuple[str, AcceptedOffer] | None = None
         self._apart: set[str] = set()
         """Names that other names of the same offer are tied to."""
         self._load: _Load | None = None
-        self._missing: list[str] | None = None
-        self._copied_at: int | None = None
-        """The revision of the install map whose places this update has copied to."""
+        self._copied_at = 0
+        """The revision of the install map by which this update copies."""
 
     @abc.abstractmethod
     def _begin_load(self, calls: Mapping[str, int]) -> None:
@@ -157,55 +140,44 @@ class LoaderEngine(abc.ABC):
         if self._offer is not None and self._offer[1].pads:
             self._offer[1].install_map.expire()
 
+    def begin(self, copied: Collection[str]) -> None:
+        """Begin to install the offer that was accepted last: the tensors named in `copied` are copied by the worker."""
+        if self._offer is None:
+            raise InstallError("nothing was validated: an offer comes before an install")
+        accepted = self._offer[1]
+        if layers_of(self._model) != self._layers:
+            raise InstallError("layers of the model were exchanged since the offer: publish again")
+        self.discard()
+        self._load = _Load(set(accepted.names).difference(copied), copied)
+        self._copied_at = accepted.install_map.revision
+        filled = accepted.install_map.modules(copied) if accepted.calls else ()
+        with torch.no_grad(), on_failure(self._give_up):
+            self._begin_load({m: number for m, number in accepted.calls.items() if m not in filled})
+
     def load(self, tensors: Tensors) -> None:
-        """Install all tensors of the offer that was accepted last, in one call; returns when the device is done.
+        """Have the loader take tensors of the offer that was accepted last, of which more may come in later calls.
 
-        Raises what the model's loader raises, or InstallError; the weights are then of no version, but the model whole.
+        A copy is kept only of what names of this offer are tied to that come apart, and of what the loader has to get
+        with others that are to come. Raises what the model's loader raises, or InstallError; the weights are then of no
+        version, but the model whole.
         """
-        self.load_mapped(tensors, (), lambda: None)
+        if self._load is None:
+            self.begin(())
+        load = self._load
+        assert load is not None
+        assert self._offer is not None
+        kept = [(load.first, set(load.first)), (load.waiting, set(load.waiting))]
+        with torch.no_grad(), on_failure(self._give_up):
+            handed = self._handed(tensors, self._offer[1], load)
+            first = next(handed, None)
+            if first is not None:
+                self._load_some(itertools.chain([first], handed))
+        if load.due:
+            for held, former in kept:
+                held.update({name: held[name].clone() for name in held.keys() - former})
 
-    def load_mapped(
-        self, tensors: Tensors, mapped: Collection[str], copy: Callable[[], None], *, is_last: bool = True
-    ) -> None:
-        """`load`, where the tensors named in `mapped` are installed by calling `copy`.
-
-        Without `is_last` more of them come in later calls, with the same `mapped`; a copy is kept only of what names of
-        this offer are tied to that come apart, and of what the loader has to get with others that are to come.
-        """
-        with self._agreed(), torch.no_grad():
-            if self._offer is None:
-                raise InstallError("nothing was validated: an offer comes before an install")
-            accepted = self._offer[1]
-            with on_failure(self._give_up):
-                load = self._load
-                if load is None:
-                    if layers_of(self._model) != self._layers:
-                        raise InstallError("layers of the model were exchanged since the offer: publish again")
-                    self._missing = ["every tensor"]
-                    load = self._load = _Load(set(accepted.names))
-                    copied = accepted.install_map.modules(mapped) if accepted.calls else ()
-                    self._begin_load({m: number for m, number in accepted.calls.items() if m not in copied})
-                kept = [(load.first, set(load.first)), (load.waiting, set(load.waiting))]
-                handed = self._handed(tensors, accepted, load, mapped)
-                first = next(handed, None)
-                if first is not None:
-                    self._load_some(itertools.chain([first], handed))
-                copy()
-                if mapped:
-                    if self._copied_at not in (None, accepted.install_map.revision):
-                        raise InstallError(_REPLACED, torn=True)
-                    self._copied_at = accepted.install_map.revision
-                if is_last:
-                    self._missing = [*sorted(load.due.difference(mapped)), *self._finish_load()]
-                    self._load = None
-                else:
-                    for held, former in kept:
-                        held.update({name: held[name].clone() for name in held.keys() - former})
-
-    def _handed(
-        self, tensors: Tensors, accepted: AcceptedOffer, load: _Load, mapped: Collection[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the loader is to be given: not what is `mapped`. It is due no more; tied names have equal values."""
+    def _handed(self, tensors: Tensors, accepted: AcceptedOffer, load: _Load) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the loader is to be given: not what is copied. It is due no more; tied names have equal values."""
         for name, tensor in tensors:
             owner = accepted.tied.get(name, name)
             first = load.first.setdefault(owner, tensor) if owner in self._apart else tensor
@@ -213,7 +185,7 @@ class LoaderEngine(abc.ABC):
                 raise InstallError(
                     f"{name!r} is tied to other weights in this engine, but came with values of its own", torn=True
                 )
-            if name in load.due and name not in mapped:
+            if name in load.due:
                 # What is written to a bucket would be there for others that read the same memory.
                 load.waiting[name] = tensor.clone() if name in accepted.overwritten else tensor
                 group = accepted.together.get(name, {name})
@@ -228,27 +200,28 @@ class LoaderEngine(abc.ABC):
             self._end_load()
 
     def commit(self, version: WeightVersion) -> None:
-        """Raises IncompleteUpdateError, naming the tensors that did not come and the layers that were not filled.
+        """End the load, and wait for the device; then every parameter holds what came.
 
+        Raises IncompleteUpdateError, naming the tensors that did not come and the layers that were not filled;
         InstallError (torn) if parameters that were copied to were replaced meanwhile (`param.data = ...` too).
         """
-        with self._agreed():
-            if self._missing is None:
-                raise IncompleteUpdateError(f"version {version.number} was not loaded")
-            if self._missing:
-                raise IncompleteUpdateError(
-                    f"version {version.number} was not loaded whole, missing: {listed(self._missing, most=20)}"
-                )
-            found = self.install_map
-            if self._copied_at is not None and not (found and found.bind() and found.revision == self._copied_at):
-                raise InstallError(_REPLACED, torn=True)
-            self._drop_caches()
-            self.discard()
+        load, found = self._load, self.install_map
+        if load is None:
+            raise IncompleteUpdateError(f"version {version.number} was not loaded")
+        with torch.no_grad(), on_failure(self._give_up):
+            missing = [*sorted(load.due), *self._finish_load()]
+        if missing:
+            raise IncompleteUpdateError(
+                f"version {version.number} was not loaded whole, missing: {listed(missing, most=20)}"
+            )
+        if load.copied and not (found and found.bind() and found.revision == self._copied_at):
+            raise InstallError("the model's parameters were replaced during the update: publish again", torn=True)
+        self._drop_caches()
+        self._load = None
 
     def discard(self) -> None:
         """Forget what `load` noted; a load that is under way ends, with the weights of no version."""
         self._give_up()
-        self._missing = self._copied_at = None
 
     def snapshot(self) -> Callable[[], None]:
         """Copy this rank's weights to host memory; what it returns puts them back, wherever a `load` has failed.
@@ -257,34 +230,22 @@ class LoaderEngine(abc.ABC):
         What an engine keeps beside these, packed for its kernels, is not copied: the old packed weights live on beside
         the new ones until the copy is dropped. Storage addresses are kept, so that captured graphs stay valid.
         """
-        with self._agreed():
-            self._end_load()
-            if self._offer is None:
-                restore = undo_copy(self._model)
-            else:
-                restore = undo_copy(self._model, self._written(self._offer[1]), self._offer[1].beside)
+        self._end_load()
+        if self._offer is None:
+            restore = undo_copy(self._model)
+        else:
+            restore = undo_copy(self._model, self._written(self._offer[1]), self._offer[1].beside)
 
         def put_back() -> None:
-            with self._agreed():
-                restore()
-                self._end_load()
-                self.discard()
+            restore()
+            self._end_load()
+            self.discard()
 
         return put_back
 
     def _written(self, accepted: AcceptedOffer) -> Collection[str]:
         """The modules that an install writes to."""
         return accepted.modules
-
-    @contextlib.contextmanager
-    def _agreed(self) -> Iterator[None]:
-        """One step of all ranks: what any of them raises, all raise."""
-        try:
-            yield
-        except BaseException as exc:
-            self._agree(thrown(exc))
-            raise
-        self._agree(None)
 
 
 _OWN_CONTAINERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")

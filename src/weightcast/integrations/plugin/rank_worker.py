@@ -24,7 +24,7 @@ from weightcast.control.worker_rpc import (
     Ask,
     Dtypes,
     Init,
-    Install,
+    InstallCall,
     Leave,
     Prove,
     Quarantine,
@@ -49,24 +49,24 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, UpdateInfo, WeightInfo
-from weightcast.integrations.plugin.model import Agree, LoaderEngine
+from weightcast.integrations.plugin.model import LoaderEngine
 from weightcast.integrations.plugin.rank_consensus import Attempt, Outcome, RankConsensus
 from weightcast.seams.engine import Engine
-from weightcast.serving.install_map import HeldTensor, Mapped, RecordedMap
+from weightcast.seams.install_map import Mapped
+from weightcast.serving.install_map import HeldTensor, RecordedMap
 from weightcast.serving.worker import Worker
 
 
 class RankWorker:
     """Answers the calls of `control.worker_rpc` for one rank. One thread calls it, never while the model runs a step.
 
-    `make_engine` gets the function by which the engine agrees on its steps with the other ranks' engines. `token`: what
-    every `Init` must carry, or empty. `unsupported`: the kinds of serving that keep this engine from being updated.
-    `require_ready` raises if an install can't begin now; `weights_asleep`: see `RankReply`.
+    `token`: what every `Init` must carry, or empty. `unsupported`: kinds of serving that keep this engine from being
+    updated. `require_ready` raises if an install can't begin now; `weights_asleep`: see `RankReply`.
     """
 
     def __init__(
         self,
-        make_engine: Callable[[Agree], Engine],
+        engine: Engine,
         ranks: RankConsensus,
         *,
         engine_rank: int,
@@ -83,7 +83,12 @@ class RankWorker:
         self._weights_asleep = weights_asleep
         self._gate = Gate()
         self._worker = Worker(
-            make_engine(self._agree), gate=self._gate, engine_rank=engine_rank, world_size=world_size, settles=True
+            engine,
+            gate=self._gate,
+            engine_rank=engine_rank,
+            world_size=world_size,
+            settles=True,
+            agree=self._agree,
         )
         self._is_agreeing = False
         """Whether an install is under way, none of whose steps has failed yet."""
@@ -137,7 +142,7 @@ class RankWorker:
                 self._init(info)
             case UpdateCall(info):
                 self._update(info)
-            case Install(run, number, world_size, keep):
+            case InstallCall(run, number, world_size, keep):
                 self._is_one_of_several = world_size > self._ranks.num_ranks
                 version = WeightVersion(run, number)
                 self._install(version)

@@ -18,7 +18,7 @@ from weightcast.host import device as host_device
 from weightcast.integrations.plugin.acceptance import Acceptance, acceptance
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.plugin.dry_run import dry_run, present, twin
-from weightcast.integrations.plugin.model import Agree, LoaderEngine, alone, has_own
+from weightcast.integrations.plugin.model import LoaderEngine, has_own
 from weightcast.integrations.sglang import internals
 from weightcast.serving.install_map import layers_of
 
@@ -37,7 +37,6 @@ class SglangModel(LoaderEngine):
         unsupported: Sequence[str],
         flush: Callable[[], bool],
         is_alone: bool = True,
-        agree: Agree = alone,
     ) -> None:
         internals.require(runner, "model", "model_config", "weight_updater", "server_args")
         internals.require(runner.weight_updater, "begin_weight_update", "end_weight_update")
@@ -60,7 +59,7 @@ class SglangModel(LoaderEngine):
             known = reference(config.model_path, revision=config.revision, cache_dir=runner.server_args.download_dir)
             return acceptance(model, functools.partial(dry_run, model, _without_memory), known, is_alone=is_alone)
 
-        super().__init__(model, make_acceptance, unsupported, agree)
+        super().__init__(model, make_acceptance, unsupported)
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         self._is_in_session = True

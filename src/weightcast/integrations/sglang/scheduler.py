@@ -103,13 +103,12 @@ class SchedulerRank:
             warn_if_untested(logger, "SGLang", internals.version(), internals.TESTED_WITH)
         unsupported = internals.unsupported(scheduler.server_args, runner.model)
         self._rank = RankWorker(
-            lambda agree: SglangModel(
+            SglangModel(
                 runner,
                 unsupported=unsupported,
                 # A collection of all garbage, or giving a GPU's free memory back, takes longer than the install.
                 flush=lambda: bool(scheduler.flush_cache(empty_cache=False)),
                 is_alone=parallel.tp_size == 1,
-                agree=agree,
             ),
             ranks,
             engine_rank=self._engine_rank,

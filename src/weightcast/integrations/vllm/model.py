@@ -23,7 +23,7 @@ from weightcast.integrations.plugin import checkpoint_header
 from weightcast.integrations.plugin import dry_run as loader_dry_run
 from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, acceptance
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
-from weightcast.integrations.plugin.model import Agree, LoaderEngine, Tensors, alone, has_own
+from weightcast.integrations.plugin.model import LoaderEngine, Tensors, has_own
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.layerwise_load import (
     Reload,
@@ -41,7 +41,7 @@ class VllmModel(LoaderEngine):
     if the model's loader can't be tried. With a feature that is `internals.unsupported`, every offer is refused.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device, *, agree: Agree = alone) -> None:
+    def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
         internals.require()
         self.device = device
         self._reload = Reload(model, vllm_config)
@@ -64,7 +64,7 @@ class VllmModel(LoaderEngine):
                 is_alone=parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1,
             )
 
-        super().__init__(model, make_acceptance, internals.unsupported(vllm_config), agree)
+        super().__init__(model, make_acceptance, internals.unsupported(vllm_config))
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         self._reload.begin(calls)

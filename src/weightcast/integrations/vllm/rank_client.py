@@ -17,7 +17,7 @@ from weightcast.control.worker_rpc import (
     Ask,
     Dtypes,
     Init,
-    Install,
+    InstallCall,
     Leave,
     Prove,
     Quarantine,
@@ -123,7 +123,7 @@ class RankClient(EngineClient, ServesTraffic):
         """Install on every rank. Raises the first error; ranks of other data-parallel engines say theirs on links."""
         if not self._run:
             raise ClosedError(f"no publisher holds {self.name}: call init first")
-        self._required(Install(self._run, version, self._world_size))
+        self._required(InstallCall(self._run, version, self._world_size))
 
     def settle(self, version: int, *, keep: bool) -> None:
         settle = Settle(self._run, version, keep)

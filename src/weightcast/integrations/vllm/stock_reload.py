@@ -42,7 +42,7 @@ from weightcast.integrations.vllm.http import RESUME, VllmConfig, VllmRoutes, We
 from weightcast.integrations.vllm.plugin import OPTION
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
-from weightcast.serving.load_plan import require_fit
+from weightcast.serving.admission import require_fit
 from weightcast.store.address import StoreAddress
 from weightcast.trainer.export import export
 

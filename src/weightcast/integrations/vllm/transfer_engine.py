@@ -58,7 +58,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
                 raise ClosedError("the weights' memory is asleep: wake it (/wake_up?tags=weights) before the install")
 
         self._rank = RankWorker(
-            lambda agree: VllmModel(model, vllm_config, device, agree=agree),
+            VllmModel(model, vllm_config, device),
             RankConsensus(groups, first_rank=first_rank),
             engine_rank=first_rank + parallel.rank,
             world_size=parallel.world_size_across_dp,

@@ -25,7 +25,7 @@ from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.sglang.stock.routes import Checksums, ModelInfo, ServerInfo, SglangPause, SglangRoutes
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import ClientSender, EngineClient, SenderContext, ServesTraffic
-from weightcast.serving.load_plan import require_fit
+from weightcast.serving.admission import require_fit
 
 INCOMPLETE = "incomplete, was "
 MAX_PARALLEL = 64

@@ -1,0 +1,130 @@
+"""Whether an offer fits an engine: every name, shape and dtype, checked before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from weightcast.checkpoint.live import CASTABLE
+from weightcast.errors import IncompatibleWeightsError, UnsupportedError, listed
+from weightcast.format.bucket import Layout
+from weightcast.format.manifest import Manifest, TensorSpec
+from weightcast.host import memory as host_memory
+from weightcast.seams.engine import Casting, Engine, Undoable, Validating
+from weightcast.serving.install import Install
+
+
+def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[TensorSpec] | None) -> Install:
+    """Admit a checked manifest of this digest to an engine, `specs` being what `engine.specs()` gave.
+
+    Raises IncompatibleWeightsError, whose problems name every tensor that does not fit, or UnsupportedError.
+    """
+    if specs is not None:
+        can_cast = engine.can_cast if isinstance(engine, Casting) else None
+        require_fit(manifest.tensors, specs, can_cast=can_cast)
+    if isinstance(engine, Validating):
+        engine.validate(manifest)
+    try:
+        return Install(Layout(manifest), digest, engine, specs)
+    except ValueError as exc:
+        raise UnsupportedError(str(exc)) from exc
+
+
+def check_undo(manifest: Manifest, engine: Engine) -> None:
+    """Raises UnsupportedError if the engine can't go back, InsufficientMemoryError if the copy would not fit."""
+    if not isinstance(engine, Undoable):
+        raise UnsupportedError(f"{type(engine).__name__} can't be undone: publish with undo=False")
+    host_memory.require(manifest.num_bytes, "the undo copy", "publish with undo=False, or free memory")
+
+
+def require_engine(engine: object) -> None:
+    """Raises TypeError unless it is an engine."""
+    if not all(hasattr(engine, name) for name in ("specs", "load", "commit", "discard")):
+        remedy = "pass ModuleEngine(model), or an object with specs(), load(), commit() and discard()"
+        raise TypeError(f"{type(engine).__name__} is no engine: {remedy}")
+
+
+def require_fit(
+    offered: Sequence[TensorSpec],
+    held: Sequence[TensorSpec],
+    *,
+    can_cast: Callable[[str, str], bool] | None = None,
+) -> None:
+    """Raises IncompatibleWeightsError unless `offered` is a complete update for an engine that holds `held`."""
+    problems = compare_specs(offered, held, can_cast=can_cast)
+    if not problems:
+        return
+    by_name = {name: target for target in held for name in target.names}
+    pairs = {(spec.dtype, by_name[name].dtype) for spec in offered for name in spec.names if name in by_name}
+    misfits = {(ours, theirs) for ours, theirs in pairs if ours != theirs and not (can_cast and can_cast(ours, theirs))}
+    found = {name for spec in offered for name in spec.names}
+    unknown = {spec.name for spec in offered if by_name.keys().isdisjoint(spec.names)}
+    missing = {spec.name for spec in held if found.isdisjoint(spec.names)}
+    remedies = [*dtype_remedies(misfits, {spec.dtype for spec in held}), *_prefix_remedies(unknown, missing)]
+    raise misfit_error(problems, remedies)
+
+
+def misfit_error(problems: Sequence[str], remedies: Sequence[str] = ()) -> IncompatibleWeightsError:
+    """What an engine refuses an offer with."""
+    tensors = "tensor does" if len(problems) == 1 else "tensors do"
+    remedy = f". Remedy: {'; '.join(remedies)}" if remedies else ""
+    return IncompatibleWeightsError(
+        f"{len(problems)} {tensors} not fit this engine: {listed(problems)}{remedy}", problems
+    )
+
+
+def dtype_remedies(misfits: Collection[tuple[str, str]], held: Collection[str]) -> list[str]:
+    """How a source could send other dtypes. `misfits`: offered and the engine's; `held`: all that the engine has."""
+    wanted = {theirs for _, theirs in misfits}
+    if len(wanted) != 1 or not {dtype for pair in misfits for dtype in pair} <= CASTABLE:
+        return []
+    (dtype,) = wanted
+    if not CASTABLE.intersection(held) <= wanted:
+        return ["have each tensor cast to what the engine has: dtype='engine' of the source, `--dtype engine`"]
+    return [f"cast on the way: ModuleSource(model, dtype=torch.{dtype}), from the shell `weightcast publish --dtype`"]
+
+
+def _prefix_remedies(unknown: Collection[str], missing: Collection[str]) -> list[str]:
+    """What to do where names differ by a prefix: all that one side lacks are of the other side, but for the prefix."""
+    for longer, shorter, remedy in (
+        (unknown, missing, "publish the module that has the names without it, or leave it out with names="),
+        (missing, unknown, "publish the module around it, or add it with names="),
+    ):
+        name = min(shorter, default="")
+        for prefix in sorted(other.removesuffix(name) for other in longer if name and other.endswith(f".{name}")):
+            if {prefix + each for each in shorter} <= set(longer):
+                whose = "trainer" if longer is unknown else "engine"
+                return [f"the {whose}'s names begin with {prefix!r}: {remedy} of ModuleSource"]
+    return []
+
+
+def compare_specs(
+    offered: Iterable[TensorSpec],
+    held: Iterable[TensorSpec],
+    *,
+    can_cast: Callable[[str, str], bool] | None = None,
+) -> list[str]:
+    """Every reason why `offered` is not a complete update for an engine that holds `held`; empty if it is one.
+
+    Names may differ by aliases: a record is known if the engine has one of its names, and covers all of them. Dtypes
+    may differ only where `can_cast(offered, held)` says so.
+    """
+    targets = tuple(held)
+    by_name = {name: target for target in targets for name in target.names}
+    covered: dict[str, str] = {}
+    problems: list[str] = []
+    for spec in offered:
+        known = {by_name[name].name: by_name[name] for name in spec.names if name in by_name}
+        if not known:
+            problems.append(f"unknown tensor {spec.name!r} {spec.dtype}{list(spec.shape)}")
+        for target in known.values():
+            if spec.shape != target.shape:
+                found = f"has the shape {list(spec.shape)}, the engine has {list(target.shape)}"
+                problems.append(f"{spec.name!r} {found}")
+            if spec.dtype != target.dtype and not (can_cast and can_cast(spec.dtype, target.dtype)):
+                problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {target.dtype}")
+            if target.name in covered:
+                both = f"{spec.name!r} and {covered[target.name]!r} are both the engine's {target.name!r}"
+                problems.append(f"{both}, which ties them: tie them in the trainer too, or untie them in the engine")
+            covered[target.name] = spec.name
+    missing = (target for target in targets if target.name not in covered)
+    return problems + [f"missing tensor {spec.name!r} {spec.dtype}{list(spec.shape)}" for spec in missing]
