@@ -11,14 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weightcast.checkpoint.directories import MAX_CANDIDATES, CheckpointDirectories, CompleteDirectory, DirectoryFormat
+from weightcast.checkpoint.directories import MAX_CANDIDATES, CheckpointDirectories
 from weightcast.checkpoint.files import INDEX_FILE, SINGLE_FILE
 from weightcast.sources.safetensors import SafetensorsSource
 
-AT_ONCE = 1e-9
 
-
-def save(directory: Path, value: float, *, marker: str = "", written_at: int = 0) -> Path:
+def save(directory: Path, value: float, *, marker: str = "DONE", written_at: int = 0) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     save_file({"weight": torch.full((256,), value)}, directory / SINGLE_FILE)
     if marker:
@@ -33,22 +31,16 @@ def stamp(directory: Path, written_at: int) -> Path:
     return directory
 
 
-def newest(directories: CheckpointDirectories, known: CompleteDirectory | None = None) -> CompleteDirectory | None:
-    """What the second look finds: without a marker the first one only remembers."""
-    directories.newest(known)
-    return directories.newest(known)
-
-
-def of(root: Path, kind: DirectoryFormat = "hf") -> CheckpointDirectories:
-    return CheckpointDirectories(root, kind, settle_seconds=AT_ONCE)
+def of(root: Path, *markers: str) -> CheckpointDirectories:
+    return CheckpointDirectories(root, markers or ["DONE"])
 
 
 @pytest.mark.parametrize("name", ["step_7", "weight_v000007", "weight_update_v7", "checkpoint-7", "7", "a3-b7"])
 def test_names_end_with_the_number(tmp_path: Path, name: str) -> None:
-    found = newest(of(tmp_path), None)
+    found = of(tmp_path).newest(None)
     assert found is None
     save(tmp_path / name, 1)
-    found = newest(of(tmp_path))
+    found = of(tmp_path).newest()
     assert found is not None
     assert (found.path, found.number, found.completed_ns) == (tmp_path / name, 7, 10**9)
 
@@ -57,89 +49,64 @@ def test_names_end_with_the_number(tmp_path: Path, name: str) -> None:
 def test_other_names_are_not_looked_at(tmp_path: Path, name: str) -> None:
     save(tmp_path / name, 1)
     (tmp_path / "step_8").touch()
-    assert newest(of(tmp_path)) is None
+    assert of(tmp_path).newest() is None
 
 
 def test_the_root_may_come_later_and_go(tmp_path: Path) -> None:
     directories = of(tmp_path / "broadcasts")
-    assert newest(directories) is None
+    assert directories.newest() is None
     save(tmp_path / "broadcasts" / "step_1", 1)
-    assert newest(directories) is not None
+    assert directories.newest() is not None
     shutil.rmtree(tmp_path / "broadcasts")
-    assert newest(directories) is None
+    assert directories.newest() is None
 
 
-def test_shards_count_with_the_last_one_of_their_index(tmp_path: Path) -> None:
+def test_shards_count_with_the_index_and_the_marker(tmp_path: Path) -> None:
     directory, directories = tmp_path / "weight_v000001", of(tmp_path)
     directory.mkdir()
     names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     for i, name in enumerate(names):
         save_file({f"t{i}": torch.ones(8)}, directory / name)
-        assert newest(directories) is None
-    index = json.dumps({"weight_map": {f"t{i}": name for i, name in enumerate(names)}})
-    (directory / INDEX_FILE).write_text(index[:20])
-    assert newest(directories) is None
-    (directory / INDEX_FILE).write_text(index)
-    (directory / names[1]).rename(directory / "tmp")
-    assert newest(directories) is None
-    (directory / "tmp").rename(directory / names[1])
-    found = newest(directories)
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": {f"t{i}": name for i, name in enumerate(names)}}))
+    assert directories.newest() is None
+    (directory / "DONE").touch()
+    found = directories.newest()
     assert found is not None
-    assert [name for name, *_ in found.files] == sorted([INDEX_FILE, *names])
-
-
-def test_without_a_marker_what_changes_is_not_complete(tmp_path: Path) -> None:
-    directory, directories = save(tmp_path / "step_1", 1), of(tmp_path)
-    for second in range(2, 6):
-        assert directories.newest() is None
-        stamp(directory, second)
-    never = CheckpointDirectories(tmp_path, "hf", settle_seconds=1e6)
-    assert newest(never) is None
-    assert newest(directories) is not None
+    assert [name for name, *_ in found.files] == [*sorted([INDEX_FILE, *names]), "DONE"]
 
 
 @pytest.mark.parametrize("marker", ["STABLE", ".finished"])
-def test_prime_rl_marks_what_is_complete(tmp_path: Path, marker: str) -> None:
-    directories = of(tmp_path, "prime-rl")
+def test_a_marker_says_what_is_complete(tmp_path: Path, marker: str) -> None:
+    directories = of(tmp_path, "STABLE", ".finished")
     directory = save(tmp_path / "step_3", 1, marker=".started")
-    assert newest(directories) is None
+    assert directories.newest() is None
     (directory / marker).touch()
-    assert directories.newest() is not None, "at once"
+    assert directories.newest() is not None
 
 
 def test_a_marked_directory_that_is_written_again_is_not_complete(tmp_path: Path) -> None:
     """As by a loop that resumed from an earlier step: the marker is there still, of the former content."""
-    directory = save(tmp_path / "step_3", 1, marker="STABLE")
-    patient = CheckpointDirectories(tmp_path, "prime-rl", settle_seconds=1e6)
-    known = patient.newest()
+    directory, directories = save(tmp_path / "step_3", 1), of(tmp_path)
+    known = directories.newest()
     assert known is not None
     os.utime(directory / SINGLE_FILE, (2, 2))
-    assert newest(patient, known) is None
-    assert newest(of(tmp_path, "prime-rl"), known) is not None, "marked by a copy, say, in another order"
-    os.utime(directory / "STABLE", (2, 2))
-    assert patient.newest(known) is not None, "at once"
-
-
-def test_a_marker_of_the_callers(tmp_path: Path) -> None:
-    directories = CheckpointDirectories(tmp_path, "hf", marker="DONE")
-    directory = save(tmp_path / "step_3", 1)
-    assert newest(directories) is None
-    (directory / "DONE").touch()
-    assert directories.newest() is not None
+    assert directories.newest(known) is None
+    os.utime(directory / "DONE", (2, 2))
+    assert directories.newest(known) is not None
 
 
 def test_the_newest_is_the_one_that_was_written_last(tmp_path: Path) -> None:
     directories = of(tmp_path)
     save(tmp_path / "step_9", 1)
     save(tmp_path / "step_10", 2)
-    known = newest(directories)
+    known = directories.newest()
     assert known is not None
     assert known.number == 10
-    assert newest(directories, known) is None
+    assert directories.newest(known) is None
     shutil.rmtree(known.path)
-    assert newest(directories, known) is None, "what is left is older"
+    assert directories.newest(known) is None, "what is left is older"
     save(tmp_path / "step_9", 1, written_at=3)
-    resumed = newest(directories, known)
+    resumed = directories.newest(known)
     assert resumed is not None
     assert resumed.number == 9
 
@@ -147,30 +114,26 @@ def test_the_newest_is_the_one_that_was_written_last(tmp_path: Path) -> None:
 def test_a_directory_that_is_written_again_is_another(tmp_path: Path) -> None:
     directories = of(tmp_path)
     save(tmp_path / "step_1", 1)
-    known = newest(directories)
+    known = directories.newest()
     assert known is not None
     assert directories.is_unchanged(known)
     save(tmp_path / "step_1", 1, written_at=2)
     assert not directories.is_unchanged(known)
-    assert newest(directories, known) is not None
+    assert directories.newest(known) is not None
 
 
-@pytest.mark.parametrize("kind", ["hf", "prime-rl"])
-def test_of_many_directories_the_one_that_was_written_last_is_looked_into(
-    tmp_path: Path, kind: DirectoryFormat
-) -> None:
+def test_of_many_directories_the_one_that_was_written_last_is_looked_into(tmp_path: Path) -> None:
     """Not those that something was removed from, as loops do with the optimizer's states of older ones."""
-    marker = "STABLE" if kind == "prime-rl" else "notes"
-    paths = [save(tmp_path / f"step_{number}", number, marker=marker) for number in range(1, MAX_CANDIDATES + 4)]
+    paths = [save(tmp_path / f"step_{number}", number) for number in range(1, MAX_CANDIDATES + 4)]
     for second, path in enumerate(paths):
         os.utime(path, (100 - second, 100 - second))
-    directories = of(tmp_path, kind)
-    known = newest(directories)
+    directories = of(tmp_path)
+    known = directories.newest()
     assert known is not None
     assert known.path == paths[-1]
     stamp(paths[0], 50)
     os.utime(paths[0], (1, 1))
-    again = newest(directories, known)
+    again = directories.newest(known)
     assert again is not None
     assert again.path == paths[0], "written again in place, by a loop that resumed from an earlier step"
 
@@ -178,15 +141,15 @@ def test_of_many_directories_the_one_that_was_written_last_is_looked_into(
 def test_what_is_left_out_comes_back_when_it_has_changed(tmp_path: Path) -> None:
     directories = of(tmp_path)
     older, damaged = save(tmp_path / "step_1", 1), save(tmp_path / "step_2", 2)
-    found = newest(directories)
+    found = directories.newest()
     assert found is not None
     assert found.path == damaged
     directories.leave_out(found)
-    found = newest(directories)
+    found = directories.newest()
     assert found is not None
     assert found.path == older
     save(damaged, 2, written_at=3)
-    found = newest(directories)
+    found = directories.newest()
     assert found is not None
     assert found.path == damaged
 

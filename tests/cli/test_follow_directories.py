@@ -1,4 +1,4 @@
-"""`weightcast follow --format`: a loop's checkpoint directories, to reference servers; faults of both sides."""
+"""`weightcast follow --marker`: a loop's checkpoint directories, to reference servers; faults of both sides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from store.store_kit import follow_command
 
 from weightcast import cli
-from weightcast.checkpoint.directories import CheckpointDirectories, DirectoryFormat
+from weightcast.checkpoint.directories import CheckpointDirectories
 from weightcast.cli import exits
 from weightcast.cli.directory_follower import DirectoryFollower
 from weightcast.control.server.app import EngineServer
@@ -61,11 +61,10 @@ def serving(port: int = 0) -> Iterator[tuple[EngineServer, Model]]:
 def following(
     root: Path,
     *urls: str,
-    kind: DirectoryFormat = "prime-rl",
     dtype: torch.dtype | None = None,
     read: Callable[[Path], Source] | None = None,
 ) -> DirectoryFollower:
-    directories = CheckpointDirectories(root, kind, settle_seconds=1e-9)
+    directories = CheckpointDirectories(root, ["STABLE"])
     return DirectoryFollower(
         directories,
         read or functools.partial(SafetensorsSource, copied=True, dtype=dtype),
@@ -105,7 +104,7 @@ def test_each_complete_directory_is_a_version(tmp_path: Path) -> None:
 def test_that_nothing_complete_is_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stderr(io.StringIO):
         def write(self, text: str) -> int:
-            if "has no complete version yet (a directory with the file STABLE or .finished); waiting" in text:
+            if "has no complete version yet (a directory with the file STABLE); waiting" in text:
                 (tmp_path / "step_3" / "STABLE").touch()
             return super().write(text)
 
@@ -113,7 +112,7 @@ def test_that_nothing_complete_is_there_is_said(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("weightcast.cli.follow._FIRST_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(sys, "stderr", Stderr())
     with serving() as (server, module):
-        words = ["follow", str(tmp_path), "--format", "prime-rl", "--engine", server.url, "--once"]
+        words = ["follow", str(tmp_path), "--marker", "STABLE", "--engine", server.url, "--once"]
         assert cli.main(words) == exits.OK
     assert value_of(module) == 3
 
@@ -129,17 +128,16 @@ def test_sigterm_ends_it_also_while_it_has_the_lock_of_what_it_waits_for(
         assert stop.wait(LONG_SECONDS)
 
     monkeypatch.setattr(DirectoryFollower, "wait", wait)
-    words = ["follow", str(tmp_path), "--format", "prime-rl", "--engine", "http://127.0.0.1:9"]
+    words = ["follow", str(tmp_path), "--marker", "STABLE", "--engine", "http://127.0.0.1:9"]
     assert cli.main(words) == exits.OK
     assert cli.main([*words, "--once"]) == exits.NEGATIVE, "no version was sent"
 
 
-def test_hf_directories_and_a_cast(tmp_path: Path) -> None:
+def test_a_cast_on_the_way(tmp_path: Path) -> None:
     module = Model().bfloat16()
     with EngineServer(ModuleEngine(module)) as server:
-        save(tmp_path, 2, marker="")
-        with following(tmp_path, server.url, kind="hf", dtype=torch.bfloat16) as follower:
-            assert follower.poll() is None
+        save(tmp_path, 2)
+        with following(tmp_path, server.url, dtype=torch.bfloat16) as follower:
             assert follower.poll() is not None
         assert value_of(module) == 2
 
@@ -301,7 +299,7 @@ def test_the_command_goes_on_until_it_is_ended(tmp_path: Path) -> None:
     """Past a directory that is damaged, which it says once."""
     root = tmp_path / "broadcasts"
     with serving() as (server, module), (tmp_path / "log").open("w") as log:
-        words = (str(root), "--format", "prime-rl", "--engine", server.url)
+        words = (str(root), "--marker", "STABLE", "--engine", server.url)
         with follow_command(*words, stderr=log) as line:
             for number in (1, 2):
                 save(root, number)
@@ -318,7 +316,7 @@ def test_the_command_goes_on_until_it_is_ended(tmp_path: Path) -> None:
 def test_once_ends_also_where_all_is_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as (server, _):
         save(tmp_path, 5)
-        command = ["follow", str(tmp_path), "--format", "prime-rl", "--engine", server.url, "--once"]
+        command = ["follow", str(tmp_path), "--marker", "STABLE", "--engine", server.url, "--once"]
         assert cli.main(command) == cli.main(command) == exits.OK
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("version 5 of run ")
@@ -328,7 +326,7 @@ def test_once_ends_also_where_all_is_held(tmp_path: Path, capsys: pytest.Capture
 def test_once_of_a_damaged_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "step_1").mkdir()
     (tmp_path / "step_1" / "STABLE").touch()
-    command = ["follow", str(tmp_path), "--format", "prime-rl", "--engine", "http://127.0.0.1:9", "--once"]
+    command = ["follow", str(tmp_path), "--marker", "STABLE", "--engine", "http://127.0.0.1:9", "--once"]
     assert cli.main(command) == exits.NEGATIVE
     assert "step_1 is left out until it changes" in capsys.readouterr().err
 
@@ -336,11 +334,10 @@ def test_once_of_a_damaged_one(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["DIR"], "to follow a directory of checkpoint directories, give --format hf or prime-rl"),
-        (["file:///store", "--settle", "3"], "--settle needs --format"),
-        (["file:///store", "--format", "hf"], "give its path in place of file:///store"),
-        (["DIR", "--format", "prime-rl", "--settle", "3"], "--settle is for directories without a marker"),
-        (["DIR", "--format", "hf", "--marker", "a/b"], "--marker a/b is not the name of a file"),
+        (["DIR"], "name the file that your loop writes into each when it is complete: --marker NAME"),
+        (["file:///store", "--dtype", "bfloat16"], "--dtype needs --marker"),
+        (["file:///store", "--marker", "DONE"], "give its path in place of file:///store"),
+        (["DIR", "--marker", "a/b"], "--marker a/b is not the name of a file"),
     ],
 )
 def test_usage(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

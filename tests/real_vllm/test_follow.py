@@ -43,8 +43,8 @@ def test_what_comes_into_a_store_is_served(server: Server, tmp_path: Path) -> No
 
 @on(ONE)
 def test_directories_that_a_loop_writes_are_served(server: Server, tmp_path: Path) -> None:
-    """As transformers' trainer writes them. The follower's second life sends the newest once more, and no more."""
-    command = [sys.executable, "-m", "weightcast.cli", "follow", str(tmp_path), "--format", "hf", "--settle", "0.5"]
+    """As transformers' trainer writes them, with a marker. The follower's second life sends the newest once more only."""
+    command = [sys.executable, "-m", "weightcast.cli", "follow", str(tmp_path), "--marker", "DONE"]
     command += ["--engine", server.url, "--json"]
     first = 1 + int("".join(filter(str.isdigit, server.version())) or 0)
     for seeds in ((1, 0), (1,)):
@@ -55,6 +55,7 @@ def test_directories_that_a_loop_writes_are_served(server: Server, tmp_path: Pat
             for seed in seeds:
                 model = make_model(server.setup.family, seed, server.setup.dtype)
                 model.save_pretrained(tmp_path / f"checkpoint-{first}")
+                (tmp_path / f"checkpoint-{first}" / "DONE").touch()
                 assert json.loads(follower.stdout.readline())["version"] == first
                 assert server.version() == str(first)
                 assert_serves(server, seed)

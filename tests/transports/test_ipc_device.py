@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -32,8 +31,8 @@ from weightcast.testing import LazyGpu
 from weightcast.testing.fake_libcuda import PAGE_BYTES
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, check, send, version
 from weightcast.transports.ipc import IpcReceiver, IpcSender
-from weightcast.transports.ipc.cuda import MappedCudaArena, OwnedCudaArena, OwnedTorchArena, owned_arena
-from weightcast.transports.ipc.records import CudaArena, TorchArena
+from weightcast.transports.ipc.cuda import MappedCudaArena, OwnedCudaArena
+from weightcast.transports.ipc.records import CudaArena
 
 NUM_BUCKETS = 6
 MANIFEST = plan([TensorSpec(f"t{k}", "uint8", (4096,)) for k in range(NUM_BUCKETS)], 4096)
@@ -250,36 +249,22 @@ def test_memory_that_torch_keeps_is_taken_back_first(gpu: LazyGpu, monkeypatch: 
     with pytest.raises(
         InsufficientMemoryError, match=r"the arena of this update needs 4194304 bytes, cuda:0 has 2097152"
     ):
-        owned_arena(1, 2 * PAGE_BYTES, gpu.device)
+        OwnedCudaArena(1, 2 * PAGE_BYTES, gpu.device)
     monkeypatch.setattr(gpu, "empty_cache", lambda: setattr(gpu, "free_bytes", 2 * PAGE_BYTES))
-    owned_arena(1, 2 * PAGE_BYTES, gpu.device).close(free=True)
+    OwnedCudaArena(1, 2 * PAGE_BYTES, gpu.device).close(free=True)
 
 
-def test_torchs_handles_are_the_fallback_of_a_driver_without_such_memory(
-    gpu_ends: Ends, gpu: LazyGpu, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_without_such_memory_is_refused_with_a_remedy(gpu: LazyGpu) -> None:
     gpu.libcuda.supports_descriptors = False
-    with caplog.at_level(logging.INFO):
-        arena = owned_arena(1, 4096, gpu.device)
-    assert isinstance(arena, OwnedTorchArena)
-    assert "shares no virtual memory of cuda:0" in caplog.text
-    # There is no CUDA here whose handle torch could give: so far it comes, and says what helps.
-    with pytest.raises(UnsupportedError, match=r"can't be shared with engines: .*install=\"staged\""):
-        arena.announcement()
-    # A kernel of the trainer's has failed since: every call to that GPU raises, and what is closed after it still is.
-    monkeypatch.setattr(gpu, "synchronize", _illegal_access)
-    arena.close(free=True)
-
-
-def _illegal_access(device: object) -> None:
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(UnsupportedError, match=r'shares no virtual memory of cuda:0.*publish with install="staged"'):
+        OwnedCudaArena(1, 4096, gpu.device)
 
 
 @pytest.mark.parametrize("fault", ["no descriptor", "other size", "no memory of the driver's", "other GPU"])
 def test_an_arena_that_can_not_be_opened_is_refused_and_leaves_nothing(gpu: LazyGpu, fault: str) -> None:
     from weightcast.transports.ipc.records import CudaArena
 
-    arena = owned_arena(1, 4096, gpu.device)
+    arena = OwnedCudaArena(1, 4096, gpu.device)
     record, descriptor = arena.announcement()
     assert isinstance(record, CudaArena)
     other = os.memfd_create("something-else")
@@ -369,15 +354,11 @@ def test_an_arena_of_another_gpu_is_mapped_for_the_engines_own(leaves_nothing: N
         assert gpu.libcuda.is_clean
 
 
-@pytest.mark.parametrize("how", ["no peer access", "torch's own handles"])
-def test_an_arena_that_the_engines_gpu_cant_read_is_refused(leaves_nothing: None, how: str) -> None:
+def test_an_arena_that_the_engines_gpu_cant_read_is_refused(leaves_nothing: None) -> None:
     with arena_of_another_gpu() as (record, descriptor), LazyGpu(index=1) as gpu:
-        gpu.libcuda.accesses_peers = how != "no peer access"
-        shared: CudaArena | TorchArena = record
-        if gpu.libcuda.accesses_peers:
-            shared = TorchArena(1, PAGE_BYTES, record.device, b"", PAGE_BYTES, 0, b"", 0, b"", False)
+        gpu.libcuda.accesses_peers = False
         with pytest.raises(UnsupportedError, match=r'cuda:1 can\'t read.*install="staged".*nccl://'):
-            MappedCudaArena(shared, descriptor, gpu.device)
+            MappedCudaArena(record, descriptor, gpu.device)
         assert gpu.contexts <= {1}
         assert gpu.libcuda.is_clean
 

@@ -1,12 +1,11 @@
 """Checkpoint directories that a training loop writes one after the other: which one is the newest that is complete.
 
-Invariants: a directory counts only when its loop has said that it is complete, or, where the loop says nothing, when
-every file that it must have is there and none has changed for a while. So it is where a file is newer than what the
-loop has said: it is being written again. A look reads no tensor and opens no file but indexes.
+Invariant: a directory counts only when its loop has said that it is complete by a file that it writes last: a marker.
+Where another file is newer than the marker, the directory is being written again, and counts when it is marked anew. A
+look reads no tensor and opens no file but indexes.
 
 Sources: prime-rl's filesystem broadcast writes `step_N/`, then STABLE in it, later versions .finished; slime writes
-`weight_v000012/`, AReaL `weight_update_v12/`, transformers' trainer `checkpoint-12/`, all without a marker: shards come
-first, the index that names them last.
+`weight_v000012/`, AReaL `weight_update_v12/`, transformers' trainer `checkpoint-12/`, all without a marker.
 """
 
 from __future__ import annotations
@@ -17,19 +16,14 @@ import itertools
 import os
 import re
 import stat
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 from weightcast.checkpoint.files import INDEX_FILE, SINGLE_FILE, read_index
 from weightcast.errors import IntegrityError
 
-DirectoryFormat = Literal["hf", "prime-rl"]
-MARKERS: dict[DirectoryFormat, tuple[str, ...]] = {"hf": (), "prime-rl": ("STABLE", ".finished")}
-
 MAX_CANDIDATES = 16
-"""Only so many directories, those whose marker, index or only file was written last, are looked into."""
+"""Only so many directories, those whose marker was written last, are looked into."""
 
 _NUMBERED = re.compile(r"(?!\.|tmp)(?:.*[^0-9])?([0-9]{1,18})", re.DOTALL)
 
@@ -54,12 +48,10 @@ class CompleteDirectory:
 class CheckpointDirectories:
     """The numbered subdirectories of one directory, which need not be there yet. Calls come from one thread."""
 
-    def __init__(
-        self, root: Path, kind: DirectoryFormat, *, marker: str | None = None, settle_seconds: float = 2.0
-    ) -> None:
-        """`marker`: a file's name, in place of the format's own, that the loop writes when a directory is complete.
-        `settle_seconds`: without any marker, or with one that is older than another file, how long a directory must not
-        have changed. Raises ValueError if `root` is a file, or a checkpoint itself.
+    def __init__(self, root: Path, markers: Sequence[str]) -> None:
+        """`markers`: names of files, one of which the loop writes into a directory when that is complete.
+
+        Raises ValueError if `root` is a file, or a checkpoint itself.
         """
         if root.exists() and not root.is_dir():
             raise ValueError(f"{root} is no directory: give the one in which checkpoint directories appear")
@@ -70,9 +62,7 @@ class CheckpointDirectories:
                 "publish this one with `weightcast publish`"
             )
         self._root = root
-        self._markers = MARKERS[kind] if marker is None else (marker,)
-        self._settle_seconds = settle_seconds
-        self._seen: dict[Path, tuple[tuple[FileState, ...], float]] = {}
+        self._markers = tuple(markers)
         self._left_out: dict[Path, tuple[FileState, ...]] = {}
 
     def newest(self, known: CompleteDirectory | None = None) -> CompleteDirectory | None:
@@ -106,7 +96,7 @@ class CheckpointDirectories:
                     match = _NUMBERED.fullmatch(entry.name)
                     if match is not None and entry.is_dir():
                         # Not the directory's own time: what is written again in place leaves it, a removal changes it.
-                        for name in (*self._markers, INDEX_FILE, SINGLE_FILE):
+                        for name in self._markers:
                             with contextlib.suppress(OSError):
                                 written_ns = os.stat(os.path.join(entry.path, name)).st_mtime_ns
                                 candidates.append((written_ns, int(match[1]), Path(entry.path)))
@@ -116,35 +106,29 @@ class CheckpointDirectories:
             raise IntegrityError(f"{self._root} can't be listed: {exc.strerror}") from exc
         found = {path: number for _, number, path in sorted(candidates, reverse=True)}
         paths = dict(itertools.islice(found.items(), MAX_CANDIDATES))
-        self._seen = {path: seen for path, seen in self._seen.items() if path in paths}
         self._left_out = {path: files for path, files in self._left_out.items() if path in paths}
         for path, number in paths.items():
             try:
                 files = self._files(path)
             except OSError:
                 continue  # it is being removed, or not yet readable
-            if files is not None and (self._is_marked(files) or self._has_settled(path, files)):
+            if files is not None and self._is_marked(files):
                 yield CompleteDirectory(path, number, files)
 
     def _files(self, path: Path) -> tuple[FileState, ...] | None:
-        """The state of every file that counts; None for a directory that is being written. Raises OSError."""
+        """The state of every file that counts; None for a directory without a marker. Raises OSError."""
         markers = [name for name in self._markers if (path / name).is_file()]
-        if self._markers and not markers:
+        if not markers:
             return None
-        try:
+        weight_map: dict[str, str] | None = {}
+        with contextlib.suppress(ValueError, FileNotFoundError):  # its reader says what is wrong
             weight_map = read_index(path)
-        except (ValueError, FileNotFoundError):
-            if not markers:
-                return None  # shards, or the rest of the index, are yet to come
-            weight_map = {}
         names = {SINGLE_FILE} if weight_map is None else {INDEX_FILE, *weight_map.values()}
         states: list[FileState] = []
         for name in sorted(names) + markers:
             try:
                 info = os.stat(path / name)
             except FileNotFoundError:
-                if not markers:
-                    return None
                 continue  # its reader says what is missing
             if stat.S_ISREG(info.st_mode):
                 states.append((name, info.st_ino, info.st_size, info.st_mtime_ns))
@@ -154,11 +138,3 @@ class CheckpointDirectories:
         """Whether a marker was written after everything else."""
         marked_ns = max((changed_ns for name, *_, changed_ns in files if name in self._markers), default=-1)
         return marked_ns >= max((changed_ns for *_, changed_ns in files), default=0)
-
-    def _has_settled(self, path: Path, files: tuple[FileState, ...]) -> bool:
-        now = time.monotonic()
-        known, since = self._seen.get(path, (None, now))
-        if known != files:
-            self._seen[path] = (files, now)
-            since = now
-        return now - since >= self._settle_seconds

@@ -25,36 +25,33 @@ EPILOG = """
 examples:
   weightcast follow file:///mnt/weights --engine http://127.0.0.1:8000
   weightcast follow file:///mnt/weights --engine http://127.0.0.1:8000 --once --json
-  weightcast follow outputs/broadcasts --format prime-rl --engine http://127.0.0.1:8000
-  weightcast follow /mnt/weights --format hf --settle 10 --engine http://127.0.0.1:8000
+  weightcast follow outputs/broadcasts --marker STABLE --engine http://127.0.0.1:8000
 
 It starts with the newest version and goes on until it is interrupted (Ctrl-C) or ended (SIGTERM). A version that an
 engine did not take is sent to that one again until it has taken it or a newer one is there. With --json each version is
 one line.
 
-With --format TARGET is a directory in which a training loop makes one directory for each version: step_12,
-weight_v000012, checkpoint-12. The last digits of its name are the version's number; the one that was written last is
-the newest. prime-rl marks a directory that is complete (STABLE, .finished). hf is for safetensors checkpoints without
-such a mark, as slime, AReaL and transformers write them: one is complete when all of its files are there and none of
-them has changed for --settle seconds.
+With --marker TARGET is a directory in which a training loop makes one directory of safetensors for each version:
+step_12, weight_v000012, checkpoint-12. The last digits of its name are the version's number; the one that was written
+last is the newest. A directory is complete when it has the marker, a file that the loop writes last: prime-rl's is
+STABLE, in later versions .finished.
 """
 
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _LOOK_SECONDS = 60.0
 _FIRST_LOOK_SECONDS = 5.0
-"""If nothing is there by then, it is said: the directory, its kind or its marker may be the wrong one."""
-_SETTLE_SECONDS = 2.0
+"""If nothing is there by then, it is said: the directory or its marker may be the wrong one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("target", metavar="TARGET", help="a store, file:///dir, or with --format a directory; it may come later")
-    add("--format", choices=("hf", "prime-rl"), help="TARGET is a directory of checkpoint directories of this kind")
-    add("--marker", metavar="NAME", help="with --format: a directory is complete when it has a file of this name")
-    settle_help = f"with --format hf: for how long nothing may have changed (default: {_SETTLE_SECONDS:g})"
-    add("--settle", type=values.seconds, metavar="SECONDS", help=settle_help)
-    add("--dtype", choices=values.DTYPES, help="with --format: cast to it on the way")
+    add("target", metavar="TARGET", help="a store, file:///dir, or with --marker a directory; it may come later")
+    marker_help = (
+        "TARGET is a directory of checkpoint directories; complete is one with this file (repeat)"
+    )
+    add("--marker", action="append", metavar="NAME", help=marker_help)
+    add("--dtype", choices=values.DTYPES, help="with --marker: cast to it on the way")
     output.add_engines(parser)
     output.add_update(parser, transport_help="how bytes travel to the engines")
     add("--once", action="store_true", help="end after the first version that all engines took")
@@ -85,9 +82,7 @@ def run(args: argparse.Namespace) -> int:
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
                 continue
             if followed is None and look_seconds != _LOOK_SECONDS and not stop.is_set():
-                marks = {"hf": "all of its files", "prime-rl": "the file STABLE or .finished"}
-                mark = f"the file {args.marker}" if args.marker else marks.get(args.format)
-                needed = f" (a directory with {mark})" if mark else ""
+                needed = f" (a directory with the file {' or '.join(args.marker)})" if args.marker else ""
                 print(f"weightcast: {args.target} has no complete version yet{needed}; waiting", file=sys.stderr)
             look_seconds = _LOOK_SECONDS
             if followed is not None:
@@ -106,20 +101,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """What is a store's target must be one, and has none of the options of directories."""
-    if args.format is None:
-        given = [name for name in ("marker", "settle", "dtype") if getattr(args, name) is not None]
-        if given:
-            args.usage_error(f"--{given[0]} needs --format, which says what kind of directories {args.target} has")
+    if args.marker is None:
+        if args.dtype is not None:
+            args.usage_error("--dtype needs --marker: a store's versions are sent as they are")
         try:
             values.store(args.target)
         except argparse.ArgumentTypeError as exc:
-            args.usage_error(f"{exc}; to follow a directory of checkpoint directories, give --format hf or prime-rl")
+            args.usage_error(
+                f"{exc}; to follow a directory of checkpoint directories, name the file that your loop writes into "
+                "each when it is complete: --marker NAME"
+            )
     elif "://" in args.target:
-        args.usage_error(f"--format {args.format} follows a directory: give its path in place of {args.target}")
-    elif args.settle is not None and (args.format != "hf" or args.marker is not None):
-        args.usage_error("--settle is for directories without a marker: leave it out")
-    elif args.marker is not None and Path(args.marker).name != args.marker:
-        args.usage_error(f"--marker {args.marker} is not the name of a file in a checkpoint directory")
+        args.usage_error(f"--marker is for a directory: give its path in place of {args.target}")
+    elif unfit := [name for name in args.marker if Path(name).name != name]:
+        args.usage_error(f"--marker {unfit[0]} is not the name of a file in a checkpoint directory")
 
 
 def _follower(args: argparse.Namespace, stack: contextlib.ExitStack) -> Follower | DirectoryFollower:
@@ -136,11 +131,8 @@ def _follower(args: argparse.Namespace, stack: contextlib.ExitStack) -> Follower
     options = PublishOptions(
         install=args.install, undo=args.undo, takeover=args.takeover, deadline_seconds=args.deadline
     )
-    if args.format is not None:
-        settle_seconds = _SETTLE_SECONDS if args.settle is None else args.settle
-        directories = CheckpointDirectories(
-            Path(args.target), args.format, marker=args.marker, settle_seconds=settle_seconds
-        )
+    if args.marker is not None:
+        directories = CheckpointDirectories(Path(args.target), args.marker)
         dtype = None if args.dtype is None else TORCH_DTYPES[args.dtype]
         read = functools.partial(SafetensorsSource, dtype=dtype, copied=True)
         follower = DirectoryFollower(

@@ -15,7 +15,6 @@ from weightcast.format.manifest import MAX_BYTES, VersionNumber
 from weightcast.format.messages import Count, ShortText
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
-Handle = Annotated[bytes, msgspec.Meta(max_length=1 << 14)]
 """In base64, as JSON has no bytes."""
 
 

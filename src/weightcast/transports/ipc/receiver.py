@@ -114,7 +114,7 @@ class IpcReceiver(ArenaReceiver):
 
     def _on_other(self, record: Any) -> None:
         match record:
-            case records.CudaArena() | records.TorchArena():
+            case records.CudaArena():
                 # Here: host memory needs none of it.
                 from weightcast.transports.ipc.cuda import MappedCudaArena
 

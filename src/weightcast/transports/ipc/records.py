@@ -9,7 +9,7 @@ import msgspec
 from weightcast.errors import ErrorRecord
 from weightcast.format.manifest import PROTOCOL, RunId
 from weightcast.format.messages import Count, ShortText
-from weightcast.transports.records import BucketReady, FromPeer, FromSender, Handle, Released, Size
+from weightcast.transports.records import BucketReady, FromPeer, FromSender, Released, Size
 
 MAX_RECORD_BYTES = 1 << 16
 
@@ -50,22 +50,4 @@ class CudaArena(msgspec.Struct, frozen=True, tag="cuda_arena", tag_field="kind")
     device: ShortText
 
 
-class TorchArena(msgspec.Struct, frozen=True, tag="torch_arena", tag_field="kind"):
-    """Sender to receiver, where the driver has no such memory: a block of torch's. The handles are base64.
-
-    The fields after `device` are those of torch's `UntypedStorage._share_cuda_`.
-    """
-
-    generation: Count
-    size_bytes: Size
-    device: ShortText
-    handle: Handle
-    storage_size_bytes: Size
-    storage_offset_bytes: Size
-    ref_counter_handle: Handle
-    ref_counter_offset: Size
-    event_handle: Handle
-    event_sync_required: bool
-
-
-ToReceiver: TypeAlias = Welcome | Refused | SharedArena | CudaArena | TorchArena | BucketReady | FromSender
+ToReceiver: TypeAlias = Welcome | Refused | SharedArena | CudaArena | BucketReady | FromSender

@@ -24,9 +24,9 @@ from weightcast.transports.records import KeepAlive
 from weightcast.transports.sending import ArenaSender, ConnectedPeer
 
 if TYPE_CHECKING:
-    from weightcast.transports.ipc.cuda import OwnedCudaArena, OwnedTorchArena
+    from weightcast.transports.ipc.cuda import OwnedCudaArena
 
-IpcArena: TypeAlias = "OwnedSharedArena | OwnedCudaArena | OwnedTorchArena"
+IpcArena: TypeAlias = "OwnedSharedArena | OwnedCudaArena"
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
@@ -159,7 +159,7 @@ class IpcSender(ArenaSender[IpcPeer, IpcArena]):
     def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> IpcArena:
         if device.type == "cuda":
             # Here: host memory needs none of it.
-            from weightcast.transports.ipc.cuda import owned_arena
+            from weightcast.transports.ipc.cuda import OwnedCudaArena
 
-            return owned_arena(generation, size_bytes, device)
+            return OwnedCudaArena(generation, size_bytes, device)
         return OwnedSharedArena(generation, size_bytes)
