@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from pretended import LazyGpu
 from torch import nn
 
 from _gpu.section import GIB, MIB, Here
@@ -27,7 +28,6 @@ from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host.copy import copy_all
-from weightcast.testing import LazyGpu
 from weightcast.trainer.packer import Packer, pack
 
 VERSION = WeightVersion("5e" * 16, 7)

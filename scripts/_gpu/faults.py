@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from pretended import LazyGpu
 
 from _gpu import section
 from _gpu.peers import Peer, TrainerCommands
 from _gpu.section import MIB, Here
 from weightcast import IteratorSource, LocalEngine, ModuleEngine, ModuleSource, Publisher, PublishOptions
 from weightcast.errors import InsufficientMemoryError, WeightcastError
-from weightcast.testing import LazyGpu
 
 AT_BUCKET = 3
 """A fault comes when so many buckets have been sent."""

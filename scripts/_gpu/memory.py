@@ -9,12 +9,12 @@ import importlib.util
 from typing import Any
 
 import torch
+from pretended import LazyGpu
 
 from _gpu import section
 from _gpu.peers import Peer, TrainerCommands
 from _gpu.section import MIB, Here
 from weightcast import Publisher
-from weightcast.testing import LazyGpu
 
 TOLERANCE = {
     "device_used_mib": 2,

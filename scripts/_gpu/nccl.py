@@ -1,6 +1,6 @@
 """j. NCCL on one GPU: every wait of a process group ends by its deadline, and no stream is left waiting.
 
-On a CPU the pretended NCCL of `weightcast.testing` takes its place.
+On a CPU the pretended NCCL of `tests/pretended` takes its place.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from pretended import LazyGpu, LazyNccl
 
 from _gpu import section
 from _gpu.peers import Peer
@@ -20,7 +21,6 @@ from _gpu.section import Here
 from weightcast.errors import PeerError, PeerTimeoutError
 from weightcast.host import device as host_device
 from weightcast.process_group import ProcessGroup, join_store, serve_store
-from weightcast.testing import LazyGpu, LazyNccl
 
 LONG_SECONDS = 20.0
 SHORT_SECONDS = 3.0

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pretended import LazyGpu
 
 from _gpu import section
 from _gpu.peers import Peer
@@ -28,7 +29,6 @@ from _gpu.section import GIB, MIB, Here
 from weightcast.format.device_digest import device_digest
 from weightcast.host import device as host_device
 from weightcast.host.copy import copy_all
-from weightcast.testing import LazyGpu
 
 RING_SLOTS, SLOT_BYTES = 4, 64 * MIB
 PORTABLE = 1

@@ -12,11 +12,11 @@ from typing import TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from pretended.lazy_gpu import LazyGpu
+from pretended.lazy_nccl import LazyNccl
 
 from weightcast.errors import PeerError, PeerTimeoutError
 from weightcast.process_group import join_store, serve_store
-from weightcast.testing.lazy_gpu import LazyGpu
-from weightcast.testing.lazy_nccl import LazyNccl
 from weightcast.trainer.group.exchange import RankStatus, TrainerRanks
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
