@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -13,6 +15,7 @@ from weightcast.cli import exits
 from weightcast.cli.planned_bytes import Estimate
 from weightcast.format.bucket import HEADER_BYTES
 
+PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 FEW = ["plan", "--params", "1e6", "--tensors", "10"]
 
 
@@ -33,6 +36,20 @@ def test_a_link_of_known_speed_has_its_seconds(capsys: pytest.CaptureFixture[str
     cells = cells_of(capsys.readouterr().out.splitlines())
     # 10 tensors of 200,192 bytes, and the headers of two buckets, at 2 MB/s.
     assert cells["trainer host's link"] == cells["engine host's link"] == "1.001 s"
+
+
+PLANS = re.findall(r"```sh\n(weightcast plan [^\n]*)\n```\n\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("command", "text"), PLANS, ids=[command for command, _ in PLANS])
+def test_the_page_has_what_its_commands_print(command: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(shlex.split(command)[1:]) == exits.OK
+    assert capsys.readouterr().out == text
+
+
+def test_the_page_has_plans() -> None:
+    assert len(PLANS) == PAGE.read_text().count("```text") == 4
 
 
 def cells_of(lines: list[str]) -> dict[str, str]:
