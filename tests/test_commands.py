@@ -42,8 +42,8 @@ LONG = {
     *commands(ROOT / "bench" / "README.md"),
 }
 """They take minutes together, or gigabytes: run with --full only."""
-LONG_PAGES = {"distributed.md", "ray.md"}
-"""Each takes a minute, for what tests of their own run too (test_torchrun_fsdp2, test_ray_cluster)."""
+LONG_PAGES = {"distributed.md", "planning.md", "ray.md"}
+"""Each takes a minute, for what tests of their own run too (test_torchrun_fsdp2, test_plan, test_ray_cluster)."""
 
 
 def _complete(folder: str, marker: str = "config.json") -> list[str]:

@@ -1,4 +1,4 @@
-"""Bytes that trainer ranks send each other from GPU to GPU: two ranks in one process, over `testing.lazy_nccl`."""
+"""Bytes that trainer ranks send each other from GPU to GPU: two ranks in one process, over `pretended.lazy_nccl`."""
 
 from __future__ import annotations
 
