@@ -1,4 +1,4 @@
-"""The collective transport over NCCL, whose waits end by nothing but an abort of one's own: see `pretended.lazy_nccl`."""
+"""The collective transport over NCCL, whose waits end by nothing but an abort of one's own: see `lazy_nccl`."""
 
 from __future__ import annotations
 
