@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from weightcast.bench.meters import ProcessMeter, children
+from publishing.meters import ProcessMeter, children
 
 QUIET_CORES = 0.15
 """What others may take of all cores for a measurement to count as quiet."""

@@ -24,9 +24,6 @@ PAGES = [
 NOT_RUN = {
     "pip install 'PATH_TO_WEIGHTCAST[trl]'": "needs TRL: scripts/test-vllm installs it by the extra",
     "pip install 'PATH_TO_WEIGHTCAST[verl]'": "needs verl: scripts/test-verl installs it",
-    "python bench/costs.py parts rows bytes tensors engines small-engines ranks": "measures for ten minutes",
-    "python bench/costs.py page": "writes into docs/: tests/bench/test_costs_page.py compares it",
-    "weightcast plan --measure parts.json": "takes a minute: tests/bench/test_cost.py measures with less",
     "./scripts/test": "is what runs tests, and CI runs it",
     "./scripts/gpu --wheels wheels --python 3.12": "needs a package index",
     "./scripts/gpu --from wheels": "needs a GPU: tests/test_gpu_script.py runs it dry",
@@ -40,15 +37,13 @@ NOT_RUN = {
 LONG = {
     "./scripts/demo",
     "./scripts/demo --trainer-ranks 2 --transport gloo",
-    "python bench/store.py",
-    "weightcast bench --shapes qwen3-0.6b --install streaming",
-    "weightcast bench --transport gloo --shapes moonlight-16b-a3b --scale 16",
+    "python bench/stores.py",
     *commands(ROOT / "docs" / "benchmarks.md"),
     *commands(ROOT / "bench" / "README.md"),
 }
 """They take minutes together, or gigabytes: run with --full only."""
 LONG_PAGES = {"distributed.md", "planning.md", "ray.md"}
-"""Each takes a minute, for what tests of their own run too (test_torchrun_fsdp2, test_costs_page, test_ray_cluster)."""
+"""Each takes a minute, for what tests of their own run too (test_torchrun_fsdp2, test_plan, test_ray_cluster)."""
 
 
 def _complete(folder: str, marker: str = "config.json") -> list[str]:
@@ -58,7 +53,6 @@ def _complete(folder: str, marker: str = "config.json") -> list[str]:
 
 ENVIRONMENT = ["python3 -m venv .venv", "source .venv/bin/activate"]
 FIRST = {
-    "planning.md": ["cp bench/parts.json parts.json"],
     "README.md": [
         "weightcast publish CHECKPOINT_DIR --transport file:///mnt/weights --version 699",
         *_complete("DIR/step_1000", "STABLE"),

@@ -116,7 +116,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from weightcast.format import device_digest, digest_kernel
 from weightcast.format.bucket import BucketBuffer
-from weightcast.testing import LazyGpu
+from pretended import LazyGpu
 
 jitted = digest_kernel._copy_and_digest
 bind = create_function_from_signature(jitted.signature, jitted.params, make_backend(GPUTarget("cuda", 90, 32)))

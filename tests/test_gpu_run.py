@@ -28,7 +28,8 @@ def test_bytes_order_and_faults(tmp_path: Path) -> None:
 def test_the_bench_runs() -> None:
     options = ["--shapes", "uniform", "--num-tensors", "20", "--total-mib", "64", "--runs", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "weightcast.cli", "bench", "--device", "cuda", "--install", "streaming", *options],
+        [ROOT / "scripts" / "bench", "--device", "cuda", "--install", "streaming", *options],
+        env={**os.environ, "WEIGHTCAST_PYTHON": sys.executable},
         capture_output=True,
         text=True,
         timeout=300,

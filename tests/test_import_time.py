@@ -15,7 +15,7 @@ from warm_python import WarmPython
 
 SERVER = ("fastapi", "starlette", "uvicorn", "transformers", "prometheus_client", "weightcast.control.server.app")
 CLIENT = ("httpx", "h11", "weightcast.trainer.publisher", "weightcast.control.client")
-TOOLS = ("rich", "matplotlib", "weightcast.cli", "weightcast.demo", "weightcast.bench", "weightcast.testing")
+TOOLS = ("rich", "matplotlib", "weightcast.cli", "weightcast.testing")
 ENGINES = ("vllm", "sglang", "torchrl", "ray", "megatron", "verl")
 
 

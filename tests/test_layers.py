@@ -24,7 +24,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("serving", "trainer"),
     ("control",),
     ("integrations",),
-    ("testing", "bench", "demo"),
+    ("testing",),
 )
 BELOW_ALL, ABOVE_ALL = ("errors",), ("__init__", "cli")
 
@@ -64,22 +64,21 @@ FOREIGN: dict[str, tuple[str, ...]] = {
             "seams.*",
         ),
         *("checkpoint.*", "store.reading", "sources.*", "engines.*", "transports.*"),
-        *("serving.*", "trainer.*", "integrations.*", "testing.*", "bench.*", "demo.*", "cli.serve"),
+        *("serving.*", "trainer.*", "integrations.*", "testing.*"),
+        *("cli.bench", "cli.planned_bytes", "cli.serve"),
     ),
-    "numpy": ("native.tables", "bench.*", "demo.*", "testing.*"),
+    "numpy": ("native.tables", "testing.*"),
     "triton": ("format.digest_kernel",),
     "h11": ("control.client",),
     "safetensors": ("checkpoint.files",),
     "huggingface_hub": ("integrations.plugin.checkpoint_header",),
     "ray": ("integrations.vllm.clients", "integrations.verl.*", "integrations.nemo_rl.*"),
-    "transformers": ("engines.transformers.*", "demo.*", "bench.shapes", "cli.serve"),
-    "tokenizers": ("demo.*",),
+    "transformers": ("engines.transformers.*", "cli.planned_bytes", "cli.serve"),
     "fastapi": ("integrations.vllm.routes", "integrations.sglang.engine"),
     "starlette": ("control.routes", "control.server.*", "integrations.*.routes"),
     "uvicorn": ("control.server.app", "control.server.connections"),
     "prometheus_client": ("control.server.metrics",),
-    "rich": ("cli.*", "demo.*", "bench.*"),
-    "matplotlib": ("bench.*", "demo.*"),
+    "rich": ("cli.*",),
     "pytest": ("testing.*",),
     "hypothesis": ("testing.*",),
     "vllm": ("integrations.vllm.*",),
@@ -246,11 +245,7 @@ def test_only_the_registry_and_the_exports_name_modules_in_strings() -> None:
         "registry",
         "__init__",
         "cli",
-        "cli.demo",
         "links.watchdog",
-        "demo.supervisor",
-        "bench.engines",
-        "bench.trainer",
     }
     known |= {"integrations.vllm", "integrations.vllm.plugin"}
     assert set(wrong) <= known, sorted(set(wrong))
@@ -266,14 +261,14 @@ ORDER = {"Stream", "stream", "Event", "current_stream", "synchronize", "set_devi
 
 
 def test_one_file_asks_torch_for_the_order_of_a_gpus_work() -> None:
-    """So that tests can put a GPU without hardware there. The bench's models are no business of the package's."""
+    """So that tests can put a GPU without hardware there."""
     asking = {
         module
         for module, path in MODULES.items()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ORDER and ast.unparse(node.value) == "torch.cuda"
     }
-    assert asking == {"bench.workers"}
+    assert not asking
     assert "cuda: Any = torch.cuda" in MODULES["host.device"].read_text()
 
 

@@ -779,16 +779,14 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
     ("verify {store} --engine {url}", exits.USAGE, "store is a store of versions, not a checkpoint"),
     ("serve Qwen/Qwen3-0.6B", exits.USAGE, "is no directory: download the model first, nothing is fetched from a hub"),
     ("serve {checkpoint}", exits.USAGE, "has no config.json: give the directory that save_pretrained wrote"),
-    ("demo --quick --output {checkpoint}/model.safetensors", exits.USAGE, "safetensors is no directory: name one"),
-    ("bench --num-engines 0", exits.USAGE, "num_engines is 0"),
     (
         "publish {checkpoint} --transport file:///proc/x",
         exits.USAGE,
         "the directory /proc/x can't be made: No such file",
     ),
     ("export file://{store} /proc/x", exits.USAGE, "the directory /proc/x can't be made: No such file"),
-    ("bench --shapes uniform --total-mib 99999999", exits.NEGATIVE, "left: measure a smaller model"),
-    ("bench --transport nccl", exits.USAGE, "nccl moves memory of a GPU only: add --device cuda, or use gloo"),
+    ("bench --total-mib 99999999", exits.NEGATIVE, "left: measure with fewer --total-mib"),
+    ("bench nccl://", exits.USAGE, "nccl moves memory of a GPU, and this measures host memory: use ipc"),
 )
 
 
@@ -825,9 +823,3 @@ def test_fp32_on_the_command_line_names_the_option(tmp_path: Path, capsys: pytes
     captured = capsys.readouterr()
     assert "`weightcast publish --dtype`" in captured.out
     assert "Traceback" not in captured.out + captured.err
-
-
-def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["bench", "--device", "cuda", "--shapes", "uniform", "--total-mib", "1"]) == exits.USAGE
-    assert "this torch finds no CUDA device here: leave out --device" in capsys.readouterr().err

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
+from pretended import LazyGpu
 
 from weightcast.format import tensor_digest as module
 from weightcast.format.bucket import TORCH_DTYPES
 from weightcast.format.geometry import Region
 from weightcast.format.tensor_digest import add, tensor_digest
-from weightcast.testing import LazyGpu
 
 ZERO = "0" * 32
 

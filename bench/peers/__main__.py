@@ -13,10 +13,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from publishing import shapes
+
 from peers.measure import compare
 from peers.results import RESULTS, Comparison, put
 from peers.ways import PEERS, WAYS, Way
-from weightcast.bench import shapes
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.memory import require
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from publishing.model import build_model, fill, local_tensors
 from safetensors.torch import load_file
 from torch import nn
 
-from weightcast.bench.model import build_model, fill, local_tensors
 from weightcast.format.bucket import payload_digest
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.copy import copy_all

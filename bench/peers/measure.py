@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from others import Others, cpu_seconds
+from publishing.baselines import Memcpy
+from publishing.meters import ProcessMeter, children
 
 from peers.ends import DEADLINE_SECONDS, Job, run_end
 from peers.results import Row, Turn
 from peers.ways import WAYS, Way
-from weightcast.bench.baselines import Memcpy
-from weightcast.bench.meters import ProcessMeter, children
 from weightcast.format.manifest import TensorSpec
 
 END_SECONDS = 10.0

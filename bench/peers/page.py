@@ -149,7 +149,7 @@ def summary(comparisons: Sequence[Comparison]) -> str:
     others += ["some pause for less"] if any(field == "pause_seconds" for _, field, _ in won) else []
     if others:
         text += f" Where others are ahead: {', '.join(others)}."
-    text += " [Benchmarks](docs/benchmarks.md) has all figures and reasons, [costs](docs/costs.md) how they grow."
+    text += " [Benchmarks](docs/benchmarks.md) has all figures and reasons."
     alt = "Seconds to installed of weightcast and of other ways, on the same two processes"
     lines = textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)
     return f"## How fast, beside the others?\n\n![{alt}](docs/benchmarks-process.svg)\n\n{lines}\n"

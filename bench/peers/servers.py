@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from publishing.meters import ProcessMeter
 from real_engines.process import ServerProcess
 from real_sglang import servers as sglang
 from real_vllm import servers as vllm
 from real_vllm.models import save
 
 from peers.ways import Way
-from weightcast.bench.meters import ProcessMeter
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec
 

@@ -134,7 +134,7 @@ def find_python(folder: Path, wheels: Path | None, dry: bool) -> list[str] | Non
             return None
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
         python = str(folder / "venv" / "bin" / "python")
-    paths = [str(ROOT / "scripts"), str(ROOT / "src")]
+    paths = [str(ROOT / folder) for folder in ("scripts", "src", "tests")]
     if wheels is not None:
         missing = lacking(python, wheels)
         print(f"from {wheels}: {', '.join(path.name for path in missing) or 'nothing is lacking'}", flush=True)
@@ -152,7 +152,7 @@ def find_python(folder: Path, wheels: Path | None, dry: bool) -> list[str] | Non
         print("building the native core, which takes a C compiler and setuptools", flush=True)
         build = [python, "setup.py", "--quiet", "build_ext", "--inplace"]
         subprocess.run(build, cwd=ROOT, env={"WEIGHTCAST_CC": "auto", **os.environ}, check=False)
-    done = subprocess.run([python, "-c", "import weightcast.testing, uvicorn"], capture_output=True, text=True)
+    done = subprocess.run([python, "-c", "import pretended, uvicorn"], capture_output=True, text=True)
     if done.returncode:
         print(done.stderr.strip().splitlines()[-1])
         print("collect what is missing with --wheels DIR where there is internet, and pass --from DIR here", flush=True)
@@ -195,7 +195,7 @@ def name_of(requirement: str) -> str:
 def warm(python: Sequence[str], folder: Path) -> Iterator[None]:
     """A process that has imported what sections and their peers need, from which those of a dry run are forked."""
     address = str(folder / "forks")
-    modules = ["_gpu.peers", "weightcast.testing", *(f"_gpu.{name}" for name in LIMITS), *SERVED]
+    modules = ["_gpu.peers", "pretended", *(f"_gpu.{name}" for name in LIMITS), *SERVED]
     command = [*python, "import sys, _gpu.forked; _gpu.forked.serve(*sys.argv[1:])", address, *modules]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         try:

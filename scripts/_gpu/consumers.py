@@ -41,9 +41,6 @@ def run(here: Here) -> None:
             _compile(here, trainer, server, weights)
         with here.part("graphs captured beside a group that is made and aborted"):
             _capture_beside_group(here, weights)
-        # Last: what it spoils may stay so.
-        with here.part("a graph captured beside a wait for the whole device"):
-            _capture_beside_device_wait(here, weights)
 
 
 def _extremes(weights: nn.Module) -> torch.Tensor:
@@ -128,13 +125,6 @@ def _capture_beside_group(here: Here, weights: nn.Module) -> None:
     errors, bad = _captured_beside(here, weights, take_part, 2)
     here.check("groups are made and aborted beside a capture", not errors, errors)
     here.check("and they spoiled no capture", not bad, bad)
-
-
-def _capture_beside_device_wait(here: Here, weights: nn.Module) -> None:
-    """A fact only: CUDA calls it invalid, and weightcast waits so where docs/gpu.md says that nobody may capture."""
-    errors, bad = _captured_beside(here, weights, lambda: host_device.synchronize(here.device), 1)
-    found = {"the wait raised": str(errors[:1]), "the capture was spoiled": bool(bad)}
-    here.fact("a wait for the whole device beside a capture", found)
 
 
 def _captured_beside(

@@ -11,13 +11,13 @@ import tempfile
 from typing import Any
 
 import torch
+from pretended import LazyGpu
 from torch import nn
 
 from _gpu import peers, section
 from _gpu.peers import Peer, TrainerCommands
 from _gpu.section import MIB, Here
 from weightcast import LocalEngine, ModuleEngine, ModuleSource, Publisher, PublishOptions
-from weightcast.testing import LazyGpu
 
 SLOW_MS = 50.0
 LATE = (

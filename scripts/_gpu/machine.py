@@ -9,7 +9,6 @@ import resource
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,35 +20,25 @@ ATTRIBUTES = {
     "virtual address management": 102,
     "memory handles as file descriptors": 103,
     "interprocess events": 125,
-    "fabric handles": 128,
     "MPS": 133,
     "compute mode (0: shared)": 20,
-    "asynchronous copy engines": 40,
 }
 """Of CUdevice_attribute in cuda.h."""
-PIDFD_OPEN, PIDFD_GETFD = 434, 438
 
 
 def run(here: Here) -> None:
     with here.part("facts"):
         here.fact("kernel", f"{platform.release()}, {platform.machine()}, {platform.version()}")
-        here.fact("python", platform.python_version())
         here.fact("torch", torch.__version__)
         here.fact("CUDA", torch.version.cuda or "none")
         here.fact("CPUs", len(os.sched_getaffinity(0)))
         memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         here.fact("host memory, MiB", {n: int(memory[n].split()[0]) >> 10 for n in ("MemTotal", "MemAvailable")})
         here.fact("memlock", resource.getrlimit(resource.RLIMIT_MEMLOCK))
-        yama = Path("/proc/sys/kernel/yama/ptrace_scope")
-        here.fact("yama ptrace_scope", yama.read_text().strip() if yama.exists() else "no yama")
-        here.fact("pidfd_getfd", _pidfd_getfd())
         shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
         here.fact("/dev/shm, MiB", shm.total // MIB if shm else "none")
-        here.fact("C compiler", shutil.which("gcc") or shutil.which("cc") or "none")
         here.fact("what Triton lacks to compile", section.why_no_compiling() or "nothing")
         here.fact("MPS daemon", shutil.which("nvidia-cuda-mps-control") or "none")
-        for name in ("triton", "vllm", "sglang", "msgspec", "transformers"):
-            here.fact(name, _version(name))
     with here.part("two processes at once"):
         # The other one begins while this one has a context.
         if not here.dry:
@@ -84,31 +73,3 @@ def _device_facts(here: Here) -> None:
     for name, number in ATTRIBUTES.items():
         status = driver.cuDeviceGetAttribute(ctypes.byref(value), ctypes.c_int(number), ctypes.c_int(0))
         here.fact(name, value.value if status == 0 else f"error {status}")
-
-
-def _pidfd_getfd() -> str:
-    """Whether this process may take a descriptor of its own child, which torch's expandable segments need."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    child = subprocess.Popen(["sleep", "30"])
-    try:
-        pidfd = libc.syscall(PIDFD_OPEN, child.pid, 0)
-        if pidfd < 0:
-            return f"pidfd_open: {os.strerror(ctypes.get_errno())}"
-        taken = libc.syscall(PIDFD_GETFD, pidfd, 1, 0)
-        said = "permitted" if taken >= 0 else os.strerror(ctypes.get_errno())
-        for descriptor in (pidfd, taken):
-            if descriptor >= 0:
-                os.close(descriptor)
-        return said
-    finally:
-        child.kill()
-        child.wait()
-
-
-def _version(package: str) -> Any:
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -1,6 +1,6 @@
 """j. NCCL on one GPU: every wait of a process group ends by its deadline, and no stream is left waiting.
 
-On a CPU the pretended NCCL of `weightcast.testing` takes its place.
+On a CPU the pretended NCCL of `tests/pretended` takes its place.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from pretended import LazyGpu, LazyNccl
 
 from _gpu import section
 from _gpu.peers import Peer
@@ -20,7 +21,6 @@ from _gpu.section import Here
 from weightcast.errors import PeerError, PeerTimeoutError
 from weightcast.host import device as host_device
 from weightcast.process_group import ProcessGroup, join_store, serve_store
-from weightcast.testing import LazyGpu, LazyNccl
 
 LONG_SECONDS = 20.0
 SHORT_SECONDS = 3.0
@@ -30,8 +30,6 @@ MONITOR_SECONDS = 5
 
 def run(here: Here) -> None:
     with contextlib.ExitStack() as stack:
-        # It starts meanwhile, and knows nothing of a pretended GPU.
-        member = stack.enter_context(Peer(here, "engine", section.even(1, 4096)))
         gpu, nccl = None, None
         if here.dry:
             gpu = stack.enter_context(LazyGpu())
@@ -53,8 +51,6 @@ def run(here: Here) -> None:
             _failed(here, gpu, tensor)
         with here.part("two processes on one GPU"):
             _duplicate(here)
-        with here.part("a group of two whose other member is stopped"):
-            _stopped_member(here, member)
         # Last: a thread stays in NCCL, for a member that never comes.
         with here.part("a group whose second member never comes"):
             _lonely(here)
@@ -179,31 +175,6 @@ def _failed(here: Here, gpu: LazyGpu | None, tensor: torch.Tensor) -> None:
     here.fact("close after an error, s", round(seconds, 2))
     # The kernel before the broadcast may have to end first.
     here.check("closing ends soon after it", seconds < SHORT_SECONDS + SLACK_SECONDS, f"{seconds:.1f} s")
-
-
-def _stopped_member(here: Here, member: Peer) -> None:
-    """Over gloo, also on a GPU: NCCL makes no group of two on one."""
-    store, port = serve_store("127.0.0.1", LONG_SECONDS)
-    member.ready()
-    member.tell("join_gloo", port=port, rank=1, size=2, seconds=LONG_SECONDS)
-    options: dict[str, Any] = {"timeout_seconds": SHORT_SECONDS, "host": "127.0.0.1"}
-    group = ProcessGroup("gloo", store, rank=0, size=2, **options)
-    member.hear()
-    member.stop()
-    try:
-        began = time.monotonic()
-        here.raises("PeerTimeoutError", PeerTimeoutError, lambda: _receive(group))
-        seconds = time.monotonic() - began
-        here.check("a wait for it ends by the deadline", seconds < SHORT_SECONDS + SLACK_SECONDS, f"{seconds:.1f} s")
-        _, seconds = _timed(group.close)
-        here.check("close returns in time", seconds < SLACK_SECONDS, f"{seconds:.1f} s")
-        here.fact("close beside a stopped member, s", round(seconds, 2))
-    finally:
-        member.wake()
-
-
-def _receive(group: ProcessGroup) -> None:
-    group.wait(group.broadcast(torch.zeros(1024), root=1))
 
 
 def _duplicate(here: Here) -> None:

@@ -170,10 +170,6 @@ class Commands:
     def wrong(self, version: int) -> dict[str, Any]:
         return {"wrong": section.wrong(self.weights, version)[:20]}
 
-    def fill(self, version: int, constant: bool = False) -> dict[str, Any]:
-        section.fill(self.weights, version, constant)
-        return {}
-
     def kernel(self) -> dict[str, Any]:
         """A kernel on the default stream, from a thread of its own: the seconds until it is over."""
         began, over = time.perf_counter(), threading.Event()
@@ -184,9 +180,6 @@ class Commands:
 
         threading.Thread(target=run, daemon=True).start()
         return {"ok": over.wait(10.0), "seconds": time.perf_counter() - began}
-
-    def ping(self) -> dict[str, Any]:
-        return {}
 
     def busy(self, for_seconds: float) -> dict[str, Any]:
         """Keep the device busy that long, with kernels of a millisecond one after the other. Answers at once."""
@@ -242,15 +235,6 @@ class Commands:
         one = torch.ones(1, device=self.device)
         torch.distributed.all_reduce(one)
         return {"sum": one.item()}
-
-    def join_gloo(self, port: int, rank: int, size: int, seconds: float) -> dict[str, Any]:
-        """Make a group with the others of that store, in host memory, and stay in it."""
-        from weightcast.process_group import ProcessGroup, join_store
-
-        store = join_store("127.0.0.1", port, seconds)
-        options: dict[str, Any] = {"timeout_seconds": seconds, "host": "127.0.0.1"}
-        self._group = ProcessGroup("gloo", store, rank=rank, size=size, **options)
-        return {}
 
     def meters(self) -> dict[str, Any]:
         return section.meters(self.device)
@@ -421,7 +405,6 @@ def stop_profile(made: Any, device: torch.device) -> dict[str, Any]:
     calls = [str(e.get("name")) for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     return {
         "launches": len(on_device),
-        "kernels": sum(event["cat"] == "kernel" for event in on_device),
         "waits": sum("Synchronize" in name for name in calls),
         "busy_seconds": round(union_seconds(spans), 6),
         "gap_seconds": [round(seconds, 6) for seconds in gaps_seconds(spans)],

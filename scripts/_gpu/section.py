@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -27,8 +26,6 @@ from weightcast.host import memory as host_memory
 
 GIB = 1 << 30
 MIB = 1 << 20
-NVML_UNKNOWN = (1 << 64) - 1
-"""NVML_VALUE_NOT_AVAILABLE."""
 CYCLES_PER_MS = 1_900_000
 """Of `torch.cuda._sleep`, at about the highest clock: on a slower one a sleep takes longer."""
 
@@ -220,40 +217,7 @@ def meters(device: torch.device) -> dict[str, int]:
         synchronize(device)
         found["device_used_mib"] = used_bytes(device) // MIB
         found["reserved_mib"] = torch.cuda.memory_reserved(device) // MIB
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        if (own_bytes := process_bytes(os.getpid(), uuid)) is not None:
-            found["driver_mib"] = own_bytes // MIB
     return found
-
-
-class _NvmlProcess(ctypes.Structure):
-    """nvmlProcessInfo_t of nvml.h."""
-
-    _fields_ = (
-        ("pid", ctypes.c_uint),
-        ("used_bytes", ctypes.c_ulonglong),
-        ("gpu_instance", ctypes.c_uint),
-        ("compute_instance", ctypes.c_uint),
-    )
-
-
-def process_bytes(pid: int, uuid: str) -> int | None:
-    """What the driver counts as that process's device memory; None where it does not say, as in many containers."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        processes, count, device = (_NvmlProcess * 1024)(), ctypes.c_uint(1024), ctypes.c_void_p()
-        calls = (
-            lambda: nvml.nvmlInit_v2(),
-            lambda: nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}".encode(), ctypes.byref(device)),
-            lambda: nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), processes),
-        )
-        if any(call() for call in calls):
-            return None
-    except (OSError, AttributeError):
-        return None
-    found = {process.pid: process.used_bytes for process in processes[: count.value]}
-    # All ones: the driver can't tell, as under WSL2.
-    return found[pid] if found.get(pid, NVML_UNKNOWN) != NVML_UNKNOWN else None
 
 
 def used_bytes(device: torch.device) -> int:

@@ -11,14 +11,10 @@ import torch
 from _gpu import peers, section
 from _gpu.peers import Peer, TrainerCommands
 from _gpu.section import GIB, MIB, Here
-from weightcast.errors import InsufficientMemoryError
-from weightcast.transports.ipc import IpcSender
 
 ROUNDS = 5
 BUSY_SECONDS = 0.15
 """For 60 GB, at both ends together."""
-BUCKETS_MIB = (64, 128, 256, 512)
-SLOTS = (2, 3, 4)
 BESIDE_GIB = 4.5
 """Of device memory beside two models: two contexts, four slots of 512 MiB, what comparing takes."""
 LAYER_GIB, EMBEDDINGS_GIB = 1.18, 1.2
@@ -52,11 +48,6 @@ def run(here: Here) -> None:
             shapes = section.experts(*((num_layers, 128, 2048) if not here.dry else (2, 4, 64)))
             name = "60 GB" if num_layers == 48 or here.dry else f"{num_layers} of 48 layers of 60 GB"
             _model(here, rate, f"{name} in {len(shapes)} tensors", shapes)
-    # The largest bucket is half of the one model, and a sixteenth of the other.
-    for name, num_tensors, model_gib in (("1 GB", 16, 1), ("8 GB", 128, 8)):
-        with here.part(f"{name}, buckets and slots"):
-            if here.needs(f"{name}, buckets and slots", device_gib=2 * model_gib + BESIDE_GIB):
-                _sweep(here, rate, name, section.even(here.size(num_tensors, 8), here.size(64 * MIB, 64 << 10)))
     with here.part("16 GB, staged"):
         if here.needs("16 GB staged", device_gib=2 * 16 + BESIDE_GIB, host_gib=36):
             shapes = section.even(here.size(256, 8), here.size(64 * MIB, 64 << 10))
@@ -163,33 +154,3 @@ def _profiled(here: Here, name: str, trainer: TrainerCommands, engine: Peer) -> 
     here.fact(f"{name}: GPU busy at both ends, ms", round(both * 1e3, 1))
     if name == "60 GB" and not here.dry:
         here.check(f"{name}: the GPU is busy for at most {BUSY_SECONDS:g} s", both <= BUSY_SECONDS, f"{both:.3f} s")
-
-
-def _sweep(here: Here, rate: float, name: str, shapes: Any) -> None:
-    defaults = getattr(IpcSender.__init__, "__kwdefaults__", None) or {}
-    former = defaults.get("num_slots")
-    gc.collect()
-    with Peer(here, "engine", shapes) as engine:
-        trainer = TrainerCommands({"shapes": shapes, "device": str(here.device)})
-        engine.ready()
-        try:
-            for slots in SLOTS if former is not None else ():
-                # A GPU has one more than the sender is asked for.
-                defaults["num_slots"] = slots - 1
-                for mib in BUCKETS_MIB if not here.dry else BUCKETS_MIB[:1]:
-                    trainer.open([engine.url], install="streaming", bucket_size_bytes=mib * MIB)
-                    try:
-                        _fill(trainer, 1)
-                        _publish(trainer)
-                        _rounds(
-                            here, rate, f"{name}, {mib} MiB x {slots} slots", trainer, ROUNDS if not here.dry else 1
-                        )
-                    except InsufficientMemoryError as exc:
-                        here.fact(f"{name}, {mib} MiB x {slots} slots", str(exc))
-                    finally:
-                        last = trainer_version(trainer)
-                        trainer.close_publisher()
-            here.check(f"{name}, buckets and slots: right", not (found := engine.wrong(last)), found)
-        finally:
-            if former is not None:
-                defaults["num_slots"] = former

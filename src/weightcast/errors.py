@@ -46,7 +46,6 @@ MAX_TEXT_CHARACTERS = 1 << 16
 
 _EXTRAS = {
     **dict.fromkeys(("starlette", "uvicorn", "prometheus_client", "transformers"), "serve"),
-    "matplotlib": "demo",
     "torchrl": "torchrl",
     "tensordict": "torchrl",
     "trl": "trl",

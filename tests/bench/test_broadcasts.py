@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from publishing.baselines import BaselineGroup, Broadcasts, JoinGroup, load_each, make_group
+from publishing.channel import BenchChannel, Done
+from publishing.model import build_model, fill, local_tensors
+from publishing.result import BenchSettings
 
-from weightcast.bench.baselines import BaselineGroup, Broadcasts, JoinGroup, load_each, make_group
-from weightcast.bench.channel import BenchChannel, Done
-from weightcast.bench.model import build_model, fill, local_tensors
-from weightcast.bench.result import BenchSettings
 from weightcast.engines.module import ModuleEngine
 from weightcast.format.manifest import TensorSpec
 from weightcast.process_group import join_store

@@ -14,12 +14,12 @@ from typing import TypeVar
 
 import msgspec
 import pytest
+from publishing import report
+from publishing.__main__ import main
+from publishing.measure import measure
+from publishing.meters import ProcessMeter, children
+from publishing.result import BenchResult, BenchSettings
 
-from weightcast import cli
-from weightcast.bench import report
-from weightcast.bench.measure import measure
-from weightcast.bench.meters import ProcessMeter, children
-from weightcast.bench.result import BenchResult, BenchSettings
 from weightcast.cli import exits
 
 pytestmark = [pytest.mark.usefixtures("leaves_nothing"), pytest.mark.cluster]
@@ -43,6 +43,7 @@ KEYS = {
 """What the JSON promises; more may come, none may go or change its meaning."""
 
 T = TypeVar("T")
+BENCH = Path(__file__).parents[2] / "bench"
 MIB = 1 << 20
 DEADLINE_SECONDS = 60
 
@@ -104,8 +105,8 @@ def test_a_plot_that_can_not_be_drawn_is_refused_first(
     def measured(*_: object) -> None:
         raise AssertionError("it was measured all the same")
 
-    monkeypatch.setattr("weightcast.bench.measure.measure", measured)
-    assert cli.main(["bench", "--plot", str(tmp_path / name)]) == exits.USAGE
+    monkeypatch.setattr("publishing.measure.measure", measured)
+    assert main(["--plot", str(tmp_path / name)]) == exits.USAGE
     assert says in capsys.readouterr().err
 
 
@@ -128,7 +129,7 @@ def test_staged_in_one_process() -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     shapes = ["--shapes", "qwen3-0.6b", "--layers", "1", "--scale", "16"]
     options = ["--runs", "1", "--bucket-size-mib", "1", "--json", "--plot", str(tmp_path / "out.svg")]
-    assert cli.main(["bench", *shapes, *options]) == exits.OK
+    assert main([*shapes, *options]) == exits.OK
     data = json.loads(capsys.readouterr().out)
     assert (data["layers"], data["scale"], data["num_tensors"]) == (1, 16, 13)
     assert (tmp_path / "out.svg").read_text().startswith("<?xml")
@@ -163,8 +164,8 @@ def test_the_url_of_a_collective_transport(host: str, url: str) -> None:
 
 def test_ctrl_c_ends_the_engines() -> None:
     shapes = ["--shapes", "uniform", "--num-tensors", "10", "--total-mib", "8", "--runs", "1000000"]
-    command = [sys.executable, "-m", "weightcast.cli", "bench", *shapes]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c) as bench:
+    command = [sys.executable, "-m", "publishing", *shapes]
+    with subprocess.Popen(command, cwd=BENCH, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c) as bench:
         try:
             engine = ProcessMeter(wait_for(lambda: next(children(bench.pid), None)))
             wait_for(lambda: engine.status_bytes("RssShmem") > 0)  # it has the arena: a publish is under way
@@ -173,7 +174,7 @@ def test_ctrl_c_ends_the_engines() -> None:
         finally:
             bench.kill()
         assert bench.stderr is not None
-        assert bench.stderr.read().endswith("weightcast: interrupted\n")
+        assert bench.stderr.read().endswith("scripts/bench: interrupted\n")
     with pytest.raises(ProcessLookupError):
         engine.cpu_seconds()
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy
 import pytest
-
-from weightcast.bench import baselines
-from weightcast.bench.baselines import Memcpy
+from publishing import baselines
+from publishing.baselines import Memcpy
 
 
 @pytest.mark.parametrize("num_bytes", [2, 1000, 1001, 1 << 20])

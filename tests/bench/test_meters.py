@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from publishing.meters import ProcessMeter, children
 
-from weightcast.bench.meters import ProcessMeter, children
 from weightcast.transports.ipc.arena import OwnedSharedArena
 
 MIB = 1 << 20

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from publishing.model import TrainerRank, build_model, fill
+from publishing.result import BenchSettings
 
-from weightcast.bench.model import TrainerRank, build_model, fill
-from weightcast.bench.result import BenchSettings
 from weightcast.format.manifest import TensorSpec
 
 SPECS = (

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from weightcast.bench import shapes
+from publishing import shapes
 
 BENCH = Path(__file__).parents[2] / "bench"
 SPECS = shapes.named("uniform", num_tensors=8, num_bytes=1 << 20)

@@ -10,10 +10,10 @@ from functools import partial
 import msgspec
 import pytest
 import torch
+from publishing.baselines import TensorMessage, TensorSlot, UseSlot, load_each, take_from_slot
+from publishing.channel import BenchChannel, Done, await_done
+from publishing.model import build_model, fill, local_tensors
 
-from weightcast.bench.baselines import TensorMessage, TensorSlot, UseSlot, load_each, take_from_slot
-from weightcast.bench.channel import BenchChannel, Done, await_done
-from weightcast.bench.model import build_model, fill, local_tensors
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IntegrityError, PeerDiedError, PeerTimeoutError
 from weightcast.format.bucket import BucketBuffer

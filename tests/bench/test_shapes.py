@@ -6,8 +6,8 @@ import argparse
 import functools
 
 import pytest
-
-from weightcast.bench import shapes
+from publishing import shapes
+from publishing.__main__ import add_arguments
 
 full = functools.cache(shapes.named)
 
@@ -126,10 +126,8 @@ def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, "many-small", "uniform"])
-def test_the_cli_names_all_shapes(name: str) -> None:
-    from weightcast.cli import bench
-
+def test_the_command_names_all_shapes(name: str) -> None:
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
+    add_arguments(parser)
     assert parser.parse_args(["--shapes", name]).shapes == name
     assert name in shapes.NAMES

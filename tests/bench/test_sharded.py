@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from publishing import report
+from publishing.measure import measure
+from publishing.meters import children
+from publishing.result import BenchSettings
 
-from weightcast.bench import report
-from weightcast.bench.measure import measure
-from weightcast.bench.meters import children
-from weightcast.bench.result import BenchSettings
 from weightcast.cli import output
 
 pytestmark = pytest.mark.cluster

@@ -3,47 +3,64 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from weightcast import cli
-from weightcast.bench.cost import Estimate
 from weightcast.cli import exits
+from weightcast.cli.planned_bytes import Estimate
 from weightcast.format.bucket import HEADER_BYTES
 
-PARTS = str(Path(__file__).parents[2] / "bench" / "parts.json")
+PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 FEW = ["plan", "--params", "1e6", "--tensors", "10"]
 
 
-def test_it_prints_what_was_counted_and_calculated(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*FEW, "--engines", "2", "--undo", "--parts", PARTS]) == exits.OK
+def test_it_prints_what_was_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*FEW, "--engines", "2", "--undo"]) == exits.OK
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [
         "2.00 MB in 10 tensors, ipc, staged",
         "from 1 host of 1 rank, whole, to 2 engines of 1 worker on the trainer's hosts",
     ]
-    cells = {
-        words[0]: words[1] for line in lines if (words := [cell.strip() for cell in line.strip("│").split("│")])[1:]
-    }
-    assert (cells["buckets"], cells["origins"], cells["for the undo"]) == ("2", "1", "4.00 MB")
-    stages = [float(cells[name]) for name in ("gather", "offer", "transfer", "seal", "install")]
-    assert float(cells["publish"]) == pytest.approx(sum(stages), abs=0.003)
-    assert any("bottleneck: " in line for line in lines)
-    assert lines[-1].startswith("parts measured on ")
+    assert (cells := cells_of(lines))["buckets"] == "2"
+    assert (cells["origins"], cells["for the undo"]) == ("1", "4.00 MB")
+    assert not [name for name in cells if "link" in name]
 
 
-def test_without_parts_it_says_how_to_get_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(FEW) == exits.OK
-    out = capsys.readouterr().out
-    assert "run weightcast plan --measure FILE there, then add --parts" in out
-    assert "bottleneck" not in out
+def test_a_link_of_known_speed_has_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*FEW, "--transport", "gloo", "--apart", "--link-gbit", "0.016"]) == exits.OK
+    cells = cells_of(capsys.readouterr().out.splitlines())
+    # 10 tensors of 200,192 bytes, and the headers of two buckets, at 2 MB/s.
+    assert cells["trainer host's link"] == cells["engine host's link"] == "1.001 s"
+
+
+PLANS = re.findall(r"```sh\n(weightcast plan [^\n]*)\n```\n\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("command", "text"), PLANS, ids=[command for command, _ in PLANS])
+def test_the_page_has_what_its_commands_print(command: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(shlex.split(command)[1:]) == exits.OK
+    assert capsys.readouterr().out == text
+
+
+def test_the_page_has_plans() -> None:
+    assert len(PLANS) == PAGE.read_text().count("```text") == 4
+
+
+def cells_of(lines: list[str]) -> dict[str, str]:
+    """The table's first two columns."""
+    rows = ([cell.strip() for cell in line.strip("│").split("│")] for line in lines)
+    return {row[0]: row[1] for row in rows if row[1:]}
 
 
 def test_the_json_is_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--transport", "gloo", "--apart", "--engines", "4", "--engine-hosts", "2", "--link-gbit", "10"]
-    assert cli.main([*FEW, *argv, "--bucket-size-mib", "4", "--parts", PARTS, "--json"]) == exits.OK
+    argv = ["--transport", "gloo", "--apart", "--engines", "4", "--engine-hosts", "2"]
+    assert cli.main([*FEW, *argv, "--bucket-size-mib", "4", "--json"]) == exits.OK
     found = msgspec.json.decode(capsys.readouterr().out, type=Estimate)
     assert (found.num_tensors, found.num_bytes, found.num_buckets, found.members) == (10, 2_000_000, 1, 5)
     # 100,000 elements of 2 bytes each, aligned to 256.
@@ -51,7 +68,6 @@ def test_the_json_is_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     assert found.origins == [wire]
     # The trainer sends to members 1, 2 and 4; of these, 1 and 2 are on the first engine host with 3 and 4 on the other.
     assert (found.trainer_host.sent, found.engine_host.sent) == (3 * wire, wire)
-    assert set(found.seconds) == {"gather", "offer", "transfer", "seal", "install"}
 
 
 def test_a_directory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,16 +93,10 @@ def test_a_directory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["plan"], "there is nothing to plan: add --shapes NAME"),
-        ([*FEW, "--ranks-per-host", "8"], "8 trainer ranks hold shards"),
         ([*FEW, "--engine-hosts", "2", "--apart"], "use gloo, nccl or file between hosts"),
-        ([*FEW, "--parts", "no/such/file"], "no/such/file has no measured parts"),
-        ([*FEW, "--link-gbit", "-1"], "link_gbit is -1.0; it must be a finite number above 0"),
         (["plan", "--params", "5", "--tensors", "10"], "5 parameters can't fill 10 tensors"),
-        (["plan", "--params", "1e18", "--tensors", "1e7"], "10000000 tensors; the limit is 1048576"),
+        (["plan", "--params", "1e18", "--tensors", "10000000"], "10000000 tensors; the limit is 1048576"),
         (["plan", "--config", "no/such/directory"], "no/such/directory has no config.json"),
-        (["plan", "--measure", "no/such/directory/parts.json"], "is not a directory"),
-        (["plan", "--measure", "."], "Is a directory"),
     ],
 )
 def test_a_wrong_plan_is_one_line_with_the_remedy(
@@ -104,8 +114,9 @@ def test_a_wrong_plan_is_one_line_with_the_remedy(
     "argv",
     [
         ["plan", "--params", "many"],
-        ["plan", "--params", "1.5"],
-        ["plan", "--params", "1e6", "--shapes", "qwen3-0.6b"],
+        ["plan"],
+        ["plan", "--params", "1e6", "--config", "."],
+        [*FEW, "--link-gbit", "-1"],
         [*FEW, "--engines", "0"],
         [*FEW, "--sharding", "zero"],
     ],

@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 import torch
 from forking import in_child
+from pretended import lazy_nccl
+from pretended.fake_libcuda import PAGE_BYTES
+from pretended.lazy_gpu import POISON, LazyEvent, LazyGpu
+from pretended.lazy_nccl import LazyNccl
 from transports.test_nccl import MANIFEST, Hall, expected, pair
 
 from core.direct import fleet
@@ -27,10 +31,6 @@ from weightcast.host import device_memory
 from weightcast.host.deadline import Deadline
 from weightcast.host.device_memory import DeviceMemory
 from weightcast.process_group import Broadcast, ProcessGroup
-from weightcast.testing import lazy_nccl
-from weightcast.testing.fake_libcuda import PAGE_BYTES
-from weightcast.testing.lazy_gpu import POISON, LazyEvent, LazyGpu
-from weightcast.testing.lazy_nccl import LazyNccl
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, Background, Reader, send, version
 from weightcast.trainer import publish_run
 from weightcast.trainer.packer import pack

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from pretended import lazy_gpu
+from pretended.lazy_gpu import POISON, LazyGpu
+from pretended.lazy_nccl import LazyNccl, LazyWork
 from publishers import publisher_of
 
 from core.direct import fleet
@@ -27,9 +30,6 @@ from weightcast.format.plan import plan
 from weightcast.host import copy as host_copy
 from weightcast.host.copy import copy_all
 from weightcast.host.deadline import Deadline
-from weightcast.testing import lazy_gpu
-from weightcast.testing.lazy_gpu import POISON, LazyGpu
-from weightcast.testing.lazy_nccl import LazyNccl, LazyWork
 from weightcast.testing.transport_kit import (
     PATIENCE_SECONDS,
     SHORT_SECONDS,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from weightcast.demo.messages import Checked, DemoSettings, Evaluated, Event, RunEnded, Saved, Stepped, Warming
-from weightcast.demo.report import Result, this_machine
+from rl_demo.messages import Checked, DemoSettings, Evaluated, Event, RunEnded, Saved, Stepped, Warming
+from rl_demo.report import Result, this_machine
+
 from weightcast.errors import EngineResult, PublishReport, StageSeconds
 
 ENGINES = ("http://127.0.0.1:1111", "http://127.0.0.1:2222")

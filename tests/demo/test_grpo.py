@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from weightcast.demo import grpo, task
-from weightcast.demo.grpo import Batch
-from weightcast.demo.rollouts import Answer, Group
-from weightcast.demo.task import Puzzle, answer_ids
+from rl_demo import grpo, task
+from rl_demo.grpo import Batch
+from rl_demo.rollouts import Answer, Group
+from rl_demo.task import Puzzle, answer_ids
 
 PUZZLE = Puzzle((3, 1))
 RIGHT, WRONG, SHORT = answer_ids([1, 3]), answer_ids([3, 1]), answer_ids([1])

@@ -9,12 +9,12 @@ from contextlib import closing, contextmanager
 
 import pytest
 import torch
+from rl_demo import policy
+from rl_demo.policy import check, differences
+from rl_demo.rollouts import BEFORE_ANY_UPDATE, Answer, Rollouts, wait
+from rl_demo.task import Puzzle, draw
 
 from weightcast.control.server.app import EngineServer
-from weightcast.demo import policy
-from weightcast.demo.policy import check, differences
-from weightcast.demo.rollouts import BEFORE_ANY_UPDATE, Answer, Rollouts, wait
-from weightcast.demo.task import Puzzle, draw
 from weightcast.engines.gate import Gate
 from weightcast.engines.module import ModuleEngine
 from weightcast.engines.transformers import TextGenerator

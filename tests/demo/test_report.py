@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from demo import runs
-
-from weightcast.demo import report
-from weightcast.demo.messages import Checked, DemoSettings, Evaluated, Event, RunEnded, Stepped
+from rl_demo import report
+from rl_demo.messages import Checked, DemoSettings, Evaluated, Event, RunEnded, Stepped
 
 VOID = {"meta", "br"}
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 WARMING, A_STEP = "^warm start", r"^ +2  "
 MANY_STEPS = ("--steps", "100000", "--engines", "1")
 TWO_RANKS = ("--trainer-ranks", "2", "--transport", "gloo")
-TRAINER, ENGINE = "weightcast.demo.trainer", "weightcast.cli serve"
+TRAINER, ENGINE = "rl_demo.trainer", "weightcast.cli serve"
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_a_signal_leaves_nothing(start: Start) -> None:
 
 def test_an_interrupt_at_the_first_child_leaves_nothing(start: Start) -> None:
     demo = start(*MANY_STEPS)
-    demo.wait_for(lambda: bool(demo.pids("weightcast.demo.trainer")), "the trainer")
+    demo.wait_for(lambda: bool(demo.pids("rl_demo.trainer")), "the trainer")
     demo.send(signal.SIGINT)
     assert demo.end() == 128 + signal.SIGINT
     demo.assert_nothing_left()

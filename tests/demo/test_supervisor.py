@@ -11,9 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from demo import runs
-
-from weightcast.demo import messages
-from weightcast.demo.supervisor import SIGNALS, Processes, catch_signals
+from rl_demo import messages
+from rl_demo.supervisor import SIGNALS, Processes, catch_signals
 
 
 def test_events_come_out_as_they_went_in() -> None:

@@ -7,9 +7,8 @@ import io
 import pytest
 from demo import runs
 from rich.console import Console
-
-from weightcast.demo.messages import Checked, RunEnded
-from weightcast.demo.table import LiveTable, describe, print_event, sparkline, view
+from rl_demo.messages import Checked, RunEnded
+from rl_demo.table import LiveTable, describe, print_event, sparkline, view
 
 
 def show(console: Console) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-
-from weightcast.demo import task
-from weightcast.demo.task import Puzzle, answer_ids, demonstrate, draw, reward
+from rl_demo import task
+from rl_demo.task import Puzzle, answer_ids, demonstrate, draw, reward
 
 
 def test_a_prompt_is_its_tokens_in_words() -> None:

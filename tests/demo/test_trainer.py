@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from rl_demo.trainer import MAX_GRAD_NORM, full_weights, make_optimizer, mean_over_ranks, shard, update
 from torch import nn
 
-from weightcast.demo.trainer import MAX_GRAD_NORM, full_weights, make_optimizer, mean_over_ranks, shard, update
 from weightcast.sources.module import ModuleSource
 
 

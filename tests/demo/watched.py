@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 DEADLINE_SECONDS = 90.0
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
 SOCKET = re.compile(r"socket:\[(\d+)\]")
 
 
 class Demo:
-    """`weightcast demo --quick`, with a temporary directory of its own, by which its processes are known."""
+    """`scripts/demo --quick`, with a temporary directory of its own, by which its processes are known."""
 
     def __init__(self, directory: Path, *options: str) -> None:
         self.temporary, self.output = directory / "tmp", directory / "output"
@@ -26,11 +27,12 @@ class Demo:
         self.text = ""
         self._sockets: set[str] = set()
         self._shared_memory: set[Path] = set()
+        path = os.pathsep.join(filter(None, [EXAMPLES, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "weightcast.cli", "demo", "--quick", "--output", str(self.output), *options],
+            [sys.executable, "-m", "rl_demo", "--quick", "--output", str(self.output), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": str(self.temporary)},
+            env={**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": path},
             start_new_session=True,
         )
 

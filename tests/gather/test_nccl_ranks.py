@@ -1,4 +1,4 @@
-"""Bytes that trainer ranks send each other from GPU to GPU: two ranks in one process, over `testing.lazy_nccl`."""
+"""Bytes that trainer ranks send each other from GPU to GPU: two ranks in one process, over `pretended.lazy_nccl`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from pretended.lazy_gpu import LazyGpu
+from pretended.lazy_nccl import LazyNccl
 
 from weightcast.errors import PeerError, PeerTimeoutError
 from weightcast.process_group import join_store, serve_store
-from weightcast.testing.lazy_gpu import LazyGpu
-from weightcast.testing.lazy_nccl import LazyNccl
 from weightcast.trainer.group.exchange import RankStatus, TrainerRanks
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

@@ -7,12 +7,12 @@ import threading
 
 import pytest
 import torch
+from pretended import LazyGpu
 from publishers import publisher_of
 
 from weightcast import LocalEngine, TensorSource
 from weightcast.host import device as host_device
 from weightcast.integrations.rollout.receiving import RolloutEngine
-from weightcast.testing import LazyGpu
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

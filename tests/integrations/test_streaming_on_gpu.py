@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from core.direct import fleet
+from pretended import LazyGpu
 from torch import nn
 
 from integrations import loader_model
@@ -19,7 +20,6 @@ from weightcast.engines.gate import Gate
 from weightcast.errors import EngineTornError, PublishError
 from weightcast.host import device as host_device
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, dry_run
-from weightcast.testing import LazyGpu
 from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from core.direct import DirectEngine
 from publishers import publisher_of
+from publishing.baselines import TensorSlot
+from publishing.meters import ProcessMeter
+from publishing.model import build_model
+from publishing.result import BenchSettings
+from publishing.workers import BenchEngine, started_engines
 
 from megatron_core import models, shards
-from weightcast.bench.baselines import TensorSlot
-from weightcast.bench.meters import ProcessMeter
-from weightcast.bench.model import build_model
-from weightcast.bench.result import BenchSettings
-from weightcast.bench.workers import BenchEngine, started_engines
 from weightcast.engines.module import ModuleEngine
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Regions

@@ -66,11 +66,9 @@ def test_a_batch_of_unequal_lengths_gives_what_each_prompt_gives_alone(
         assert_matches(model, completion)
 
 
-def test_rows_of_other_requests_join_and_leave_without_a_trace(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_requests_take_turns_without_a_trace(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     gate = Gate()
-    with TextGenerator(model, tokenizer, gate=gate, max_batch_size=6, max_prefill_tokens=40) as generator:
+    with TextGenerator(model, tokenizer, gate=gate, max_batch_size=6) as generator:
         requests = [
             generator.submit(
                 [prompt], SamplingParams(temperature=0, max_tokens=3 + 5 * (i % 4), logprobs=1, ignore_eos=True)

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from weightcast.engines.transformers.request import TextCursor
+from weightcast.engines.transformers import Delta, Request, SamplingParams
 
 TEXT = "naïve 日本 🎉🎉 end"
 
@@ -23,14 +23,14 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 def pieces(tokens: list[int], *stop: str) -> tuple[list[str], str]:
     """What a reader gets for each token and at the end, and the text."""
-    cursor, found = TextCursor(bytes_tokenizer(), stop, live=True), []
-    for end in range(1, len(tokens) + 1):
-        ended = cursor.push(tokens[:end])
-        found.append(cursor.flush())
-        if ended:
-            break
-    cursor.finish(tokens)
-    return [*found, cursor.flush()], cursor.text
+    deltas = list[Delta]()
+    sampling = SamplingParams(stop=stop, max_tokens=1000)
+    (row,) = Request([[1]], sampling, tokenizer=bytes_tokenizer(), on_delta=deltas.append).rows
+    for token in tokens:
+        if row.finish_reason is None:
+            row.append(token, None, None)
+    row.abort(None)
+    return [delta.text for delta in deltas], row.text
 
 
 def test_a_character_comes_with_its_last_byte() -> None:

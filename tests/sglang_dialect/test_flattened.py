@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pretended.lazy_gpu import LazyGpu
 
 from weightcast import TensorSource
 from weightcast.errors import ClosedError, ManifestError, PeerDiedError
@@ -27,7 +28,6 @@ from weightcast.integrations.sglang.stock.route_tensor import TensorRoute, handl
 from weightcast.integrations.sglang.stock.sender import StockSender
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import SenderContext
-from weightcast.testing.lazy_gpu import LazyGpu
 from weightcast.trainer.packer import Packer
 
 DTYPES = ["uint8", "bool", "bfloat16", "float16", "float32", "int64", "float8_e4m3fn"]

@@ -7,9 +7,10 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from pretended import LazyGpu
+from pretended.lazy_nccl import LazyNccl
 
-from weightcast.testing import LazyGpu, TransportContract
-from weightcast.testing.lazy_nccl import LazyNccl
+from weightcast.testing import TransportContract
 from weightcast.testing.leftovers import nothing_left
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pretended import LazyGpu
 
 from weightcast.host import copy as host_copy
 from weightcast.host.copy import PreparedCopies, copy_all
 from weightcast.native.tables import CopyTable
-from weightcast.testing import LazyGpu
 
 LARGE = 64 << 10
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pretended import LazyGpu
+from pretended.fake_libcuda import PAGE_BYTES
 from transports.conftest import Ends
 from transports.ipc_children import Child
 
@@ -27,8 +29,6 @@ from weightcast.format.manifest import TensorSpec
 from weightcast.format.plan import plan
 from weightcast.host import device as host_device
 from weightcast.host.device_memory import DeviceMemory
-from weightcast.testing import LazyGpu
-from weightcast.testing.fake_libcuda import PAGE_BYTES
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, check, send, version
 from weightcast.transports.ipc import IpcReceiver, IpcSender
 from weightcast.transports.ipc.cuda import MappedCudaArena, OwnedCudaArena

@@ -1,4 +1,4 @@
-"""The collective transport over NCCL, whose waits end by nothing but an abort of one's own: see `testing.lazy_nccl`."""
+"""The collective transport over NCCL, whose waits end by nothing but an abort of one's own: see `lazy_nccl`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from pretended.lazy_gpu import LazyGpu, LazyTensor
+from pretended.lazy_nccl import LazyNccl
 
 from weightcast import process_group, registry
 from weightcast.errors import PeerDiedError, PeersLostError, PeerTimeoutError, WeightcastError
@@ -21,8 +23,6 @@ from weightcast.host.deadline import Deadline
 from weightcast.integrations.sglang.stock.group import StockGroup
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Broadcast, ProcessGroup, join_store, serve_store
-from weightcast.testing.lazy_gpu import LazyGpu, LazyTensor
-from weightcast.testing.lazy_nccl import LazyNccl
 from weightcast.testing.transport_kit import RUN, Background, Reader, RecoveringSender, send, value_of, version
 from weightcast.transports.collective.sender import CollectiveSender
 

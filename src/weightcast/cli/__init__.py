@@ -18,7 +18,6 @@ from weightcast import __version__
 from weightcast.cli import exits, output
 
 COMMANDS = {
-    "demo": "train a small model with RL and publish every step to two live engines",
     "serve": "serve a model directory as an engine that takes new weights while it generates",
     "publish": "publish a safetensors checkpoint to running engines, or into a store",
     "follow": "pass on what comes into a store, or a directory of checkpoints, to running engines",
@@ -26,8 +25,8 @@ COMMANDS = {
     "export": "write a store's newest version as a checkpoint directory",
     "inspect": "show what an engine, a checkpoint or a store holds",
     "verify": "check that an engine holds exactly this checkpoint, or that a store is whole",
-    "bench": "measure a publish on this machine",
-    "plan": "calculate what a publish will cost: bytes on links, memory of hosts, seconds by stage",
+    "bench": "measure a publish over a transport on this machine, against one memcpy",
+    "plan": "count what a publish takes: bytes on links, memory of hosts",
 }
 
 _DESCRIPTION = "Move a trainer's weights into running inference engines: fast, verified, and as a transaction."

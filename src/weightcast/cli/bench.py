@@ -1,79 +1,179 @@
-"""`weightcast bench`: what a publish costs on this machine."""
+"""`weightcast bench`: what a publish over a transport takes on this machine, against one memcpy of the same bytes."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import select
+import statistics
+import subprocess
 import sys
-from pathlib import Path
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from weightcast.bench import shapes
+import msgspec
+from rich.table import Column, Table
+
 from weightcast.cli import exits, output, values
+from weightcast.errors import PeerDiedError, PeerTimeoutError
+from weightcast.format.amounts import count, size
+from weightcast.format.manifest import TensorSpec
+
+if TYPE_CHECKING:
+    from weightcast.engines.module import ModuleEngine
 
 EPILOG = """
 examples:
-  weightcast bench --shapes qwen3-0.6b --install streaming
-  weightcast bench --shapes many-small --json
-  weightcast bench --shapes uniform --num-tensors 50000 --total-mib 1024
-  weightcast bench --shapes qwen3-30b-a3b --layers 4 --scale 4 --num-engines 2 --plot bench.png
-  weightcast bench --shapes moonlight-16b-a3b --scale 16 --transport gloo
-  weightcast bench --shapes many-small --transport gloo --trainer-ranks 2
+  weightcast bench
+  weightcast bench gloo://127.0.0.1:0 --install streaming
+  weightcast bench ipc:// --num-tensors 50000 --json
 
-Each publish is measured against what the machine can do, right before it: one memcpy; over gloo and nccl also the raw
-broadcast of as many bytes in flat buffers of the bucket's size, between the same processes. At the end, against what
-buckets replaced: one step per tensor (ipc: a round trip with the same proofs; gloo, nccl: a message, a broadcast and
-the engine's load, without digests), and with several trainer ranks the full_tensor() of every parameter, nothing else.
-
-Needs memory for the model once and once for each engine, for the transport, and twice its size (2 GiB each at most)
-for the memcpy that it is measured against; over gloo and nccl, staged, once more for each engine's raw buffers.
+Equal bfloat16 tensors go from this process to an engine that computes nothing, in a process of its own (memory://: in
+this one). Every value changes before each publish. Takes three times their bytes, and what the transport takes.
 """
 
 _MIB = 1 << 20
+_START_SECONDS = 120.0
+
+
+class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON. Seconds of a publish are from its call until the engine serves; `publish_seconds`, `memcpy_seconds` and
+    `pause_seconds` are medians of the publishes after the first, each of which has a memcpy (one thread) before it."""
+
+    transport: str
+    install: str
+    num_tensors: int
+    num_bytes: int
+    num_buckets: int
+    first_publish_seconds: float
+    publish_seconds: float
+    pause_seconds: float
+    memcpy_seconds: float
+    memcpy_ratio: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    transports = ("ipc", "memory", "gloo", "nccl", "file")
-    add("--transport", choices=transports, default="ipc", help="memory: all in one process (%(default)s)")
-    add("--host", default="127.0.0.1", help="what gloo and nccl connect at, an address of this host (%(default)s)")
-    add("--directory", default="", metavar="DIR", help="where `file`'s store is made, for the run (default: TMPDIR)")
-    add("--shapes", choices=shapes.NAMES, default="qwen3-0.6b", help="what is published (default: %(default)s)")
-    add("--install", choices=("staged", "streaming"), default="staged", help="default: %(default)s")
-    add("--trainer-ranks", type=int, default=1, metavar="N", help="shard the model over N processes, by FSDP2")
-    add("--num-engines", type=int, default=1, metavar="N", help="default: %(default)s")
-    add("--runs", type=int, default=5, metavar="R", help="timed publishes after the first one (default: %(default)s)")
-    add("--bucket-size-mib", type=values.integer(1), metavar="M", help="default: the transport's")
-    add("--layers", type=int, metavar="N", help="keep the first N layers of an architecture")
-    add("--scale", type=int, default=1, metavar="N", help="divide every width of an architecture by N")
-    add("--num-tensors", type=int, default=500, metavar="N", help="of the shapes `uniform` (default: %(default)s)")
-    add("--total-mib", type=int, default=1024, metavar="M", help="of the shapes `uniform` (default: %(default)s)")
-    add("--no-per-tensor", action="store_true", help="leave out the slow baselines, one step per tensor")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where all models are (default: %(default)s)")
-    add("--plot", type=Path, metavar="FILE", help="draw the result, as .png, .svg or .pdf (needs matplotlib)")
+    add, positive, default = parser.add_argument, values.integer(1), "(default: %(default)s)"
+    add("transport", nargs="?", default="ipc://", metavar="URL", help=f"how bytes travel, in host memory {default}")
+    add("--install", choices=("staged", "streaming"), default="staged", help=default)
+    add("--num-tensors", type=positive, default=500, metavar="N", help=default)
+    add("--total-mib", type=positive, default=512, metavar="M", help=default)
+    add("--runs", type=positive, default=5, metavar="R", help=f"publishes after the first one {default}")
     output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     with output.stage(output.IMPORTING):
-        from weightcast.bench import report
-        from weightcast.bench.measure import measure
-        from weightcast.bench.result import BenchSettings
+        import torch
 
-    options = vars(args) | {
-        "num_runs": args.runs,
-        "per_tensor": not args.no_per_tensor,
-        "num_bytes": args.total_mib * _MIB,
-        "bucket_size_bytes": args.bucket_size_mib and args.bucket_size_mib * _MIB,
-    }
-    settings = BenchSettings(**{name: options[name] for name in BenchSettings.__struct_fields__})
-    if args.plot is not None:
-        report.check_plot(args.plot)
-    with output.stage("starting") as say:
-        result = measure(settings, say)
-    if args.json:
-        sys.stdout.write(result.encode().decode() + "\n")
-    else:
-        output.show(result, False, lambda: report.view(result))
-    if args.plot is not None:
-        sys.stdout.flush()
-        report.plot(result, args.plot)
-    return exits.OK if result.verified else exits.NEGATIVE
+        from weightcast.control.local import LocalEngine
+        from weightcast.host.memory import require
+        from weightcast.sources.tensors import TensorSource
+        from weightcast.trainer.options import PublishOptions
+        from weightcast.trainer.publisher import Publisher
+
+    if args.transport.startswith("nccl:"):
+        raise ValueError("nccl moves memory of a GPU, and this measures host memory: use ipc, gloo, file or memory")
+    specs = _specs(args.num_tensors, args.total_mib)
+    num_bytes = sum(spec.num_bytes for spec in specs)
+    require(3 * num_bytes, f"{size(num_bytes)} at both ends, and for the memcpy", "measure with fewer --total-mib")
+    tensors = [torch.full(spec.shape, 1.5, dtype=torch.bfloat16) for spec in specs]
+    targets = [torch.zeros_like(tensor) for tensor in tensors]
+    # numpy's copy of a contiguous array is one call of memcpy, in one thread.
+    pairs = [tuple(each.view(torch.int16).numpy() for each in pair) for pair in zip(targets, tensors, strict=True)]
+    memcpys, publishes, reports = [], [], []
+    with output.stage("starting an engine") as say, contextlib.ExitStack() as stack:
+        engine: str | LocalEngine
+        if args.transport.startswith("memory:"):
+            engine = stack.enter_context(contextlib.closing(LocalEngine(_engine(specs))))
+        else:
+            engine = stack.enter_context(_started(args))
+        source = TensorSource({spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)})
+        options = PublishOptions(install=args.install)
+        publisher = stack.enter_context(Publisher(source, transport=args.transport, engines=[engine], options=options))
+        for number in range(1 + args.runs):
+            say(f"publish {number + 1} of {1 + args.runs}")
+            torch._foreach_neg_(tensors)
+            started = time.perf_counter()
+            for target, values in pairs:
+                target[:] = values
+            copied = time.perf_counter()
+            reports.append(publisher.publish())
+            publishes.append(time.perf_counter() - copied)
+            memcpys.append(copied - started)
+    pauses = [max(each.pause_seconds for each in report.engines.values()) for report in reports]
+    publish, memcpy, pause = (statistics.median(each[1:]) for each in (publishes, memcpys, pauses))
+    found = BenchResult(
+        transport=args.transport,
+        install=args.install,
+        num_tensors=len(specs),
+        num_bytes=num_bytes,
+        num_buckets=reports[-1].num_buckets,
+        first_publish_seconds=publishes[0],
+        publish_seconds=publish,
+        pause_seconds=pause,
+        memcpy_seconds=memcpy,
+        memcpy_ratio=publish / memcpy,
+    )
+    output.show(found, args.json, lambda: _view(found))
+    return exits.OK
+
+
+def _specs(num_tensors: int, total_mib: int) -> Sequence[TensorSpec]:
+    numel = max(total_mib * _MIB // 2 // num_tensors, 1)
+    return [TensorSpec(f"tensor_{number}", "bfloat16", (numel,)) for number in range(num_tensors)]
+
+
+def _engine(specs: Sequence[TensorSpec]) -> ModuleEngine:
+    """Of a module that has one parameter for each spec."""
+    import torch
+
+    from weightcast.engines.module import ModuleEngine
+
+    module = torch.nn.Module()
+    for spec in specs:
+        tensor = torch.zeros(spec.shape, dtype=torch.bfloat16)
+        module.register_parameter(spec.name, torch.nn.Parameter(tensor, requires_grad=False))
+    return ModuleEngine(module)
+
+
+@contextlib.contextmanager
+def _started(args: argparse.Namespace) -> Iterator[str]:
+    """The URL of an engine in a process of its own, which ends when its stdin does."""
+    command = [sys.executable, "-m", __name__, str(args.num_tensors), str(args.total_mib)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        try:
+            if not select.select([process.stdout], [], [], _START_SECONDS)[0]:
+                raise PeerTimeoutError(f"the engine did not start within {_START_SECONDS:g} s", peer="the engine")
+            if not (url := process.stdout.readline().decode().strip()):
+                raise PeerDiedError("the engine ended before it served: see what it wrote", peer="the engine")
+            yield url
+        finally:
+            process.kill()
+
+
+def _view(it: BenchResult) -> Iterator[str | Table]:
+    tensors = f"{size(it.num_bytes)} in {count(it.num_tensors, 'tensor')}, {count(it.num_buckets, 'bucket')}"
+    yield f"{tensors}, over {it.transport}, {it.install}"
+    table = Table(
+        "", Column("ms", justify="right"), Column("GB/s", justify="right"), Column("x memcpy", justify="right")
+    )
+    rows = {"one memcpy": it.memcpy_seconds, "first publish": it.first_publish_seconds}
+    for name, seconds in {**rows, "later publishes": it.publish_seconds, "pause": it.pause_seconds}.items():
+        ratio = f"{seconds / it.memcpy_seconds:.2f}"
+        table.add_row(name, f"{seconds * 1e3:.1f}", f"{it.num_bytes / seconds / 1e9:.2f}", ratio)
+    yield table
+
+
+def _serve() -> None:
+    from weightcast.control.server.app import EngineServer
+
+    with EngineServer(_engine(_specs(*map(int, sys.argv[1:])))) as server:
+        print(server.url, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    _serve()

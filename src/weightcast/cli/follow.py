@@ -47,9 +47,7 @@ _FIRST_LOOK_SECONDS = 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", metavar="TARGET", help="a store, file:///dir, or with --marker a directory; it may come later")
-    marker_help = (
-        "TARGET is a directory of checkpoint directories; complete is one with this file (repeat)"
-    )
+    marker_help = "TARGET is a directory of checkpoint directories; complete is one with this file (repeat)"
     add("--marker", action="append", metavar="NAME", help=marker_help)
     add("--dtype", choices=values.DTYPES, help="with --marker: cast to it on the way")
     output.add_engines(parser)

@@ -29,7 +29,7 @@ Kernel: TypeAlias = Callable[..., None]
 def kernel(device: torch.device) -> Kernel | None:
     """Triton's, if it is installed and computes there what torch computes.
 
-    It is tried once, which compiles all that later launches run, and waits. `weightcast.testing.LazyGpu` replaces it.
+    It is tried once, which compiles all that later launches run, and waits. `tests/pretended` replaces it.
     """
     if importlib.util.find_spec("triton") is None:
         return None

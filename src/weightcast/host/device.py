@@ -21,7 +21,7 @@ from weightcast.errors import InsufficientMemoryError, UnsupportedError
 logger = logging.getLogger(__name__)
 
 cuda: Any = torch.cuda
-"""What is asked; `weightcast.testing.lazy_gpu` puts a GPU without hardware here."""
+"""What is asked; `tests/pretended` puts a GPU without hardware here."""
 
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""

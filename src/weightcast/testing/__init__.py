@@ -1,5 +1,4 @@
-"""For people who write a source, a transport or an engine: contract suites, fault wrappers, the payload table,
-a GPU and NCCL without hardware.
+"""For people who write a source, a transport or an engine: contract suites, fault wrappers, the payload table.
 
 Needs pytest, and `transport_machine` hypothesis. For readable failures put
 `pytest.register_assert_rewrite("weightcast.testing")` into your conftest.py before anything here is imported.
@@ -19,8 +18,6 @@ from weightcast.testing.faults import (
     Reorder,
     Stall,
 )
-from weightcast.testing.lazy_gpu import LazyGpu
-from weightcast.testing.lazy_nccl import LazyNccl
 from weightcast.testing.payloads import PAYLOADS, Payload, payloads, raw_bytes
 from weightcast.testing.source_contract import SourceContract
 from weightcast.testing.transport_contract import TransportContract
@@ -36,8 +33,6 @@ __all__ = [
     "FaultySender",
     "FaultyTransport",
     "Kill",
-    "LazyGpu",
-    "LazyNccl",
     "Payload",
     "Reorder",
     "SourceContract",

@@ -1,9 +1,8 @@
-"""Rows that decode together: the model's forward pass, the KV cache that they share, and the choice of tokens.
+"""One request's rows, which decode together: the model's forward pass, their KV cache, and the choice of tokens.
 
 Invariants: the cache holds every token of every row but the last, left-padded to one length, and was computed whole
-under one version; a step under any other version computes it again. Caches that can't be cut or joined exactly
-(recurrent layers) are computed again instead. A row's token depends on its own logits, parameters and random numbers
-only.
+under one version; a step under any other version computes it again. A row's token depends on its own logits and random
+numbers only. Rows that have ended stay in the batch until its cache is computed again.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import Any, cast
 
 import torch
 from torch.nn import functional
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache
 
-from weightcast.engines.transformers.request import DecodeRow, SamplingParams, Tokenizer, TokenLogprobs
+from weightcast.engines.transformers.request import DecodeRow, Request, SamplingParams, Tokenizer, TokenLogprobs
 from weightcast.format.manifest import WeightVersion
 
 _LOWEST_LOGPROB = -9999.0
@@ -79,133 +78,64 @@ class CausalModel:
 
 
 class DecodeBatch:
-    """At least one row. `step` gives every row one token."""
+    """`step` gives every row that has not ended one token."""
 
-    def __init__(self, model: CausalModel, rows: Sequence[DecodeRow]) -> None:
-        self.rows = list(rows)
+    def __init__(self, model: CausalModel, request: Request) -> None:
+        self.request = request
         self._model = model
         self._version: WeightVersion | None = None
-        self._cache: Any = None
-        """A DynamicCache, if any. Where `_can_join`: keys and values of num_rows x num_heads x length x head_size."""
+        self._cache: DynamicCache | None = None
+        self._rows: Sequence[DecodeRow] = ()
         self._mask = torch.empty(0)  # num_rows x cached tokens: 0 for padding, 1 for a token
 
     def step(self, version: WeightVersion | None) -> None:
-        """Compute the next token of every row. `version` is the version of the weights now."""
+        """Compute the next tokens. `version` is the version of the weights now."""
         if self._cache is None or version != self._version:
-            logits = self._prefill(version)
+            # Left unset until it is whole: a model that raises leaves none.
+            self._cache, cache = None, self._model.new_cache()
+            self._rows = [row for row in self.request.rows if row.finish_reason is None]
+            sequences = [[*row.prompt, *row.output] for row in self._rows]
+            length = max(map(len, sequences))
+            padding = [[0] * (length - len(ids)) for ids in sequences]
+            tokens = [[*zeros, *ids] for zeros, ids in zip(padding, sequences, strict=True)]
+            mask = [[*zeros, *[1] * len(ids)] for zeros, ids in zip(padding, sequences, strict=True)]
+            self._mask = torch.tensor(mask, device=self._model.device)
+            logits = self._model.logits(torch.tensor(tokens, device=self._model.device), self._mask, cache)
+            self._cache, self._version = cache, version
         else:
             self._mask = functional.pad(self._mask, (0, 1), value=1)
-            newest = torch.tensor([[row.output[-1]] for row in self.rows], device=self._model.device)
+            newest = torch.tensor([[row.output[-1]] for row in self._rows], device=self._model.device)
             logits = self._model.logits(newest, self._mask, self._cache)
-        for row, token, logprobs in zip(self.rows, *_sample(logits, self.rows), strict=True):
-            row.append(token, version, logprobs)
-
-    def _prefill(self, version: WeightVersion | None) -> torch.Tensor:
-        """Compute the cache of all rows; return the logits of their last tokens, num_rows x vocabulary."""
-        self._cache, cache = None, self._model.new_cache()
-        sequences = [(*row.prompt, *row.output) for row in self.rows]
-        # Completions of one prompt start as one sequence, which is computed once.
-        unique = list(dict.fromkeys(sequences)) if _can_select(cache) else sequences
-        length = max(map(len, unique))
-        padded = [((0,) * (length - len(ids)) + ids, [0] * (length - len(ids)) + [1] * len(ids)) for ids in unique]
-        tokens, self._mask = (torch.tensor(part, device=self._model.device) for part in zip(*padded, strict=True))
-        logits = self._model.logits(tokens, self._mask, cache)
-        self._cache, self._version = cache, version
-        if len(unique) < len(sequences):
-            place = {ids: i for i, ids in enumerate(unique)}
-            repeats = [place[ids] for ids in sequences]
-            self._select(cache, repeats)
-            logits = logits[repeats]
-        return logits
-
-    def drop_ended(self) -> None:
-        """Remove the rows that have ended or were cancelled."""
-        kept = [i for i, row in enumerate(self.rows) if not row.is_over]
-        if len(kept) == len(self.rows):
-            return
-        self.rows = [self.rows[i] for i in kept]
-        if self._cache is None or not kept or not _can_select(self._cache):
-            self._cache = None
-            return
-        self._select(self._cache, kept)
-        # Padding that all remaining rows have belonged to a longer row that is gone.
-        excess = self._mask.shape[1] - max(row.num_tokens - 1 for row in self.rows)
-        if excess > 0 and _can_join(self._cache):
-            for layer in self._cache.layers:
-                layer.keys, layer.values = layer.keys[..., excess:, :], layer.values[..., excess:, :]
-            self._mask = self._mask[:, excess:]
-
-    def _select(self, cache: DynamicCache, rows: list[int]) -> None:
-        indices = torch.tensor(rows, device=self._model.device)
-        cache.batch_select_indices(indices)
-        self._mask = self._mask[indices]
-
-    def try_join(self, other: DecodeBatch) -> bool:
-        """Take over `other`'s rows, if the caches are of one version, can be joined, and need little padding."""
-        if self._cache is None or other._cache is None or self._version != other._version:
-            return False
-        length = max(self._mask.shape[1], other._mask.shape[1])
-        is_sparse = length * (len(self.rows) + len(other.rows)) > 2 * (self._mask.numel() + other._mask.numel())
-        if is_sparse or not (_can_join(self._cache) and _can_join(other._cache)):
-            return False
-        for layer, added in zip(self._cache.layers, other._cache.layers, strict=True):
-            layer.keys, layer.values = _join(layer.keys, added.keys), _join(layer.values, added.values)
-        self._mask = _join(self._mask[..., None], other._mask[..., None])[..., 0]
-        self.rows += other.rows
-        return True
-
-
-def _can_select(cache: DynamicCache) -> bool:
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
-
-
-def _can_join(cache: DynamicCache) -> bool:
-    return all(type(layer) is DynamicLayer for layer in cache.layers)
-
-
-def _join(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The rows of `a`, then those of `b`; the shorter is padded on the left (axis -2 is the length)."""
-    length = max(a.shape[-2], b.shape[-2])
-    return torch.cat([functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in (a, b)])
+        for row, token, logprobs in zip(self._rows, *_sample(logits.float(), self._rows), strict=True):
+            if row.finish_reason is None:
+                row.append(token, version, logprobs)
+        self.request.answer_if_over()
 
 
 def _sample(logits: torch.Tensor, rows: Sequence[DecodeRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
     """Choose a token for each row of `logits` (num_rows x vocabulary): the likeliest, or one drawn from top_p."""
-    logits, params = logits.float(), [row.request.sampling for row in rows]
-    tokens = logits.argmax(dim=-1)
-    drawn = [i for i, param in enumerate(params) if param.temperature > 0]
-    if drawn:
-        temperatures = logits.new_tensor([[params[i].temperature] for i in drawn])
+    sampling = rows[0].request.sampling
+    if sampling.temperature == 0:
+        tokens = logits.argmax(dim=-1)
+    else:
         # fp64: in fp32 the running sum over a large vocabulary is off by more than many tokens' probability.
-        probs = torch.softmax(logits[drawn] / temperatures, dim=-1, dtype=torch.float64)
-        nuclei = [j for j, i in enumerate(drawn) if params[i].top_p < 1]
-        if nuclei:
-            top_ps = logits.new_tensor([[params[drawn[j]].top_p] for j in nuclei])
-            probs[nuclei] = _keep_nucleus(probs[nuclei], top_ps)
+        probs = torch.softmax(logits / sampling.temperature, dim=-1, dtype=torch.float64)
+        if sampling.top_p < 1:  # the smallest set of likeliest tokens whose probabilities reach it
+            ordered, order = probs.sort(dim=-1, descending=True)
+            before = ordered.cumsum(dim=-1) - ordered
+            probs = torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill_(before >= sampling.top_p, 0))
         sums = probs.cumsum(dim=-1)
-        at = sums[:, -1:] * sums.new_tensor([[rows[i].random.random()] for i in drawn])
-        tokens[drawn] = torch.searchsorted(sums, at, right=True).clamp_(max=logits.shape[-1] - 1).squeeze(-1)
-    return tokens.tolist(), _logprobs(logits, tokens, params)
+        at = sums[:, -1:] * sums.new_tensor([[row.random.random()] for row in rows])
+        tokens = torch.searchsorted(sums, at, right=True).clamp_(max=logits.shape[-1] - 1).squeeze(-1)
+    return tokens.tolist(), _logprobs(logits, tokens, sampling.logprobs)
 
 
-def _keep_nucleus(probs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
-    """Zero all but the smallest set of likeliest tokens whose probabilities reach top_p (num_rows x 1)."""
-    ordered, order = probs.sort(dim=-1, descending=True)
-    before = ordered.cumsum(dim=-1) - ordered
-    return torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill_(before >= top_ps, 0))
-
-
-def _logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, params: Sequence[SamplingParams]
-) -> list[TokenLogprobs | None]:
-    """Log-probabilities in fp32 of the raw `logits` (num_rows x vocabulary), for the rows that asked for them."""
-    found: list[TokenLogprobs | None] = [None] * len(params)
-    asked = [(i, param.logprobs) for i, param in enumerate(params) if param.logprobs is not None]
-    if asked:
-        reported = [i for i, _ in asked]
-        logprobs = torch.log_softmax(logits[reported], dim=-1).clamp_(min=_LOWEST_LOGPROB)
-        chosen = logprobs.gather(-1, tokens[reported].unsqueeze(-1)).squeeze(-1).tolist()
-        values, ids = logprobs.topk(min(max(k for _, k in asked), logprobs.shape[-1]), dim=-1)
-        for (i, k), one, top, top_logprobs in zip(asked, chosen, ids.tolist(), values.tolist(), strict=True):
-            found[i] = TokenLogprobs(one, tuple(zip(top[:k], top_logprobs[:k], strict=True)))
-    return found
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int | None) -> list[TokenLogprobs | None]:
+    """Log-probabilities in fp32 of the raw `logits`: of the tokens, and of as many of the likeliest, if asked for."""
+    if num_top is None:
+        return [None] * len(tokens)
+    logprobs = torch.log_softmax(logits, dim=-1).clamp_(min=_LOWEST_LOGPROB)
+    chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).tolist()
+    values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+    tops = [tuple(zip(*each, strict=True)) for each in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [TokenLogprobs(one, top) for one, top in zip(chosen, tops, strict=True)]

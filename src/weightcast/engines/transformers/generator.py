@@ -1,4 +1,4 @@
-"""Continuous batching over a gate: requests wait in a bounded queue, run in batches, and may end at any time.
+"""Requests over a gate: they wait in a bounded queue, each is a batch of its own, and those that run take turns.
 
 Invariants: one thread uses the model; every forward pass is one step of the gate, so an install waits for at most one;
 the KV cache of one version is never read under another; no request begins while a pause drains the running ones.
@@ -12,14 +12,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 import torch
 
 from weightcast.engines.gate import Gate
 from weightcast.engines.transformers.batch import CausalModel, DecodeBatch
-from weightcast.engines.transformers.request import Completion, DecodeRow, Delta, Request, SamplingParams, Tokenizer
+from weightcast.engines.transformers.request import Completion, Delta, Request, SamplingParams, Tokenizer
 from weightcast.errors import ClosedError, EngineTornError, PeerTimeoutError, WeightcastError
+from weightcast.format.manifest import WeightVersion
 from weightcast.host.closing import ClosedOnExit, close_at_exit
 from weightcast.host.deadline import Deadline
 
@@ -35,9 +35,8 @@ class TextGenerator(ClosedOnExit):
     """Generates with `model`, which it puts into eval mode, in a thread of its own. All methods are thread-safe.
 
     `tokenizer` may be None where prompts are token ids and no text is wanted. At most `max_batch_size` sequences run at
-    once, at most `max_prefill_tokens` (padding included) of new sequences are prefilled in one step unless one prompt
-    alone is longer, and `max_queue` completions wait. Memory: the KV cache of the running sequences, twice while one
-    grows.
+    once, unless one request alone has more, and `max_queue` completions wait. Memory: the KV cache of the running
+    sequences, twice while one grows.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class TextGenerator(ClosedOnExit):
         *,
         gate: Gate,
         max_batch_size: int = 256,
-        max_prefill_tokens: int = 16384,
         max_queue: int = 8192,
     ) -> None:
         if gate.drain is not None:
@@ -57,14 +55,12 @@ class TextGenerator(ClosedOnExit):
         self._model = CausalModel(model, tokenizer)
         self.max_model_len = self._model.max_model_len
         """How many tokens a sequence may have, prompt and output together."""
-        self._max_batch_size, self._max_prefill_tokens = max_batch_size, max_prefill_tokens
+        self._max_batch_size = max_batch_size
         self._max_queue = max_queue
         self._condition = threading.Condition()
-        self._waiting: deque[DecodeRow] = deque()
-        self._batches: deque[DecodeBatch] = deque()
-        self.num_running = 0
+        self._waiting: deque[Request] = deque()
+        self._running: deque[DecodeBatch] = deque()
         self._is_aborting = False
-        self._has_cancelled = False
         self._is_closed = False
         gate.drain = self._drain
         self._thread = threading.Thread(target=self._run, name="weightcast-generator", daemon=True)
@@ -78,7 +74,14 @@ class TextGenerator(ClosedOnExit):
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Completions of requests that have not begun."""
+        with self._condition:
+            return sum(len(request.rows) for request in self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        with self._condition:
+            return sum(len(batch.request.rows) for batch in self._running)
 
     def submit(
         self,
@@ -112,14 +115,13 @@ class TextGenerator(ClosedOnExit):
                 raise ClosedError("the generator is closed")
             if self.gate.torn:
                 raise EngineTornError(self.gate.torn)
-            if len(self._waiting) + len(request.rows) > self._max_queue:
+            if self.num_waiting + len(request.rows) > self._max_queue:
                 raise QueueFullError(
-                    f"{len(request.rows)} more completions would wait with {len(self._waiting)} others; "
+                    f"{len(request.rows)} more completions would wait with {self.num_waiting} others; "
                     f"the limit is {self._max_queue}: ask again later or for fewer"
                 )
-            self._waiting.extend(request.rows)
+            self._waiting.append(request)
             self._condition.notify_all()
-        request.future.add_done_callback(self._note_cancelled)
         return request
 
     def generate(
@@ -161,10 +163,6 @@ class TextGenerator(ClosedOnExit):
         if self.gate.drain == self._drain:
             self.gate.drain = None
 
-    def _note_cancelled(self, future: Future[list[Completion]]) -> None:
-        if future.cancelled():
-            self._has_cancelled = True
-
     # --- the generator's thread ---
 
     def _run(self) -> None:
@@ -172,84 +170,65 @@ class TextGenerator(ClosedOnExit):
             with torch.inference_mode():
                 while self._wait_for_work():
                     try:
-                        self._step()
+                        with self.gate.step(timeout_seconds=_POLL_SECONDS) as version:
+                            self._step(version)
                     except PeerTimeoutError:
                         pass  # Paused: the next turn looks again.
                     except (EngineTornError, ClosedError) as exc:
                         self._fail_all(exc)
-                    self._settle()
+                    self._drop_what_is_over()
         finally:
             with self._condition:
                 self._is_closed = True
             self._fail_all(ClosedError("the generator was closed before the request was answered"))
 
-    def _step(self) -> None:
-        with self.gate.step(timeout_seconds=_POLL_SECONDS) as version:
-            batch = None if self._is_aborting else self._next_batch()
-            if batch is None:
-                return
-            try:
-                batch.step(version)
-            except Exception as exc:  # What the model raises fails these requests, and the generator goes on.
-                for row in batch.rows:
-                    row.request.fail(exc)
-
     def _wait_for_work(self) -> bool:
         """False once the generator is closed."""
         with self._condition:
-            while not (self._is_closed or self.num_running or (self._waiting and not self.gate.is_draining)):
+            while not (self._is_closed or self._running or (self._waiting and not self.gate.is_draining)):
                 self._condition.wait(_POLL_SECONDS if self._waiting else None)
             return not self._is_closed
 
-    def _next_batch(self) -> DecodeBatch | None:
-        """Waiting rows as a batch of their own, which is prefilled first; else the running batches take turns."""
-        rows: list[DecodeRow] = []
-        longest = 0
-        with self._condition:  # so that a drain sees each row either waiting or running
-            while self._waiting and not self.gate.is_draining and self.num_running < self._max_batch_size:
-                row = self._waiting[0]
-                longest = max(longest, row.num_tokens)
-                if rows and longest * (len(rows) + 1) > self._max_prefill_tokens:
+    def _step(self, version: WeightVersion | None) -> None:
+        """Begin the requests that there is room for; one step of the one whose turn it is."""
+        with self._condition:  # so that a drain sees each request either waiting or running
+            while self._waiting and not self.gate.is_draining:
+                num_rows = self.num_running + len(self._waiting[0].rows)
+                if self._running and num_rows > self._max_batch_size:
                     break
-                self._waiting.popleft()
-                if not row.is_over:
-                    rows.append(row)
-                    self.num_running += 1
-        if rows:
-            self._batches.append(DecodeBatch(self._model, rows))
-        elif self._batches:
-            self._batches.rotate(-1)
-        return self._batches[-1] if self._batches else None
+                self._running.append(DecodeBatch(self._model, self._waiting.popleft()))
+            if self._is_aborting or not self._running:
+                return
+            self._running.rotate(-1)
+            batch = self._running[-1]
+        if batch.request.future.done():
+            return
+        try:
+            batch.step(version)
+        except Exception as exc:  # What the model raises fails this request, and the generator goes on.
+            batch.request.fail(exc)
 
-    def _settle(self) -> None:
-        """Between steps: remove ended rows, join batches, wake a drain that waits."""
-        for batch in self._batches:
-            for row in batch.rows if self._is_aborting else ():
+    def _drop_what_is_over(self) -> None:
+        """Between steps: forget what was answered or cancelled, wake a drain that waits."""
+        for batch in self._running if self._is_aborting else ():
+            for row in batch.request.rows:
                 row.abort(self.gate.version)
-            batch.drop_ended()
-        self._batches = deque(batch for batch in self._batches if batch.rows)
-        if len(self._batches) > 1:
-            newest = self._batches.pop()
-            if not any(batch.try_join(newest) for batch in self._batches):
-                self._batches.append(newest)
+            batch.request.answer_if_over()
         with self._condition:
-            self.num_running = sum(len(batch.rows) for batch in self._batches)
-            if not self.num_running:
+            self._running = deque(batch for batch in self._running if not batch.request.future.done())
+            self._waiting = deque(request for request in self._waiting if not request.future.done())
+            if not self._running:
                 self._is_aborting = False
-            if self._has_cancelled:
-                self._has_cancelled = False
-                self._waiting = deque(row for row in self._waiting if not row.is_over)
             self._condition.notify_all()
 
     def _fail_all(self, error: Exception) -> None:
         with self._condition:
-            rows = [*self._waiting, *(row for batch in self._batches for row in batch.rows)]
+            requests = [*self._waiting, *(batch.request for batch in self._running)]
             self._waiting.clear()
-            self._batches.clear()
-            self.num_running = 0
+            self._running.clear()
             self._condition.notify_all()
-        for row in rows:
-            row.request.fail(error)
+        for request in requests:
+            request.fail(error)
 
     # --- the gate's thread ---
 
@@ -257,9 +236,9 @@ class TextGenerator(ClosedOnExit):
         """See `Gate`: wait until the running requests have ended, or end them."""
         deadline = Deadline(deadline_seconds)
         with self._condition:
-            self._is_aborting = mode == "abort" and self.num_running > 0
+            self._is_aborting = mode == "abort" and bool(self._running)
             self._condition.notify_all()
-            if deadline.wait_for(self._condition, lambda: not self.num_running):
+            if deadline.wait_for(self._condition, lambda: not self._running):
                 return
             self._is_aborting = False
             raise PeerTimeoutError(

@@ -1,4 +1,4 @@
-"""What a generator is asked and what it answers: parameters, a row with its text per completion, finished records.
+"""What a generator is asked and what it answers: parameters, a row for each completion, finished records.
 
 Invariants: a completion's spans are contiguous and cover exactly its output tokens; a request is done when its future
 is, and nothing is appended to the rows of a done request.
@@ -129,17 +129,15 @@ class Request:
     ) -> None:
         self.weight_version = weight_version
         self.sampling = sampling
+        self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.on_delta = on_delta
         self.future: Future[list[Completion]] = Future()
-        self.rows = [
-            DecodeRow(self, index, prompt, TextCursor(tokenizer, sampling.stop, live=on_delta is not None))
-            for index, prompt in enumerate(p for prompt in prompts for p in [tuple(prompt)] * sampling.n)
-        ]
-        self._num_unfinished = len(self.rows)
+        repeated = (prompt for prompt in prompts for prompt in [tuple(prompt)] * sampling.n)
+        self.rows = [DecodeRow(self, index, prompt) for index, prompt in enumerate(repeated)]
 
     def cancel(self) -> None:
-        """Give up: the rows leave the batch before its next step. Idempotent."""
+        """Give up: no step is made for it any more. Idempotent."""
         self.future.cancel()
 
     def fail(self, error: BaseException) -> None:
@@ -147,99 +145,34 @@ class Request:
         if not self.future.done() and self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
 
-    def row_finished(self) -> None:
-        """One more row has ended; the last one answers the request, unless it is done."""
-        self._num_unfinished -= 1
-        if self._num_unfinished == 0 and not self.future.done() and self.future.set_running_or_notify_cancel():
+    def answer_if_over(self) -> None:
+        """Answer once every row has ended, unless the request is done."""
+        is_over = all(row.finish_reason for row in self.rows) and not self.future.done()
+        if is_over and self.future.set_running_or_notify_cancel():
             self.future.set_result([row.completion() for row in self.rows])
 
 
-class TextCursor:
-    """The text of one row: whole characters only, cut at the first stop string.
+class DecodeRow:
+    """One sequence while its tokens are generated. Only the generator's thread touches it.
 
-    With neither stop strings nor a `live` reader, nothing is decoded before `finish`.
-    Text that `flush` has returned is never taken back, so what could be the beginning of a stop string is held until
-    more tokens decide. The pieces of `flush` joined are `text`.
-
-    Not `tokenizers.decoders.DecodeStream`: it raises at bytes that are no UTF-8, which a model under training
-    generates, never returns the half character that a sequence may end with, and takes no tokenizer that is written in
-    Python.
+    `text`: whole characters only, cut at the first stop string, and never taken back: what could be the beginning of a
+    stop string, or of a character, is added once more tokens decide. Where nobody reads it meanwhile, nothing is
+    decoded before the end.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...], *, live: bool) -> None:
-        self.text = ""
-        self._tokenizer = tokenizer
-        self._stop = stop
-        self._is_incremental = bool(stop) or live
-        self._is_finished = False
-        self._num_flushed = 0  # characters of `text`
-        self._begin = self._end = 0  # the tokens that gave the newest piece of `text`
-
-    def push(self, tokens: list[int]) -> bool:
-        """Decode what is new in `tokens`, which have grown by one. True if the text has reached a stop string."""
-        piece = self._undecoded(tokens) if self._is_incremental else ""
-        if not piece or piece.endswith("\N{REPLACEMENT CHARACTER}"):  # The rest of a character is still to come.
-            return False
-        searched = len(self.text)
-        self.text += piece
-        self._begin, self._end = self._end, len(tokens)
-        found = [self.text.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stop]
-        found = [at for at in found if at >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-            self._is_finished = True
-        return self._is_finished
-
-    def finish(self, tokens: Sequence[int]) -> None:
-        """No token will follow `tokens`: text that was held back for more is final. Only the first call counts."""
-        if not self._is_finished:
-            self.text += self._undecoded(tokens)
-            self._is_finished = True
-
-    def flush(self) -> str:
-        """The text that has become certain since the last call."""
-        num_held = 0
-        if not self._is_finished:
-            longest = max(map(len, self._stop), default=1) - 1
-            tails = (self.text[-length:] for length in range(min(longest, len(self.text)), 0, -1))
-            num_held = len(next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stop)), ""))
-        piece = self.text[self._num_flushed : len(self.text) - num_held]
-        self._num_flushed += len(piece)
-        return piece
-
-    def _undecoded(self, tokens: Sequence[int]) -> str:
-        if self._tokenizer is None:
-            return ""
-        # Decoded together with the piece before: alone, a token would lose its leading space.
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        known = self._tokenizer.decode(tokens[self._begin : self._end], **options)
-        return self._tokenizer.decode(tokens[self._begin :], **options)[len(known) :]
-
-
-class DecodeRow:
-    """One sequence while its tokens are generated. Only the generator's thread touches it."""
-
-    def __init__(self, request: Request, index: int, prompt: tuple[int, ...], text: TextCursor) -> None:
+    def __init__(self, request: Request, index: int, prompt: tuple[int, ...]) -> None:
         self.request = request
         self.index = index
         self.prompt = prompt
         self.output: list[int] = []
+        self.text = ""
         self.finish_reason: FinishReason | None = None
         seed = request.sampling.seed
         # A stream of random numbers of its own, so that other rows never change what this one draws. Unsigned, since
         # Random gives a seed and its negative the same stream.
         self.random = random.Random(None if seed is None else (seed + index % request.sampling.n) % (1 << 64))
-        self._text = text
         self._versions: list[WeightVersion | None] = []  # of each output token
         self._logprobs: list[TokenLogprobs] = []
-
-    @property
-    def is_over(self) -> bool:
-        return self.finish_reason is not None or self.request.future.done()
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.output)
 
     def append(self, token: int, version: WeightVersion | None, logprobs: TokenLogprobs | None) -> None:
         """Take one more token, made under `version`; end the row if it was the last."""
@@ -250,30 +183,44 @@ class DecodeRow:
         self._logprobs += added
         if token in self.request.stop_token_ids:
             self.finish_reason = "stop"
-            self._text.finish(self.output[:-1])  # The stop token has no text.
-        elif self._text.push(self.output):
-            self.finish_reason = "stop"
         elif len(self.output) >= self.request.sampling.max_tokens:
             self.finish_reason = "length"
         self._report((token,), version, added)
 
     def abort(self, version: WeightVersion | None) -> None:
         """End here, with the tokens there are."""
-        if not self.is_over:
+        if self.finish_reason is None:
             self.finish_reason = "abort"
             self._report((), version, ())
 
     def _report(
         self, tokens: tuple[int, ...], version: WeightVersion | None, logprobs: tuple[TokenLogprobs, ...]
     ) -> None:
-        if self.finish_reason is not None:
-            self._text.finish(self.output)
-        if self.request.on_delta is not None:
-            listed = None if self.request.sampling.logprobs is None else logprobs
-            text = self._text.flush()
-            self.request.on_delta(Delta(self.index, tokens, text, self.finish_reason, version, listed))
-        if self.finish_reason is not None:
-            self.request.row_finished()
+        request = self.request
+        text = ""
+        if request.tokenizer is not None and (self.finish_reason or request.sampling.stop or request.on_delta):
+            text = self._new_text(request.tokenizer)
+            self.text += text
+        if request.on_delta is not None:
+            listed = None if request.sampling.logprobs is None else logprobs
+            request.on_delta(Delta(self.index, tokens, text, self.finish_reason, version, listed))
+
+    def _new_text(self, tokenizer: Tokenizer) -> str:
+        """What has become certain. The row ends at a stop string."""
+        # A stop token has no text.
+        tokens = (
+            self.output[:-1] if self.output[-1:] and self.output[-1] in self.request.stop_token_ids else self.output
+        )
+        decoded = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text, stops = self.text + decoded[len(self.text) :], self.request.sampling.stop
+        if found := [at for stop in stops if (at := text.find(stop)) >= 0]:
+            self.finish_reason = "stop"
+            text = text[: min(found)]
+        elif self.finish_reason is None:
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # The rest of a character is still to come.
+            beginnings = (stop[:length] for stop in stops for length in range(len(stop) - 1, 0, -1))
+            text = text[: len(text) - max((len(each) for each in beginnings if text.endswith(each)), default=0)]
+        return text[len(self.text) :]
 
     def completion(self) -> Completion:
         """The finished record. The row has ended."""
@@ -287,7 +234,7 @@ class DecodeRow:
             index=self.index,
             prompt_token_ids=self.prompt,
             token_ids=tuple(self.output),
-            text=self._text.text,
+            text=self.text,
             finish_reason=self.finish_reason,
             weight_versions=tuple(spans),
             logprobs=None if self.request.sampling.logprobs is None else tuple(self._logprobs),

@@ -1,0 +1,258 @@
+"""Counts what a publish takes: bytes on each link, memory on each host, and the time that the links alone need.
+
+What is counted comes of the code that publishes: its plan of buckets, its layout of arenas, gloo's tree. Weights lie in
+host memory. Nothing here waits or measures.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weightcast import registry
+from weightcast.format.bucket import HEADER_BYTES, pages, place
+from weightcast.format.geometry import Region, whole
+from weightcast.format.manifest import MAX_ORIGINS, MAX_TENSORS, Manifest, TensorSpec
+from weightcast.format.messages import InstallMode
+from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
+from weightcast.trainer.group.shares import assign
+from weightcast.trainer.packer import HeldRegion
+from weightcast.transports.collective.buffers import NUM_SLOTS
+
+_SENDER_SLOTS = 2
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """What publishes to what. Raises ValueError for what can't be.
+
+    sharding: what a trainer host holds. "whole": all of every tensor, sharded over its ranks or not (as HSDP and tensor
+    parallelism within a host leave it); "fsdp": rows of every tensor; "pp" (expert parallelism too): whole tensors,
+    each on one host.
+    engine_hosts: over which all workers are spread, in order; `colocated`: they are the trainer's own hosts, the first.
+    link_gbit: of each host, in each direction; None: no seconds are counted.
+    """
+
+    transport: str = "ipc"
+    install: InstallMode = "staged"
+    trainer_hosts: int = 1
+    ranks_per_host: int = 1
+    sharding: str = "whole"
+    num_engines: int = 1
+    workers_per_engine: int = 1
+    engine_hosts: int = 1
+    colocated: bool = True
+    undo: bool = False
+    link_gbit: float | None = None
+    bucket_size_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        is_apart = not self.colocated or self.engine_hosts > 1 or self.trainer_hosts > 1
+        if self.transport == "ipc" and is_apart:
+            raise ValueError("ipc needs trainer and engines on one host: use gloo, nccl or file between hosts")
+        if self.trainer_hosts > MAX_ORIGINS:
+            raise ValueError(
+                f"{self.trainer_hosts} trainer hosts are more than the {MAX_ORIGINS} that can send: use fewer hosts"
+            )
+        if self.colocated and self.engine_hosts > self.trainer_hosts:
+            raise ValueError(
+                f"{self.engine_hosts} engine hosts can't be among {self.trainer_hosts} trainer hosts: say that they "
+                "are apart, or have fewer"
+            )
+        if self.num_workers % self.engine_hosts:
+            raise ValueError(
+                f"{self.num_workers} workers can't be spread evenly over {self.engine_hosts} engine hosts: choose a "
+                "number of hosts that divides the number of workers"
+            )
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_engines * self.workers_per_engine
+
+    @property
+    def is_staged(self) -> bool:
+        return self.install == "staged"
+
+
+class HostBytes(msgspec.Struct, frozen=True):
+    """Of the host that has most of it. `sent`, `received`: over its link, in one publish.
+
+    `link_seconds`: what the link alone needs for the larger of both; 0 where its speed was not given. `buckets`: memory
+    for buckets, the sender's or the receivers'. `undo`: engines' copies of what they serve.
+    """
+
+    sent: int
+    received: int
+    link_seconds: float
+    buckets: int
+    undo: int = 0
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """The JSON of `weightcast plan`.
+
+    origins: bytes that leave from each, headers and padding included. members: of each broadcast group, the sender
+    included. straddling_bytes: of tensors that engines put together from several origins, for each worker: those that
+    vLLM and SGLang take whole. Over `file`, the origins' bytes together are a version's in the store.
+    """
+
+    num_tensors: int
+    num_bytes: int
+    num_buckets: int
+    bucket_size_bytes: int
+    origins: list[int]
+    members: int
+    straddling_bytes: int
+    trainer_host: HostBytes
+    engine_host: HostBytes
+
+
+def estimate(specs: Sequence[TensorSpec], deployment: Deployment) -> Estimate:
+    """Count the bytes. Raises ValueError, ManifestError for what can't be published."""
+    it, num_bytes = deployment, sum(spec.num_bytes for spec in specs)
+    is_alone = it.trainer_hosts * it.ranks_per_host == 1
+    sizes = registry.transport(f"{it.transport}://").default_bucket_size_bytes
+    default = largest_bucket_size(sizes, "cpu", it.install, is_alone=is_alone)
+    size = it.bucket_size_bytes or fitting_bucket_size(num_bytes, default)
+    manifest = plan(specs, size, origins=_held(specs, it))
+    plans = [manifest.of_origin(number) for number in range(len(manifest.spans))]
+    wires = [sum(each.buckets) + HEADER_BYTES * len(each.buckets) for each in plans]
+    workers = it.num_workers // it.engine_hosts  # of a host
+    # Staged, one worker of an engine on a host joins for all of them there.
+    joined = math.ceil(workers / min(it.workers_per_engine, workers)) if it.is_staged else workers
+    members = 1 + joined * it.engine_hosts if it.transport in ("gloo", "nccl") else 0
+    straddling = 0
+    if it.is_staged:
+        origins = manifest.bucket_origins
+        straddling = sum(
+            record.num_bytes
+            for record in manifest.tensors
+            if len({origins[piece.bucket] for piece in record.pieces}) > 1
+        )
+    copies = {"ipc": 0, "gloo": joined, "nccl": joined, "file": workers if len(plans) > 1 else joined}
+    if it.transport == "file":
+        of_trainer = max(_memory(each, 1, False) for each in plans)
+        received = _memory(manifest, 1, it.is_staged, adjoining=True)
+    else:
+        of_trainer = max(_memory(each, _SENDER_SLOTS, it.is_staged and it.transport == "ipc") for each in plans)
+        received = sum(_memory(each, NUM_SLOTS, it.is_staged) for each in plans)
+    of_engines = copies[it.transport] * received + workers * straddling
+    links = [
+        (sent, received, max(sent, received) * 8 / (it.link_gbit * 1e9) if it.link_gbit else 0.0)
+        for sent, received in _link_bytes(it, wires, joined, members)
+    ]
+    undo = num_bytes * it.num_engines // it.engine_hosts if it.undo else 0
+    return Estimate(
+        num_tensors=len(specs),
+        num_bytes=num_bytes,
+        num_buckets=len(manifest.buckets),
+        bucket_size_bytes=size,
+        origins=wires,
+        members=members,
+        straddling_bytes=straddling,
+        trainer_host=HostBytes(*links[0], of_trainer),
+        engine_host=HostBytes(*links[1], of_engines, undo),
+    )
+
+
+def _held(specs: Sequence[TensorSpec], it: Deployment) -> list[dict[str, list[Region]]] | None:
+    """What leaves from each origin, as the trainer's ranks agree on it. One rank stands for a host's."""
+    num_hosts = it.trainer_hosts
+    if num_hosts == 1:
+        return None
+    held: list[list[HeldRegion]] = [[] for _ in range(num_hosts)]
+    total, done = max(sum(spec.num_bytes for spec in specs), 1), 0
+    for number, spec in enumerate(specs):
+        everything = whole(spec.shape)
+        if it.sharding == "pp":
+            held[min(done * num_hosts // total, num_hosts - 1)].append(HeldRegion(number, everything))
+            done += spec.num_bytes
+        elif it.sharding == "fsdp" and spec.shape and spec.num_bytes:
+            # As torch.chunk cuts rows, of which a host has those of its ranks end to end.
+            rows, others = spec.shape[0], spec.shape[1:]
+            step = -(-rows // (num_hosts * it.ranks_per_host)) * it.ranks_per_host
+            for host, start in enumerate(range(0, rows, step)):
+                region = Region((start, *(0 for _ in others)), (min(step, rows - start), *others))
+                held[host].append(HeldRegion(number, region))
+        else:
+            for each in held:
+                each.append(HeldRegion(number, everything))
+    brought: list[dict[str, list[Region]]] = [{} for _ in held]
+    for found, parts, regions in zip(brought, assign(specs, held, range(num_hosts)), held, strict=True):
+        for part, region in parts:
+            found.setdefault(specs[regions[part].tensor].name, []).append(region)
+    return [found for found in brought if found]
+
+
+def _memory(each: Manifest, num_slots: int, staged: bool, adjoining: bool = False) -> int:
+    """Bytes that one end of an origin keeps for its buckets."""
+    return pages(place(each, num_slots=num_slots, staged=staged, adjoining=adjoining).size_bytes)
+
+
+def _link_bytes(it: Deployment, wires: Sequence[int], joined: int, members: int) -> list[tuple[int, int]]:
+    """Sent and received over the links of the trainer host, and of the engine host, that have most of each."""
+    sent: dict[int, int] = {}
+    received: dict[int, int] = {}
+
+    def travel(source: int, target: int, num_bytes: int) -> None:
+        if source != target:
+            sent[source] = sent.get(source, 0) + num_bytes
+            received[target] = received.get(target, 0) + num_bytes
+
+    first = 0 if it.colocated else it.trainer_hosts
+    engine_hosts = range(first, first + it.engine_hosts)
+    filesystem = -1
+    for origin, wire in enumerate(wires):
+        if it.transport == "file":
+            travel(origin, filesystem, wire)
+            for host in engine_hosts:
+                travel(filesystem, host, wire * (1 if len(wires) == 1 else joined))
+        hosts = [origin, *(engine_hosts[member // joined] for member in range(members - 1))]
+        for member, target in gloo_tree(members) if it.transport == "gloo" else itertools.pairwise(range(members)):
+            travel(hosts[member], hosts[target], wire)
+    return [
+        (max(sent.get(host, 0) for host in hosts), max(received.get(host, 0) for host in hosts))
+        for hosts in (range(it.trainer_hosts), engine_hosts)
+    ]
+
+
+def gloo_tree(num_members: int) -> Iterator[tuple[int, int]]:
+    """Who sends a broadcast of member 0 to whom: gloo's binomial tree (gloo/broadcast.cc)."""
+    for bit in range((num_members - 1).bit_length()):
+        yield from ((member, member | 1 << bit) for member in range(1 << bit) if member | 1 << bit < num_members)
+
+
+def equal(num_params: int, num_tensors: int, dtype: str) -> Sequence[TensorSpec]:
+    """Flat tensors of as many parameters each, but for the last, which has what is left. Raises ValueError."""
+    if num_tensors > MAX_TENSORS:
+        raise ValueError(f"{num_tensors} tensors; the limit is {MAX_TENSORS}")
+    each = num_params // num_tensors
+    if each < 1:
+        raise ValueError(f"{num_params} parameters can't fill {num_tensors} tensors: each has one at least")
+    sizes = [each] * (num_tensors - 1) + [num_params - each * (num_tensors - 1)]
+    return tuple(TensorSpec(f"blocks.{number}.weight", dtype, (size,)) for number, size in enumerate(sizes))
+
+
+def of_config(directory: Path, dtype: str) -> Sequence[TensorSpec]:
+    """The specs of the model that a directory's config.json describes. Raises ValueError if there is none."""
+    from transformers import AutoConfig
+
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} has no config.json: pass the directory of a model that transformers knows")
+    return of_model(AutoConfig.from_pretrained(directory), dtype)
+
+
+def of_model(config: Any, dtype: str) -> Sequence[TensorSpec]:
+    """The specs of a model in checkpoint form, which transformers builds on the meta device: no memory is spent."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from weightcast.checkpoint.live import checkpoint_tensors
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
+    return checkpoint_tensors(model)[0]
