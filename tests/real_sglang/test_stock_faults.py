@@ -20,13 +20,12 @@ from warm_python import WarmPython
 
 from real_sglang.oracle import assert_drops_caches, assert_serves
 from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup
-from weightcast import Publisher, TensorSource
+from weightcast import Publisher
 from weightcast.errors import IncompatibleWeightsError, PublishError, WeightcastError
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.deadline import Deadline
 from weightcast.integrations.sglang.stock.buckets import lay_out
-from weightcast.integrations.sglang.stock.foreign import read, write
 from weightcast.process_group import serve_store
 
 Spoil = Callable[[dict[str, torch.Tensor]], None]
@@ -273,24 +272,15 @@ def test_families(server: Server) -> None:
         assert_serves(server, 1)
 
 
-# --- other people's buckets ---
-
-
-def test_buckets_of_sglangs_own_class_are_read_and_ours_by_it() -> None:
-    held = {"w": torch.randn(5, 3), "b": torch.randn(4).to(torch.bfloat16), "m": torch.arange(3, dtype=torch.uint8)}
-    theirs = FlattenedTensorBucket(named_tensors=list(held.items()))
-    found = read([(theirs.get_flattened_tensor(), theirs.get_metadata())])
-    flat, metadata = write(held)
-    rebuilt = dict(FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata).reconstruct_tensors())
-    for name, tensor in held.items():
-        assert torch.equal(found[name], tensor)
-        assert torch.equal(rebuilt[name], tensor)
+# --- SGLang's own buckets ---
 
 
 def test_ours_is_laid_out_as_sglang_expects_a_broadcast() -> None:
     held = {"m": torch.arange(3, dtype=torch.uint8), "w": torch.randn(5, 3), "b": torch.randn(3).to(torch.bfloat16)}
-    flat, _ = write(held)
     places = lay_out(TensorSpec(name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in held.items())
+    flat = torch.empty(places[-1].end, dtype=torch.uint8)
+    for place in places:
+        place.view(flat).copy_(held[place.name])
     names, dtypes, shapes = zip(*((p.name, p.dtype, list(p.shape)) for p in places), strict=True)
     expected = FlattenedTensorBucket.empty(names, dtypes, shapes, "cpu")
     assert expected.get_flattened_tensor().numel() == flat.numel()
@@ -298,15 +288,3 @@ def test_ours_is_laid_out_as_sglang_expects_a_broadcast() -> None:
     assert all(torch.equal(tensor, held[name]) for name, tensor in expected.reconstruct_tensors())
     with pytest.raises(ValueError, match="Unaligned"):
         FlattenedTensorBucket.empty(["m", "w"], ["uint8", "float32"], [[3], [5, 3]], "cpu")
-
-
-@on(STOCK)
-def test_a_framework_may_hand_over_its_own_buckets(server: Server) -> None:
-    with trainer(server.setup, server.url, transport=GLOO) as it:
-        it.publish(0)
-        tensors = list(checkpoint_tensors(it.of(3)).items())
-        made = [FlattenedTensorBucket(named_tensors=tensors[:9]), FlattenedTensorBucket(named_tensors=tensors[9:])]
-        source = TensorSource(read((b.get_flattened_tensor(), b.get_metadata()) for b in made))
-        with Publisher(source, transport=GLOO, engines=[server.url], trainer_group=None) as publisher:
-            publisher.publish()
-        assert_serves(server, 3)

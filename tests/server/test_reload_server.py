@@ -18,6 +18,8 @@ from server.stock_vllm import StockVllm
 
 import weightcast
 from weightcast.control.client import HttpRoutes
+from weightcast.control.server.app import EngineServer
+from weightcast.engines.module import ModuleEngine
 from weightcast.errors import (
     ControlError,
     EngineTornError,
@@ -28,8 +30,7 @@ from weightcast.errors import (
     WeightcastError,
 )
 from weightcast.integrations.vllm import stock_reload
-from weightcast.integrations.vllm.http import VllmRoutes
-from weightcast.integrations.vllm.stock_reload import FOLDER
+from weightcast.integrations.vllm.stock_reload import FOLDER, VllmRoutes
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -238,3 +239,15 @@ def test_a_version_that_can_not_be_written_out_leaves_no_folder(vllm: StockVllm,
         assert isinstance(caught.value.failures[vllm.url], UnsupportedError)
         assert not (tmp_path / "store" / FOLDER).exists()
     assert (vllm.log, vllm.is_paused) == ([], False)
+
+
+def test_a_server_that_was_replaced_by_another_kind_is_asked_anew(vllm: StockVllm, tmp_path: Path) -> None:
+    """On the same port first vLLM, then the reference server; beside it a vLLM all the while."""
+    serving = torch.nn.Linear(8, 8)
+    with StockVllm(backend=None).serve() as replaced:
+        it = Trained(tmp_path, vllm, replaced)
+        assert it.publish(1.0).ok
+    with EngineServer(ModuleEngine(serving), port=int(replaced.url.rpartition(":")[2])), it.publisher:
+        assert "another server now: publish again" in str(it.failure(5.0))
+        assert it.publish(6.0).ok
+        assert (float(serving.weight.detach()[0, 0]), vllm.values()) == (6.0, [6.0])

@@ -16,13 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast import TensorSource
-from weightcast.errors import ClosedError, ManifestError, PeerDiedError
+from weightcast.errors import ClosedError, PeerDiedError
 from weightcast.format.bucket import TORCH_DTYPES, Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.integrations.sglang.stock import route_distributed
 from weightcast.integrations.sglang.stock.buckets import FlatBuckets, buckets, lay_out
-from weightcast.integrations.sglang.stock.foreign import read, write
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute, handle, shared
 from weightcast.integrations.sglang.stock.sender import StockSender
 from weightcast.links.watchdog import Watchdog
@@ -56,77 +55,6 @@ def test_every_place_is_aligned_and_nothing_lies_between(specs: list[TensorSpec]
         end = place.end
     assert end == sum(spec.num_bytes for spec in specs)
     assert sorted(place.name for place in places) == sorted(spec.name for spec in specs)
-
-
-@given(SPECS)
-def test_what_is_written_is_read(specs: list[TensorSpec]) -> None:
-    held = {spec.name: random_tensor(spec) for spec in specs}
-    found = read([write(held)])
-    assert found.keys() == held.keys()
-    for name, tensor in held.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert bits(found[name]) == bits(tensor)
-
-
-def test_tensors_of_any_layout_in_memory_can_be_written() -> None:
-    base = torch.arange(24.0).view(4, 6)
-    held = {"strided": base[:, ::2].flatten()[::3], "turned": base.t(), "column": base[:, 1]}
-    found = read([write(held)])
-    assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
-
-
-def test_a_foreign_bucket_that_is_not_aligned_is_read_by_a_copy() -> None:
-    flat = torch.cat([torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([1.5, -2.0]).view(torch.uint8)])
-    metadata: list[Any] = [
-        types.SimpleNamespace(name="m", shape=torch.Size([3]), dtype=torch.uint8, start_idx=0, end_idx=3, numel=3),
-        types.SimpleNamespace(name="w", shape=torch.Size([2]), dtype=torch.float32, start_idx=3, end_idx=11, numel=8),
-    ]
-    assert read([(flat, metadata)])["w"].tolist() == [1.5, -2.0]
-
-
-WRONG = {
-    "too short": ({"end_idx": 7, "numel": 7}, "size"),
-    "another count": ({"numel": 12}, "size"),
-    "past the end": ({"start_idx": 8, "end_idx": 16}, "bucket"),
-    "negative": ({"start_idx": -8, "end_idx": 0}, "bucket"),
-    "overlapping": ({"start_idx": 2, "end_idx": 10}, "overlap"),
-    "named twice": ({"name": "m"}, "duplicate"),
-    "of no dtype": ({"dtype": torch.quint8}, "dtype"),
-}
-
-
-@pytest.mark.parametrize("fault", list(WRONG))
-def test_a_malformed_foreign_bucket_is_named(fault: str) -> None:
-    changed, kind = WRONG[fault]
-    first = types.SimpleNamespace(name="m", shape=torch.Size([4]), dtype=torch.uint8, start_idx=0, end_idx=4, numel=4)
-    second: dict[str, Any] = {"name": "w", "shape": torch.Size([2]), "dtype": torch.float32}
-    second |= {"start_idx": 4, "end_idx": 12, "numel": 8} | changed
-    with pytest.raises(ManifestError, match=repr(second["name"])) as caught:
-        read([(torch.zeros(12, dtype=torch.uint8), [first, types.SimpleNamespace(**second)])])
-    assert caught.value.fault == kind
-
-
-def test_pairs_are_written_as_a_mapping_is() -> None:
-    held = {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
-    found = read([write(held.items())])
-    assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
-
-
-def test_what_is_not_flat_is_refused() -> None:
-    with pytest.raises(TypeError, match="contiguous uint8 vector"):
-        read([(torch.zeros(4), [])])
-    with pytest.raises(ValueError, match="one device"):
-        write({})
-
-
-def test_several_buckets_hold_them_all_and_none_twice() -> None:
-    one, two = write({"a": torch.ones(3)}), write({"b": torch.zeros(2, 2)})
-    source = TensorSource(read([one, two]))
-    assert [spec.name for spec in source.specs()] == ["a", "b"]
-    assert source.specs() is source.specs()
-    assert source.regions()["b"][0][1].data_ptr() == two[0].data_ptr()
-    with pytest.raises(ManifestError, match="two buckets"):
-        read([one, one])
 
 
 @given(SPECS, st.integers(1, 400))
@@ -182,9 +110,10 @@ def test_a_tied_tensor_is_sent_under_each_name_that_a_server_has() -> None:
 
 def test_a_handle_is_a_pickle_of_what_sglang_reads_and_of_nothing_else() -> None:
     specs = [TensorSpec("w", "float32", (2, 3)), TensorSpec("m", "uint8", (1,))]
-    written, _ = write({"w": torch.arange(6.0).view(2, 3), "m": torch.tensor([7], dtype=torch.uint8)})
-    flat, places = shared(written.numel()), lay_out(specs)
-    flat.copy_(written)
+    places = lay_out(specs)
+    flat = shared(places[-1].end)
+    for place, tensor in zip(places, (torch.arange(6.0).view(2, 3), torch.tensor([7])), strict=True):
+        place.view(flat).copy_(tensor)
     data = base64.b64decode(handle(flat, places))
     found: set[tuple[str, str]] = set()
 
@@ -194,7 +123,9 @@ def test_a_handle_is_a_pickle_of_what_sglang_reads_and_of_nothing_else() -> None
             return super().find_class(module, name)
 
     bucket = Watching(io.BytesIO(data)).load()
-    tensors = read([(bucket["flattened_tensor"], bucket["metadata"])])
+    received = bucket["flattened_tensor"]
+    tensors = {m.name: received[m.start_idx : m.end_idx].view(m.dtype).view(m.shape) for m in bucket["metadata"]}
+    assert [m.numel for m in bucket["metadata"]] == [24, 1]
     assert torch.equal(tensors["w"], torch.arange(6.0).view(2, 3))
     assert tensors["m"].tolist() == [7]
     flat[:4].copy_(torch.tensor([9.0]).view(torch.uint8))

@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from weightcast import registry
 from weightcast.checkpoint.files import SINGLE_FILE, write_tensors
 from weightcast.checkpoint.live import CASTABLE
@@ -38,8 +40,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import InitInfo, Offer, PauseMode, Seal, UpdateInfo, WeightInfo
 from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin.checkpoint_header import reference
-from weightcast.integrations.vllm.http import RESUME, VllmConfig, VllmRoutes, WeightInfoReply, server_config
-from weightcast.integrations.vllm.plugin import OPTION
+from weightcast.integrations.vllm.plugin import BACKEND, OPTION, PLUGINS
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
 from weightcast.serving.load_plan import require_fit
@@ -51,15 +52,33 @@ logger = logging.getLogger(__name__)
 FOLDER = ".checkpoint"
 """In the store. Its name begins with a point, as do those of all that a store leaves alone."""
 _INCOMPLETE = "-incomplete"
-_REMEDY = f"`pip install PATH_TO_WEIGHTCAST` in its environment, and start it with {OPTION}"
+_REMEDY = f"`pip install PATH_TO_WEIGHTCAST` in its environment, and start it with {PLUGINS} and {OPTION}"
+_RESUME = "/wake_up?tags=scheduling"
+"""Not /resume: a server of which only the weights are awake must not schedule before its KV cache is."""
 
 
 def detect(routes: HttpRoutes, pause: PauseMode) -> ReloadServer | None:
-    """The client for a vLLM server with development routes; None if it is none."""
-    if routes.probe("/weight_info", WeightInfoReply) is None:
+    """The client for a vLLM server with development routes; None if it is no vLLM server.
+
+    Raises ControlError for one whose weight routes are not loaded, saying how to load them.
+    """
+    config = _config(routes)
+    if config is not None and (
+        config.weight_transfer_config is None or config.weight_transfer_config.backend != BACKEND
+    ):
+        return ReloadServer(routes, config, pause=pause)
+    version = routes.probe("/version", _Version)
+    if version is None:
         return None
-    config = server_config(routes)
-    return None if config is None else ReloadServer(routes, config, pause=pause)
+    raise ControlError(
+        f"{routes.name} is vLLM {version.version} without weightcast's routes: {_REMEDY}", peer=routes.name
+    )
+
+
+def _config(routes: HttpRoutes) -> VllmConfig | None:
+    """What a vLLM server with development routes was started with; None if it has none."""
+    info = routes.probe("/server_info?config_format=json", _VllmServerInfo)
+    return None if info is None else info.vllm_config
 
 
 class ReloadServer(EngineClient, ServesTraffic):
@@ -77,10 +96,10 @@ class ReloadServer(EngineClient, ServesTraffic):
 
     def info(self) -> WeightInfo:
         """What the server says; it has no workers that connect a link."""
-        status, torn = self._routes.status(), ""
-        if status.label.endswith(_INCOMPLETE):
-            torn = f"a reload of version {status.label.removesuffix(_INCOMPLETE)} did not end"
-        return WeightInfo(weight_version=status.label, paused=status.is_paused, torn=torn, world_size=0)
+        label, torn = self._routes.label(), ""
+        if label.endswith(_INCOMPLETE):
+            torn = f"a reload of version {label.removesuffix(_INCOMPLETE)} did not end"
+        return WeightInfo(weight_version=label, paused=self._routes.is_paused(), torn=torn, world_size=0)
 
     def init(self, info: InitInfo) -> None:
         """Nothing is begun there. Raises UnsupportedError for a transport that keeps no versions."""
@@ -142,7 +161,7 @@ class ReloadServer(EngineClient, ServesTraffic):
             request("/collective_rpc", _reload_call(_empty(self._folder)), stop_if=not_all_done),
             request("/collective_rpc", _reload_call(self._folder), stop_if=not_all_done),
             request("/update_weight_version", {"new_version": version}),
-            request(RESUME),
+            request(_RESUME),
         ]
 
     def close(self) -> None:
@@ -160,7 +179,7 @@ class ReloadServer(EngineClient, ServesTraffic):
         self._manifest = offer.manifest or self._manifest
         assert self._manifest is not None, "a manifest is left out only if it was accepted before"
         # Another server may have been started here since this client was made.
-        if server_config(self._routes.http) != self._config:
+        if _config(self._routes.http) != self._config:
             raise ControlError(f"{self.name} is another server now: publish again", peer=self.name)
         num_ranks = self._routes.world_size()
         if num_ranks > 1 and self.info().torn:
@@ -260,3 +279,92 @@ def _empty(path: Path) -> Path:
 
 def _reload_call(folder: Path) -> Mapping[str, Any]:
     return {"method": "reload_weights", "kwargs": {"weights_path": str(folder), "is_checkpoint_format": True}}
+
+
+class VllmRoutes:
+    """vLLM's own routes, as far as they are called here."""
+
+    def __init__(self, http: HttpRoutes) -> None:
+        self.http = http
+
+    def rpc(self, body: Mapping[str, Any]) -> list[Any]:
+        """Call a method of vLLM's workers; what each rank returned.
+
+        Never with vLLM's own `timeout`: one that passes leaves a reply behind, which the next step would read.
+        """
+        return self.http.post_for("/collective_rpc", msgspec.json.encode(body), _RankResults).results
+
+    def label(self) -> str:
+        return self.http.get("/weight_info", _WeightInfoReply).weight_version
+
+    def is_paused(self) -> bool:
+        return self.http.get("/is_paused", _IsPaused).is_paused
+
+    def world_size(self) -> int:
+        return self.http.get("/get_world_size", _WorldSize).world_size
+
+    def pause(self, mode: PauseMode) -> None:
+        self.http.post(f"/pause?mode={mode}&clear_cache=true")
+
+    def resume(self) -> None:
+        self.http.post(_RESUME)
+
+    def set_label(self, version: str) -> None:
+        self.http.post("/update_weight_version", msgspec.json.encode({"new_version": version}))
+
+    def recovery_request(self, path: str, body: Any = None, **options: Any) -> RecoveryRequest:
+        """A POST that the watchdog sends if this process dies; `options` are those of `RecoveryRequest`."""
+        text = "" if body is None else msgspec.json.encode(body).decode()
+        return RecoveryRequest(f"{self.http.name}{path}", dict(self.http.headers), text, **options)
+
+
+# --- what vLLM's routes answer, as far as it is read ---
+
+
+class _WeightInfoReply(msgspec.Struct):
+    weight_version: str
+
+
+class _IsPaused(msgspec.Struct):
+    is_paused: bool
+
+
+class _WorldSize(msgspec.Struct):
+    world_size: int
+
+
+class _RankResults(msgspec.Struct):
+    results: list[Any]
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class _TransferConfig(msgspec.Struct):
+    backend: str
+
+
+class _ModelConfig(msgspec.Struct):
+    model: str
+    dtype: str
+    revision: str | None = None
+
+
+class _LoadConfig(msgspec.Struct):
+    download_dir: str | None = None
+
+
+class _DeviceConfig(msgspec.Struct):
+    device: str
+
+
+class VllmConfig(msgspec.Struct):
+    model_config: _ModelConfig
+    load_config: _LoadConfig
+    device_config: _DeviceConfig
+    weight_transfer_config: _TransferConfig | None = None
+
+
+class _VllmServerInfo(msgspec.Struct):
+    vllm_config: VllmConfig
