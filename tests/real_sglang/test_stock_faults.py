@@ -26,10 +26,9 @@ from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.deadline import Deadline
 from weightcast.integrations.sglang.stock.buckets import lay_out
-from weightcast.process_group import serve_store
 
 Spoil = Callable[[dict[str, torch.Tensor]], None]
-LATE: tuple[Moment, ...] = ("when ranks wait for ours", "after the join")
+LATE: tuple[Moment, ...] = ("after the join",)
 NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 
 
@@ -196,8 +195,8 @@ import sys
 from real_sglang.servers import Setup
 from real_vllm.trainer import GLOO, trainer
 from sglang_dialect.dying import die_in_join
-url, moment, tp, version, store_port = sys.argv[1:]
-die_in_join(moment, int(store_port))
+url, moment, tp, version = sys.argv[1:]
+die_in_join(moment)
 with trainer(Setup(plugin=False, tp=int(tp)), url, transport=GLOO, bucket_size_bytes=1 << 15) as it:
     it.publish(2, version=int(version))
 """
@@ -210,11 +209,10 @@ with trainer(Setup(plugin=False, tp=int(tp)), url, transport=GLOO, bucket_size_b
 def test_a_trainer_that_is_killed_while_the_server_joins_its_group_leaves_it_serving(
     server: Server, moment: Moment, python: WarmPython
 ) -> None:
-    store, store_port = serve_store("127.0.0.1", 60.0)
     with trainer(server.setup, server.url, transport=GLOO) as it:
         old = it.publish(0).version
         former = server.checksum()
-        arguments = [server.url, moment, str(server.setup.tp), str(old + 1000), str(store_port)]
+        arguments = [server.url, moment, str(server.setup.tp), str(old + 1000)]
         assert python.run(DIE_IN_JOIN, *arguments) == -signal.SIGKILL
         assert settled(server) == str(old)
         assert server.checksum() == former
@@ -222,7 +220,6 @@ def test_a_trainer_that_is_killed_while_the_server_joins_its_group_leaves_it_ser
         newest = it.publish(1, version=old + 2000).version
         assert server.version() == str(newest)
         assert_serves(server, 1)
-    del store
 
 
 def settled(server: Server) -> str:

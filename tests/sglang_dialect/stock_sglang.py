@@ -113,7 +113,6 @@ class Scheduler:
         self.groups: dict[str, list[Any]] = {}
         self.log: list[str] = []
         self.fault: dict[str, Any] = {}
-        self.may_join = threading.Event()
         self.num_flushed = 0
         self.bytes_on_wire = 0
 
@@ -169,8 +168,6 @@ class Scheduler:
             raise Refused("Failed to initialize custom process group: no.")
         if self.take_fault("die joining"):
             os._exit(1)
-        if self.take_fault("join late"):
-            self.may_join.wait()
         name, groups = body["group_name"], [None] * len(self.ranks)
 
         def join(rank: int) -> None:
@@ -322,11 +319,6 @@ def app(scheduler: Scheduler, key: str) -> Any:
     @made.post("/_fault")
     def fault(body: dict[str, Any]) -> Any:
         scheduler.fault = body
-        return {}
-
-    @made.post("/_join")
-    def join() -> Any:
-        scheduler.may_join.set()
         return {}
 
     def route(name: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import math
 import pickle
@@ -24,7 +23,6 @@ from weightcast.integrations.sglang.stock import route_distributed
 from weightcast.integrations.sglang.stock.buckets import FlatBuckets, buckets, lay_out
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute, handle, shared
 from weightcast.integrations.sglang.stock.sender import StockSender
-from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import SenderContext
 from weightcast.testing.lazy_gpu import LazyGpu
 from weightcast.trainer.packer import Packer
@@ -136,7 +134,7 @@ def test_a_handle_is_a_pickle_of_what_sglang_reads_and_of_nothing_else() -> None
 
 
 def test_a_closed_sender_opens_no_update() -> None:
-    sender = StockSender(SenderContext("ipc://", VERSION.run, torch.device("cpu"), 10.0, Watchdog()))
+    sender = StockSender(SenderContext("ipc://", VERSION.run, torch.device("cpu"), 10.0))
     sender.close()
     with pytest.raises(ClosedError):
         sender.open(plan(TensorSource({"a": torch.zeros(1)}).specs(), 1 << 20), VERSION, peers=[], staged=False)
@@ -176,8 +174,8 @@ def test_a_group_that_breaks_each_time_asks_for_what_may_differ(backend: str, mo
     """NCCL of two versions fails without a word about versions."""
     monkeypatch.setattr(route_distributed, "require", lambda backend: None)
     monkeypatch.setattr(route_distributed.DistributedRoute, "_group_of", _broken)
-    with LazyGpu() as gpu, contextlib.closing(Watchdog()) as watchdog:
-        context = SenderContext(f"{backend}://127.0.0.1:0", VERSION.run, gpu.device, 10.0, watchdog)
+    with LazyGpu() as gpu:
+        context = SenderContext(f"{backend}://127.0.0.1:0", VERSION.run, gpu.device, 10.0)
         route = route_distributed.DistributedRoute(context)
         server: Any = types.SimpleNamespace(name="http://server")
         servers: Any = types.SimpleNamespace(living=[], each=lambda call: call(server))

@@ -26,7 +26,7 @@ import torch
 
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldWeights, InitInfo, UpdateInfo, WeightInfo
-from weightcast.links.watchdog import RecoveryRequest, Watchdog
+from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.transport import Sender
 
 
@@ -100,13 +100,12 @@ class TwoPhaseInstall(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SenderContext:
-    """What a client's sender is made from: the transport's URL, the run, the device of the weights, the watchdog."""
+    """What a client's sender is made from: the transport's URL, the run, the device of the weights, the deadline."""
 
     url: str
     run: str
     device: torch.device
     deadline_seconds: float
-    watchdog: Watchdog
 
 
 @runtime_checkable
