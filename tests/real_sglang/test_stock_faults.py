@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from real_engines.setups import on
 from real_vllm.models import save
 from real_vllm.oracle import PROMPT
 from real_vllm.trainer import FILE, GLOO, IPC, Tensors, checkpoint_tensors, trainer
+from sglang.srt.utils.common import MultiprocessingSerializer, SafeUnpickler
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from sglang_dialect.dying import MOMENTS, Moment
 from warm_python import WarmPython
@@ -26,6 +29,9 @@ from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.deadline import Deadline
 from weightcast.integrations.sglang.stock.buckets import lay_out
+from weightcast.integrations.sglang.stock.handle import KNOWN_VERSIONS, Global, on_gpu
+from weightcast.integrations.sglang.stock.route_tensor import TensorRoute, shared
+from weightcast.seams.client import SenderContext
 
 Spoil = Callable[[dict[str, torch.Tensor]], None]
 LATE: tuple[Moment, ...] = ("after the join",)
@@ -285,3 +291,25 @@ def test_ours_is_laid_out_as_sglang_expects_a_broadcast() -> None:
     assert all(torch.equal(tensor, held[name]) for name, tensor in expected.reconstruct_tensors())
     with pytest.raises(ValueError, match="Unaligned"):
         FlattenedTensorBucket.empty(["m", "w"], ["uint8", "float32"], [[3], [5, 3]], "cpu")
+
+
+def test_sglangs_own_reader_reads_a_handle() -> None:
+    held = {"m": torch.arange(3, dtype=torch.uint8), "w": torch.randn(5, 3), "b": torch.randn(3).to(torch.bfloat16)}
+    places = lay_out(TensorSpec(name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in held.items())
+    flat = shared(places[-1].end)
+    for place in places:
+        place.view(flat).copy_(held[place.name])
+    route = TensorRoute(SenderContext("ipc://", "0" * 32, torch.device("cpu"), 10.0))
+    read = MultiprocessingSerializer.deserialize(route._handle(flat, places, "http://server", 0))
+    bucket = FlattenedTensorBucket(flattened_tensor=read["flattened_tensor"], metadata=read["metadata"])
+    found = dict(bucket.reconstruct_tensors())
+    assert found.keys() == held.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
+
+
+def test_sglangs_reader_may_look_up_each_name_of_a_handle_for_a_gpu() -> None:
+    bucket = on_gpu((0, b"handle", 64, 512, b"counter", 3, b"event", True), "GPU-0", 25, 16)
+    names = [argument for argument in (bucket.function, *bucket.arguments) if isinstance(argument, Global)]
+    reader = SafeUnpickler(io.BytesIO())
+    assert all(callable(reader.find_class(name.module, name.name)) or name.name == "uint8" for name in names)
+    assert version("sglang") in KNOWN_VERSIONS

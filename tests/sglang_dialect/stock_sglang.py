@@ -305,7 +305,7 @@ def app(scheduler: Scheduler, key: str) -> Any:
     @made.get("/server_info")
     def server_info() -> Any:
         held = {"tp_size": len(scheduler.ranks), "dp_size": 1, "pp_size": 1, "quantization": None, "dtype": "float32"}
-        return held | {"version": "0.5.23"} | scheduler.overrides
+        return held | {"version": "0.5.23", "host": "127.0.0.1"} | scheduler.overrides
 
     @made.post("/weights_checker")
     def weights_checker() -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 import pickle
 import types
 from typing import Any
@@ -15,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast import TensorSource
-from weightcast.errors import ClosedError, PeerDiedError
+from weightcast.errors import ClosedError, PeerDiedError, UnsupportedError
 from weightcast.format.bucket import TORCH_DTYPES, Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.integrations.sglang.stock import route_distributed
 from weightcast.integrations.sglang.stock.buckets import FlatBuckets, buckets, lay_out
-from weightcast.integrations.sglang.stock.route_tensor import TensorRoute, handle, shared
+from weightcast.integrations.sglang.stock.handle import handle, in_file, on_gpu, require_known
+from weightcast.integrations.sglang.stock.route_tensor import TensorRoute, shared
 from weightcast.integrations.sglang.stock.sender import StockSender
 from weightcast.seams.client import SenderContext
 from weightcast.testing.lazy_gpu import LazyGpu
@@ -106,13 +106,45 @@ def test_a_tied_tensor_is_sent_under_each_name_that_a_server_has() -> None:
     assert sorted(place.name for places in flat.places for place in places) == ["embed", "head", "norm"]
 
 
+PLACES = lay_out([TensorSpec("w", "float32", (2, 3)), TensorSpec("m", "uint8", (1,))])
+ON_CPU = in_file(b"/torch_manager", b"/torch_name", 64, 25, 0)
+ON_GPU = on_gpu((0, b"handle", 64, 512, b"counter", 3, b"event", True), "GPU-0", 25, 16)
+GOLDEN = {
+    "cpu": (
+        "gAN9KFgQAAAAZmxhdHRlbmVkX3RlbnNvcmN0b3JjaC5tdWx0aXByb2Nlc3NpbmcucmVkdWN0aW9ucwpyZWJ1aWxkX3RlbnNvcgoo"
+        "Y3RvcmNoClRlbnNvcgpjdG9yY2gubXVsdGlwcm9jZXNzaW5nLnJlZHVjdGlvbnMKcmVidWlsZF90eXBlZF9zdG9yYWdlCihjdG9y"
+        "Y2gubXVsdGlwcm9jZXNzaW5nLnJlZHVjdGlvbnMKcmVidWlsZF9zdG9yYWdlX2ZpbGVuYW1lCihjdG9yY2guc3RvcmFnZQpVbnR5"
+        "cGVkU3RvcmFnZQpCDgAAAC90b3JjaF9tYW5hZ2VyQgsAAAAvdG9yY2hfbmFtZYoBQHRSY3RvcmNoCnVpbnQ4CnRSKIoBACiKARl0"
+        "KIoBAXSJdHRSWAgAAABtZXRhZGF0YV0oY3R5cGVzClNpbXBsZU5hbWVzcGFjZQoodFJ9KFgEAAAAbmFtZVgBAAAAd1gFAAAAc2hh"
+        "cGVjdG9yY2gKU2l6ZQooKIoBAooBA3R0UlgFAAAAZHR5cGVjdG9yY2gKZmxvYXQzMgpYCQAAAHN0YXJ0X2lkeIoBAFgHAAAAZW5k"
+        "X2lkeIoBGFgFAAAAbnVtZWyKARh1YmN0eXBlcwpTaW1wbGVOYW1lc3BhY2UKKHRSfShYBAAAAG5hbWVYAQAAAG1YBQAAAHNoYXBl"
+        "Y3RvcmNoClNpemUKKCiKAQF0dFJYBQAAAGR0eXBlY3RvcmNoCnVpbnQ4ClgJAAAAc3RhcnRfaWR4igEYWAcAAABlbmRfaWR4igEZ"
+        "WAUAAABudW1lbIoBAXViZXUu"
+    ),
+    "gpu": (
+        "gAN9KFgQAAAAZmxhdHRlbmVkX3RlbnNvcmNzZ2xhbmcuc3J0LnV0aWxzLnBhdGNoX3RvcmNoCl9yZWJ1aWxkX2N1ZGFfdGVuc29y"
+        "X21vZGlmaWVkCihjdG9yY2gKVGVuc29yCiiKARl0KIoBAXSKARBjdG9yY2guc3RvcmFnZQpUeXBlZFN0b3JhZ2UKY3RvcmNoCnVp"
+        "bnQ4ClgFAAAAR1BVLTBCBgAAAGhhbmRsZYoBQIoCAAKJQgcAAABjb3VudGVyigEDQgUAAABldmVudIh0UlgIAAAAbWV0YWRhdGFd"
+        "KGN0eXBlcwpTaW1wbGVOYW1lc3BhY2UKKHRSfShYBAAAAG5hbWVYAQAAAHdYBQAAAHNoYXBlY3RvcmNoClNpemUKKCiKAQKKAQN0"
+        "dFJYBQAAAGR0eXBlY3RvcmNoCmZsb2F0MzIKWAkAAABzdGFydF9pZHiKAQBYBwAAAGVuZF9pZHiKARhYBQAAAG51bWVsigEYdWJj"
+        "dHlwZXMKU2ltcGxlTmFtZXNwYWNlCih0Un0oWAQAAABuYW1lWAEAAABtWAUAAABzaGFwZWN0b3JjaApTaXplCigoigEBdHRSWAUA"
+        "AABkdHlwZWN0b3JjaAp1aW50OApYCQAAAHN0YXJ0X2lkeIoBGFgHAAAAZW5kX2lkeIoBGVgFAAAAbnVtZWyKAQF1YmV1Lg=="
+    ),
+}
+"""What SGLang 0.5.23 reads; tests/real_sglang has its own reader read what is written."""
+
+
+@pytest.mark.parametrize(("bucket", "name"), [(ON_CPU, "cpu"), (ON_GPU, "gpu")])
+def test_a_handle_has_known_bytes(bucket: Any, name: str) -> None:
+    assert handle(bucket, PLACES) == GOLDEN[name]
+
+
 def test_a_handle_is_a_pickle_of_what_sglang_reads_and_of_nothing_else() -> None:
-    specs = [TensorSpec("w", "float32", (2, 3)), TensorSpec("m", "uint8", (1,))]
-    places = lay_out(specs)
-    flat = shared(places[-1].end)
-    for place, tensor in zip(places, (torch.arange(6.0).view(2, 3), torch.tensor([7])), strict=True):
+    flat = shared(PLACES[-1].end)
+    for place, tensor in zip(PLACES, (torch.arange(6.0).view(2, 3), torch.tensor([7])), strict=True):
         place.view(flat).copy_(tensor)
-    data = base64.b64decode(handle(flat, places))
+    route = TensorRoute(SenderContext("ipc://", VERSION.run, torch.device("cpu"), 10.0))
+    data = base64.b64decode(route._handle(flat, PLACES, "http://server", 0))
     found: set[tuple[str, str]] = set()
 
     class Watching(pickle.Unpickler):
@@ -130,7 +162,13 @@ def test_a_handle_is_a_pickle_of_what_sglang_reads_and_of_nothing_else() -> None
     assert float(tensors["w"][0, 0]) == 9.0, "it is not the same memory"
     assert {module.partition(".")[0] for module, _ in found} == {"torch", "types"}
     assert len(data) < 2000
-    assert math.isclose(len(data), len(base64.b64decode(handle(flat, places))), abs_tol=16)
+
+
+@pytest.mark.parametrize("version", ["unknown", "0.5.24", "0.6.0"])
+def test_a_version_whose_reader_is_not_known_is_refused_by_name(version: str) -> None:
+    require_known("0.5.23", "http://server")
+    with pytest.raises(UnsupportedError, match=rf"http://server is SGLang {version}; .* of 0\.5\.23 only"):
+        require_known(version, "http://server")
 
 
 def test_a_closed_sender_opens_no_update() -> None:

@@ -38,7 +38,6 @@ from weightcast.errors import (
     WeightcastError,
 )
 from weightcast.format.manifest import TensorSpec
-from weightcast.integrations.sglang.stock.route_tensor import _require_here
 from weightcast.seams.source import Regions
 
 pytestmark = [
@@ -506,12 +505,26 @@ def test_what_a_publisher_cannot_have_of_stock_sglang(start: Start, options: dic
     assert server.state()["log"] == []
 
 
-def test_memory_is_shared_only_with_a_server_of_this_host() -> None:
-    class Elsewhere:
-        name = "http://192.0.2.1:30000"
-
-    with pytest.raises(UnsupportedError, match="this host"):
-        _require_here(Elsewhere())  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"host": "0.0.0.0"}, r"listens on 0\.0\.0\.0.*--host 127\.0\.0\.1.*gloo://"),
+        ({"host": ""}, "listens on an unknown address"),
+        ({"version": "0.9.1"}, r"is SGLang 0\.9\.1; .* is known of 0\.5\.23 only"),
+    ],
+)
+def test_memory_is_shared_only_with_a_known_server_of_this_host(
+    start: Start, overrides: dict[str, Any], words: str
+) -> None:
+    server = start(overrides=overrides)
+    with publisher(Trained(), server, transport="ipc://") as made:
+        error = failures(made)[server.url]
+    assert isinstance(error, UnsupportedError)
+    with pytest.raises(UnsupportedError, match=words):
+        raise error
+    assert server.state()["values"]
+    with publisher(Trained().step(2), server) as made:
+        assert made.publish(version=2).ok
 
 
 def test_versions_grow_above_what_a_server_is_labelled_with(start: Start) -> None:

@@ -8,7 +8,6 @@ sends each engine its requests, again for a while where that failed. Standard li
 from __future__ import annotations
 
 import json
-import re
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weightcast.host.closing import close_in_child, on_failure
 from weightcast.host.deadline import Deadline
@@ -30,7 +29,7 @@ _READ_BYTES = 1 << 16
 
 
 class RecoveryRequest(NamedTuple):
-    """One POST. `stop_if`, a regular expression: if the reply has it, or is an error, nothing is sent after it.
+    """One POST. `expected`: items that its reply, a JSON object, must have; else nothing is sent after it.
 
     `timeout_seconds` is how long its reply is waited for.
     """
@@ -38,7 +37,7 @@ class RecoveryRequest(NamedTuple):
     url: str
     headers: Mapping[str, str] = {}
     body: str = ""
-    stop_if: str = ""
+    expected: Mapping[str, Any] = {}
     timeout_seconds: float = _ATTEMPT_SECONDS
 
 
@@ -125,20 +124,29 @@ def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float = _GIVE_U
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     pending, deadline = list(requests), Deadline(give_up_seconds)
     while pending and not deadline.has_passed:
-        url, headers, body, stop_if, timeout_seconds = pending[0]
+        url, headers, body, expected, timeout_seconds = pending[0]
         request = urllib.request.Request(url, data=body.encode(), headers=dict(headers), method="POST")
         try:
             with opener.open(request, timeout=timeout_seconds) as reply:
-                text = reply.read(_MAX_REPLY_BYTES).decode("utf-8", "replace")
-            is_end = bool(stop_if and re.search(stop_if, text))
+                found = reply.read(_MAX_REPLY_BYTES)
         except urllib.error.HTTPError as exc:
             exc.close()
-            is_end = bool(stop_if)
+            found = b""
         except OSError:
             time.sleep(_RETRY_SECONDS)
             continue
-        pending = [] if is_end else pending[1:]
+        pending = pending[1:] if _has(found, expected) else []
     return not pending
+
+
+def _has(reply: bytes, expected: Mapping[str, Any]) -> bool:
+    if not expected:
+        return True
+    try:
+        found = json.loads(reply)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and all(name in found and found[name] == expected[name] for name in expected)
 
 
 def main() -> int:

@@ -114,10 +114,11 @@ class BringsSender(Protocol):
 
     Called whenever a publisher connects. `known` are the senders that others have brought: engines of one kind share
     one, and each sender is packed for once. Its peers are the clients' names. Such an engine is paused while it is
-    sent to, unless the sender is staged; then `finish` follows as ever. Raises UnsupportedError.
+    sent to, unless the sender is staged; then `finish` follows as ever. None: with this transport it takes what the
+    publisher sends, as any engine. Raises UnsupportedError.
     """
 
-    def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender: ...
+    def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender | None: ...
 
 
 @runtime_checkable

@@ -34,8 +34,6 @@ _OF_GROUPS = ("Failed to receive weights", "Failed to initialize custom process 
 class DistributedRoute:
     """`gloo://` and `nccl://`: implements `sender.Route`."""
 
-    is_staged = False
-
     def __init__(self, context: SenderContext) -> None:
         """Raises UnsupportedError where torch lacks the backend."""
         self._backend, self._host = registry.scheme(context.url), registry.host(context.url)
