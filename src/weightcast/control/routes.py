@@ -253,9 +253,18 @@ async def _finish(call: RouteCall) -> dict[str, Any]:
     return {"message": "installed", **{name: value for name, value in answer.items() if value is not None}}
 
 
-async def _pause(call: RouteCall) -> None:
+async def _pause(call: RouteCall) -> dict[str, str]:
     mode = pause_mode(call.request, call.engine.default_pause)
     await call.engine.pause(mode, call.run, clear_cache=call.is_on("clear_cache"))
+    return {"status": "paused"}
+
+
+async def _resume(call: RouteCall) -> Any:
+    try:
+        await call.engine.resume(call.run)
+    except EngineTornError as exc:
+        return error_reply(exc, 409)  # 503 is for what may be asked again as it is
+    return {"status": "resumed"}
 
 
 async def _digests(call: RouteCall) -> HeldWeights:
@@ -281,7 +290,7 @@ WEIGHT_ROUTES: tuple[tuple[str, str, Any, Callable[[RouteCall], Awaitable[Any]]]
     ("POST", "/finish_weight_update", FinishBody, _finish),
     ("POST", "/shutdown_weight_transfer_engine", None, lambda call: call.engine.shutdown()),
     ("POST", "/pause", None, _pause),
-    ("POST", "/resume", None, lambda call: call.engine.resume(call.run)),
+    ("POST", "/resume", None, _resume),
     ("GET", "/weight_info", None, lambda call: call.engine.info()),
     ("GET", "/is_paused", None, _is_paused),
     ("GET", "/get_world_size", None, _world_size),
@@ -297,20 +306,16 @@ _LARGE_BODIES = (UpdateBody, DtypesQuestion)
 def weight_handlers(find: Callable[[], ServedEngine]) -> list[tuple[str, str, Handler]]:
     """Method, path and handler of each route. `find` gives the engine, or raises ClosedError where there is none."""
 
-    def handler(path: str, kind: Any, answer: Callable[[RouteCall], Awaitable[Any]]) -> Handler:
+    def handler(kind: Any, answer: Callable[[RouteCall], Awaitable[Any]]) -> Handler:
         async def handle(request: Request) -> Response:
             body: Any = None
             if kind in _LARGE_BODIES:
                 body = await asyncio.to_thread(decode, await read_body(request, MAX_MESSAGE_BYTES), kind)
             elif kind is not None:
                 body = decode(await read_body(request, MAX_SMALL_BODY_BYTES), kind)
-            try:
-                result = await answer(RouteCall(find(), body, request))
-            except EngineTornError as exc:
-                # 503 is for what may be asked again as it is.
-                return error_reply(exc, 409 if path == "/resume" else None)
-            return reply({"message": "done"} if result is None else result)
+            result = await answer(RouteCall(find(), body, request))
+            return result if isinstance(result, Response) else reply({"message": "done"} if result is None else result)
 
         return handle
 
-    return [(method, path, handler(path, kind, answer)) for method, path, kind, answer in WEIGHT_ROUTES]
+    return [(method, path, handler(kind, answer)) for method, path, kind, answer in WEIGHT_ROUTES]
