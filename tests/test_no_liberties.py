@@ -118,7 +118,6 @@ PERMITTED: dict[tuple[str, str], str] = {
     ): "a load without a label would have that of the version before it",
     ("integrations.sglang.scheduler", "setattr(scheduler)"): "an attribute of its own name",
     ("integrations.sglang.scheduler", "sets .message of reply"): "a reply that weightcast answers with",
-    ("integrations.sglang.stock.group", "os.dup2"): "in a forked child: sockets of a group that its parent uses",
     ("integrations.torchrl.engines", "torch._C._storage_Use_Count"): "reads whether a loader has kept a tensor",
     ("integrations.torchrl.engines", "uses ._cdata"): "what torch counts the uses of; nothing is read there",
     ("integrations.torchrl.weights", "warnings.catch_warnings"): "TorchRL warns of what its user has not asked for",
@@ -144,10 +143,6 @@ PERMITTED: dict[tuple[str, str], str] = {
     ("integrations.vllm.layerwise_load", "sets .weight_loader of made"): "of a tensor that is made for one load",
     ("integrations.vllm.model", "sets .weight_loader of tensor"): "of a tensor that is made for one dry run",
     ("integrations.vllm.plugin", "setattr(WorkerBase)"): "one method of its own name, which vLLM calls by that name",
-    (
-        "integrations.vllm.transfer_engine",
-        "setattr(worker_class)",
-    ): "vLLM's weight calls go to the backend; others as before",
     ("integrations.vllm.transfer_engine", "setattr(each)"): "sleep and reload say that they change weights, then run",
     ("native.tables", "torch._C.DisableTorchFunctionSubclass"): "for a `with`, this thread's; torch documents it",
     ("process_group", "changes os.environ"): "torch reads some settings from there alone; put back in a finally",

@@ -63,13 +63,6 @@ def serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
 
     Raises PeerError if none could be had by the deadline.
     """
-    store, listener = serve_shared_store(host, timeout_seconds)
-    with listener:
-        return store, listener.getsockname()[1]
-
-
-def serve_shared_store(host: str, timeout_seconds: float) -> tuple[Store, socket.socket]:
-    """The same, with its listening socket: a process that has that socket, too, keeps the port when the store ends."""
     end = time.monotonic() + timeout_seconds
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     attempt = datetime.timedelta(seconds=min(timeout_seconds, _STORE_ATTEMPT_SECONDS))
@@ -79,12 +72,13 @@ def serve_shared_store(host: str, timeout_seconds: float) -> tuple[Store, socket
         port: int = listener.getsockname()[1]
         try:
             with translated(f"a store at {host}:{port}"):
-                descriptor = listener.dup().detach()
-                store = tcp_store(host, port, None, True, attempt, wait_for_workers=False, master_listen_fd=descriptor)
+                # The store closes it.
+                store = tcp_store(
+                    host, port, None, True, attempt, wait_for_workers=False, master_listen_fd=listener.detach()
+                )
             store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
-            return store, listener
+            return store, port
         except PeerError:
-            listener.close()
             # Now and then torch's server never answers, not even its own first client: another port, another try.
             if time.monotonic() >= end:
                 raise

@@ -34,9 +34,8 @@ HTTP_CLIENT = "weightcast.control.client:HttpEngine"
 """The client for an engine server that is given as a URL; it asks which dialect the server speaks."""
 
 HTTP_DIALECTS = {
-    "vllm": "weightcast.integrations.vllm.http:detect",
+    "vllm": "weightcast.integrations.vllm.stock_reload:detect",
     "sglang": "weightcast.integrations.sglang.dialect:detect",
-    "vllm without weightcast": "weightcast.integrations.vllm.stock_reload:detect",
 }
 """Kinds of servers that don't speak the native protocol. Each is a function of the server's `control.client.HttpRoutes`
 and the pause mode, which returns an `EngineClient`, or None for a server of another kind. Asked in this order."""

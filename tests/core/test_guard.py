@@ -136,9 +136,9 @@ def test_a_guard_that_does_not_read_is_replaced(monkeypatch: pytest.MonkeyPatch)
 
 def test_half_a_line_does_not_count() -> None:
     ward = WatchedEngines()
-    ward.read(b'{"held": {"a": [["http://127.0.0.1:1/x", {}, ""]]}, ')
+    ward.read(b'{"a": [["http://127.0.0.1:1/x", {}, ""]]')
     assert ward.held == {}
-    ward.read(b'"groups": {}}\n{"held": {"b": [["http')
+    ward.read(b'}\n{"b": [["http')
     assert ward.held == {"a": [RecoveryRequest("http://127.0.0.1:1/x", {}, "")]}
 
 
@@ -151,14 +151,19 @@ def test_a_refusal_is_an_answer(server: weightcast.EngineServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "stop_if", "resumed"),
-    [("/start_weight_update", "ready", False), ("/start_weight_update", "torn", True), ("/no-such-route", "x", False)],
+    ("path", "expected", "resumed"),
+    [
+        ("/start_weight_update", {"message": "torn"}, False),
+        ("/start_weight_update", {"message": "done"}, True),
+        ("/start_weight_update", {"more": None}, False),
+        ("/no-such-route", {"message": "x"}, False),
+    ],
 )
 def test_what_an_answer_forbids_is_not_sent(
-    server: weightcast.EngineServer, path: str, stop_if: str, resumed: bool
+    server: weightcast.EngineServer, path: str, expected: dict[str, object], resumed: bool
 ) -> None:
     server.gate.pause()
-    assert rescue([RecoveryRequest(f"{server.url}{path}", stop_if=stop_if), *resume_of(server)], give_up_seconds=5)
+    assert rescue([RecoveryRequest(f"{server.url}{path}", expected=expected), *resume_of(server)], give_up_seconds=5)
     assert server.gate.is_paused is not resumed
 
 

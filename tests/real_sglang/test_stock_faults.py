@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,23 +16,25 @@ from real_engines.setups import on
 from real_vllm.models import save
 from real_vllm.oracle import PROMPT
 from real_vllm.trainer import FILE, GLOO, IPC, Tensors, checkpoint_tensors, trainer
+from sglang.srt.utils.common import MultiprocessingSerializer, SafeUnpickler
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from sglang_dialect.dying import MOMENTS, Moment
 from warm_python import WarmPython
 
 from real_sglang.oracle import assert_drops_caches, assert_serves
 from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup
-from weightcast import Publisher, TensorSource
+from weightcast import Publisher
 from weightcast.errors import IncompatibleWeightsError, PublishError, WeightcastError
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.deadline import Deadline
 from weightcast.integrations.sglang.stock.buckets import lay_out
-from weightcast.integrations.sglang.stock.foreign import read, write
-from weightcast.process_group import serve_store
+from weightcast.integrations.sglang.stock.handle import KNOWN_VERSIONS, Global, on_gpu
+from weightcast.integrations.sglang.stock.route_tensor import TensorRoute, shared
+from weightcast.seams.client import SenderContext
 
 Spoil = Callable[[dict[str, torch.Tensor]], None]
-LATE: tuple[Moment, ...] = ("when ranks wait for ours", "after the join")
+LATE: tuple[Moment, ...] = ("after the join",)
 NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 
 
@@ -197,8 +201,8 @@ import sys
 from real_sglang.servers import Setup
 from real_vllm.trainer import GLOO, trainer
 from sglang_dialect.dying import die_in_join
-url, moment, tp, version, store_port = sys.argv[1:]
-die_in_join(moment, int(store_port))
+url, moment, tp, version = sys.argv[1:]
+die_in_join(moment)
 with trainer(Setup(plugin=False, tp=int(tp)), url, transport=GLOO, bucket_size_bytes=1 << 15) as it:
     it.publish(2, version=int(version))
 """
@@ -211,11 +215,10 @@ with trainer(Setup(plugin=False, tp=int(tp)), url, transport=GLOO, bucket_size_b
 def test_a_trainer_that_is_killed_while_the_server_joins_its_group_leaves_it_serving(
     server: Server, moment: Moment, python: WarmPython
 ) -> None:
-    store, store_port = serve_store("127.0.0.1", 60.0)
     with trainer(server.setup, server.url, transport=GLOO) as it:
         old = it.publish(0).version
         former = server.checksum()
-        arguments = [server.url, moment, str(server.setup.tp), str(old + 1000), str(store_port)]
+        arguments = [server.url, moment, str(server.setup.tp), str(old + 1000)]
         assert python.run(DIE_IN_JOIN, *arguments) == -signal.SIGKILL
         assert settled(server) == str(old)
         assert server.checksum() == former
@@ -223,7 +226,6 @@ def test_a_trainer_that_is_killed_while_the_server_joins_its_group_leaves_it_ser
         newest = it.publish(1, version=old + 2000).version
         assert server.version() == str(newest)
         assert_serves(server, 1)
-    del store
 
 
 def settled(server: Server) -> str:
@@ -273,24 +275,15 @@ def test_families(server: Server) -> None:
         assert_serves(server, 1)
 
 
-# --- other people's buckets ---
-
-
-def test_buckets_of_sglangs_own_class_are_read_and_ours_by_it() -> None:
-    held = {"w": torch.randn(5, 3), "b": torch.randn(4).to(torch.bfloat16), "m": torch.arange(3, dtype=torch.uint8)}
-    theirs = FlattenedTensorBucket(named_tensors=list(held.items()))
-    found = read([(theirs.get_flattened_tensor(), theirs.get_metadata())])
-    flat, metadata = write(held)
-    rebuilt = dict(FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata).reconstruct_tensors())
-    for name, tensor in held.items():
-        assert torch.equal(found[name], tensor)
-        assert torch.equal(rebuilt[name], tensor)
+# --- SGLang's own buckets ---
 
 
 def test_ours_is_laid_out_as_sglang_expects_a_broadcast() -> None:
     held = {"m": torch.arange(3, dtype=torch.uint8), "w": torch.randn(5, 3), "b": torch.randn(3).to(torch.bfloat16)}
-    flat, _ = write(held)
     places = lay_out(TensorSpec(name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in held.items())
+    flat = torch.empty(places[-1].end, dtype=torch.uint8)
+    for place in places:
+        place.view(flat).copy_(held[place.name])
     names, dtypes, shapes = zip(*((p.name, p.dtype, list(p.shape)) for p in places), strict=True)
     expected = FlattenedTensorBucket.empty(names, dtypes, shapes, "cpu")
     assert expected.get_flattened_tensor().numel() == flat.numel()
@@ -300,13 +293,23 @@ def test_ours_is_laid_out_as_sglang_expects_a_broadcast() -> None:
         FlattenedTensorBucket.empty(["m", "w"], ["uint8", "float32"], [[3], [5, 3]], "cpu")
 
 
-@on(STOCK)
-def test_a_framework_may_hand_over_its_own_buckets(server: Server) -> None:
-    with trainer(server.setup, server.url, transport=GLOO) as it:
-        it.publish(0)
-        tensors = list(checkpoint_tensors(it.of(3)).items())
-        made = [FlattenedTensorBucket(named_tensors=tensors[:9]), FlattenedTensorBucket(named_tensors=tensors[9:])]
-        source = TensorSource(read((b.get_flattened_tensor(), b.get_metadata()) for b in made))
-        with Publisher(source, transport=GLOO, engines=[server.url], trainer_group=None) as publisher:
-            publisher.publish()
-        assert_serves(server, 3)
+def test_sglangs_own_reader_reads_a_handle() -> None:
+    held = {"m": torch.arange(3, dtype=torch.uint8), "w": torch.randn(5, 3), "b": torch.randn(3).to(torch.bfloat16)}
+    places = lay_out(TensorSpec(name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in held.items())
+    flat = shared(places[-1].end)
+    for place in places:
+        place.view(flat).copy_(held[place.name])
+    route = TensorRoute(SenderContext("ipc://", "0" * 32, torch.device("cpu"), 10.0))
+    read = MultiprocessingSerializer.deserialize(route._handle(flat, places, "http://server", 0))
+    bucket = FlattenedTensorBucket(flattened_tensor=read["flattened_tensor"], metadata=read["metadata"])
+    found = dict(bucket.reconstruct_tensors())
+    assert found.keys() == held.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
+
+
+def test_sglangs_reader_may_look_up_each_name_of_a_handle_for_a_gpu() -> None:
+    bucket = on_gpu((0, b"handle", 64, 512, b"counter", 3, b"event", True), "GPU-0", 25, 16)
+    names = [argument for argument in (bucket.function, *bucket.arguments) if isinstance(argument, Global)]
+    reader = SafeUnpickler(io.BytesIO())
+    assert all(callable(reader.find_class(name.module, name.name)) or name.name == "uint8" for name in names)
+    assert version("sglang") in KNOWN_VERSIONS

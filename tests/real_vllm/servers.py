@@ -80,7 +80,6 @@ STOCK = Setup(endpoints=False)
 TWO = Setup("llama-tied", tp=2)
 REPLICAS = Setup(dp=2)
 MOE_REPLICAS = Setup("qwen3-moe", dp=2)
-STOCK_REPLICAS = Setup(dp=2, endpoints=False)
 PLAIN = Setup(backend=None, endpoints=False)
 """Setups that many tests share; `PLAIN` knows nothing of weightcast. Data-parallel engines of a dense model don't know
 of each other, those of a mixture of experts run in step."""

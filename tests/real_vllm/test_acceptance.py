@@ -19,7 +19,7 @@ from real_engines.setups import on
 from real_vllm.cold import assert_answered, assert_serves
 from real_vllm.models import make_model
 from real_vllm.oracle import LONG_PROMPT, NUM_STREAMED, PROMPT, Answer, joined
-from real_vllm.servers import MOE_REPLICAS, ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server, Setup, Span
+from real_vllm.servers import MOE_REPLICAS, ONE, REPLICAS, TWO, Server, Setup, Span
 from real_vllm.trainer import FILE, GLOO, IPC, trainer
 from weightcast import HttpEngine, ModuleSource, Publisher
 
@@ -38,7 +38,7 @@ NUM_TRIES = 10
 T = TypeVar("T")
 
 
-@on(ONE, TWO, REPLICAS, full=[STOCK, STOCK_REPLICAS, MOE_REPLICAS])
+@on(ONE, TWO, REPLICAS, full=[MOE_REPLICAS])
 @pytest.mark.parametrize("transport", [IPC, GLOO, FILE], ids=["ipc", "gloo", "file"])
 def test_alternating_publishes_serve_what_was_published(server: Server, transport: str, tmp_path: Path) -> None:
     with trainer(server.setup, server.url, transport=transport.format(tmp_path)) as it:
@@ -73,7 +73,7 @@ def test_each_tensor_is_cast_to_what_the_engine_has(server: Server) -> None:
         assert_serves(server, 1)
 
 
-@on(ONE, TWO, REPLICAS, full=[STOCK, MOE_REPLICAS])
+@on(ONE, TWO, REPLICAS, full=[MOE_REPLICAS])
 def test_an_answer_says_which_version_it_is_of(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         first, second = it.publish(0).version, it.publish(1).version
@@ -81,7 +81,7 @@ def test_an_answer_says_which_version_it_is_of(server: Server) -> None:
         assert list(server.generate(PROMPT, 12))[-1].spans == [(str(second), 0, 12)]
 
 
-@on(ONE, TWO, full=[STOCK])
+@on(ONE, TWO)
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_no_cache_of_the_old_version_is_used(server: Server, mode: Any) -> None:
     engine = HttpEngine(server.url, pause=mode)
@@ -134,7 +134,7 @@ class Stream(Generic[T]):
         return self.parts
 
 
-@on(ONE, TWO, full=[STOCK])
+@on(ONE, TWO)
 def test_a_kept_request_goes_on_under_the_new_version_and_says_where(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         for _ in range(NUM_TRIES):
@@ -160,7 +160,7 @@ def _cut(spans: Sequence[Span], first: int, second: int) -> int:
     return cut
 
 
-@on(ONE, full=[STOCK])
+@on(ONE)
 @pytest.mark.parametrize(("mode", "is_whole"), [("wait", True), ("abort", False)])
 def test_pause_wait_lets_requests_end_and_abort_ends_them(server: Server, mode: Any, is_whole: bool) -> None:
     engine = HttpEngine(server.url, pause=mode)
@@ -189,7 +189,7 @@ with Publisher(ModuleSource(make_model("qwen3", 1)), engines=[sys.argv[1]]) as p
 """
 
 
-@on(ONE, full=[STOCK])
+@on(ONE)
 def test_the_trainer_needs_no_vllm(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         it.publish(0)

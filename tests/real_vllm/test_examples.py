@@ -12,7 +12,7 @@ from real_engines.setups import on
 
 from real_vllm.conftest import Checkpoints
 from real_vllm.programs import run
-from real_vllm.servers import ONE, PLAIN, STOCK, TESTS, Server, child_environment
+from real_vllm.servers import ONE, PLAIN, TESTS, Server, child_environment
 from real_vllm.trainer import FILE, IPC
 
 EXAMPLES = TESTS.parent / "examples"
@@ -37,7 +37,7 @@ def test_an_example_without_a_server(name: str, outputs: dict[str, Future[str]])
     assert re.search(EXPECTED[name], out), out
 
 
-@on(ONE, PLAIN, full=[STOCK])
+@on(ONE, PLAIN)
 def test_the_example_with_a_server(server: Server, checkpoint: Checkpoints, tmp_path: Path) -> None:
     transport = FILE.format(tmp_path) if server.setup == PLAIN else IPC
     arguments = [str(checkpoint()), server.url, "--transport", transport]

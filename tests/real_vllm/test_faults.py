@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from publishers import publisher_of
@@ -23,7 +22,7 @@ from real_vllm.cold import Cold, assert_answered, assert_serves
 from real_vllm.conftest import Checkpoints
 from real_vllm.models import make_model
 from real_vllm.oracle import NUM_STREAMED, PROMPT, joined
-from real_vllm.servers import MOE_REPLICAS, ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server, Setup
+from real_vllm.servers import MOE_REPLICAS, ONE, REPLICAS, TWO, Server, Setup
 from real_vllm.test_acceptance import Stream
 from real_vllm.trainer import Tensors, checkpoint_tensors, trainer
 from weightcast import HttpEngine, PublishError
@@ -84,7 +83,7 @@ def publish_spoiled(server: Server, spoil: Spoil, **options: Any) -> tuple[Weigh
     return error, names
 
 
-@on(ONE, TWO, full=[STOCK])
+@on(ONE, TWO)
 @pytest.mark.parametrize("undo", [pytest.param(True, marks=pytest.mark.full), False], ids=["undo", "no-undo"])
 @pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
 def test_unfit_weights_are_refused_by_name_before_the_model_is_touched(
@@ -158,23 +157,17 @@ def break_and_heal(server: Server, fault: Break) -> None:
 
 
 def assert_does_not_generate(server: Server) -> None:
-    """With our routes it says why at once; with stock ones alone it stands still."""
-    if server.setup.endpoints:
-        reply = server.complete(PROMPT, 4)
-        assert reply.status_code == 503, reply.text
-        return
-    assert server.is_paused()
-    with pytest.raises(httpx.ReadTimeout):
-        server.complete(PROMPT, 4, seconds=1.0)
+    reply = server.complete(PROMPT, 4)
+    assert reply.status_code == 503, reply.text
 
 
-@on(ONE, full=[STOCK])
+@on(ONE)
 @pytest.mark.parametrize("fault", BREAKS_OF_ONE)
 def test_a_failed_install_goes_back(server: Server, fault: Break) -> None:
     break_and_undo(server, fault)
 
 
-@on(ONE, full=[STOCK])
+@on(ONE)
 @pytest.mark.parametrize("fault", BREAKS_OF_ONE)
 def test_a_failed_install_without_undo_stops_generation_until_healed(server: Server, fault: Break) -> None:
     break_and_heal(server, fault)
@@ -192,13 +185,13 @@ def test_a_rank_that_fails_without_undo_stops_all_until_healed(server: Server, f
     break_and_heal(server, fault)
 
 
-@on(REPLICAS, full=[STOCK_REPLICAS, MOE_REPLICAS])
+@on(REPLICAS, full=[MOE_REPLICAS])
 @pytest.mark.parametrize("fault", BREAKS_OF_REPLICAS)
 def test_a_data_parallel_engine_that_fails_takes_all_back(server: Server, fault: Break) -> None:
     break_and_undo(server, fault)
 
 
-@on(REPLICAS, full=[STOCK_REPLICAS, MOE_REPLICAS])
+@on(REPLICAS, full=[MOE_REPLICAS])
 @pytest.mark.parametrize("fault", BREAKS_OF_REPLICAS)
 def test_a_data_parallel_engine_that_fails_without_undo_stops_all_until_healed(server: Server, fault: Break) -> None:
     break_and_heal(server, fault)
@@ -260,7 +253,7 @@ Publisher(ModuleSource(make_model(family, 1)), engines=[url], transport=transpor
 """
 
 
-@on(ONE, TWO, full=[STOCK])
+@on(ONE, TWO)
 @pytest.mark.parametrize("transport", ["ipc://", "gloo://127.0.0.1:0"], ids=["ipc", "gloo"])
 def test_a_trainer_that_dies_halfway_leaves_the_old_version(server: Server, transport: str) -> None:
     with trainer(server.setup, server.url) as it:
@@ -273,7 +266,7 @@ def test_a_trainer_that_dies_halfway_leaves_the_old_version(server: Server, tran
         assert_as_before(server, 1, it.publish(1).version)
 
 
-@on(ONE, TWO, full=[STOCK])
+@on(ONE, TWO)
 def test_requests_are_answered_while_an_update_is_open(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         it.publish(0)
@@ -283,7 +276,7 @@ def test_requests_are_answered_while_an_update_is_open(server: Server) -> None:
         assert_serves(server, 1)
 
 
-@on(ONE, full=[STOCK])
+@on(ONE)
 def test_a_request_between_start_and_finish_does_not_kill_the_engine(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         it.publish(0)
@@ -321,7 +314,7 @@ MISUSES: dict[str, list[tuple[str, Any]]] = {
 }
 
 
-@on(ONE, TWO, full=[STOCK])
+@on(ONE, TWO)
 @pytest.mark.parametrize("steps", MISUSES.values(), ids=[name.replace(" ", "-") for name in MISUSES])
 def test_misuse_is_an_error_and_later_calls_are_in_step(server: Server, steps: list[tuple[str, Any]]) -> None:
     with trainer(server.setup, server.url) as it:
@@ -335,12 +328,9 @@ def test_misuse_is_an_error_and_later_calls_are_in_step(server: Server, steps: l
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("endpoints", [True, False], ids=["endpoints", "stock-routes"])
-def test_workers_that_somebody_else_has_brought_out_of_step_are_found_out(
-    checkpoint: Checkpoints, cold: Cold, endpoints: bool
-) -> None:
+def test_workers_that_somebody_else_has_brought_out_of_step_are_found_out(checkpoint: Checkpoints, cold: Cold) -> None:
     """What such a server says of an install may be the answer to another call."""
-    setup = Setup(tp=2, endpoints=endpoints)
+    setup = Setup(tp=2)
     folder = checkpoint(setup.family, 0, setup.dtype)
     with Server(setup, folder, cold=cold) as server, trainer(setup, server.url) as it:
         it.publish(0)
@@ -351,14 +341,14 @@ def test_workers_that_somebody_else_has_brought_out_of_step_are_found_out(
         assert_serves(server, 0)
 
 
-@on(ONE, TWO, full=[STOCK])
+@on(ONE, TWO)
 def test_another_run_transport_and_bucket_size_in_the_same_server(server: Server) -> None:
     for seed, transport in enumerate(("ipc://", "gloo://127.0.0.1:0", "ipc://")):
         with trainer(server.setup, server.url, transport=transport, bucket_size_bytes=1 << (18 + seed)) as it:
             assert_as_before(server, seed % 2, it.publish(seed % 2).version)
 
 
-@on(ONE, full=[STOCK])
+@on(ONE)
 def test_a_second_publisher_is_refused_while_the_first_lives(server: Server) -> None:
     with trainer(server.setup, server.url) as first, trainer(server.setup, server.url) as second:
         version = first.publish(0).version

@@ -29,7 +29,6 @@ TRANSPORTS = (IPC, GLOO)
 OFFLINE_SECONDS = 300
 
 SERVED = [Setup(family, dtype, tp, dp) for family, dtype, (tp, dp) in itertools.product(FAMILIES, DTYPES, PARALLEL)]
-SERVED += [Setup(family, tp=tp, dp=dp, endpoints=False) for family in FAMILIES[:2] for tp, dp in PARALLEL]
 OFFLINE = [
     (Setup(family, dtype, tp), transport)
     for family, dtype, tp, transport in itertools.product(FAMILIES, DTYPES, (1, 2), TRANSPORTS)

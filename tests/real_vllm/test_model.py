@@ -643,7 +643,7 @@ def test_a_vllm_without_a_name_is_refused_by_that_name(offline: Offline, monkeyp
         internals.require.cache_clear()
 
 
-@pytest.mark.parametrize("name", [*internals.CHANGES, *internals.WEIGHT_CALLS])
+@pytest.mark.parametrize("name", internals.CHANGES)
 @offline_on(DENSE)
 def test_a_vllm_without_a_method_that_changes_weights_is_refused_by_its_name(
     offline: Offline, name: str, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from real_vllm.servers import PLAIN, TESTS, Server, Setup
 from real_vllm.trainer import Tensors, Trainer, checkpoint_tensors, trainer
 from weightcast import HttpEngine, Publisher, PublishError, SafetensorsSource
 from weightcast.errors import IncompatibleWeightsError, InstallError, UnsupportedError, WeightcastError
-from weightcast.integrations.vllm.stock_reload import FOLDER, ReloadServer
+from weightcast.integrations.stock_directory import FOLDER, StockServer
 
 PLAIN_TWO = Setup(backend=None, endpoints=False, tp=2)
 PLAIN_REPLICAS = Setup(backend=None, endpoints=False, dp=2)
@@ -34,10 +34,10 @@ RESCUE_SECONDS = 60.0
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[str]:
-    """A store's URL. No folder for the server is left in it."""
+    """A store's URL. Of the directories for the server the newest alone is left in it."""
     directory = tmp_path / "store"
     yield f"file://{directory}"
-    assert not (directory / FOLDER).exists()
+    assert len([path for path in (directory / FOLDER).glob("*") if path.name != "empty"]) <= 1
 
 
 def failure(server: Server, store: str, tensors: dict[str, torch.Tensor], **options: Any) -> Any:
@@ -58,7 +58,7 @@ def heal(server: Server, it: Trainer, seed: int = 0) -> None:
 @on(PLAIN, full=[PLAIN_TWO, PLAIN_REPLICAS])
 def test_alternating_publishes_serve_what_was_published(server: Server, store: str) -> None:
     with contextlib.closing(HttpEngine(server.url)) as engine:
-        assert isinstance(engine.connect(), ReloadServer)
+        assert isinstance(engine.connect(), StockServer)
     with trainer(server.setup, server.url, transport=store) as it:
         for seed in (1, 0, 1):
             report = it.publish(seed)
@@ -123,7 +123,7 @@ def test_a_reload_that_fails_leaves_the_server_paused_until_a_publish_heals_it(
         with pytest.raises(httpx.TimeoutException):
             server.complete(PROMPT, 1, seconds=1)
         with contextlib.closing(HttpEngine(server.url)) as engine:
-            assert f"version {it.publisher.version} did not end" in engine.connect().info().torn
+            assert "holds no whole version" in engine.connect().info().torn
         heal(server, it, 1)
     server.call("test_fail_load", after)
     with trainer(server.setup, server.url, transport=store) as it:
@@ -183,7 +183,9 @@ def test_a_publisher_that_dies_in_its_pause_leaves_no_server_paused(server: Serv
     assert_serves(server, 1)
     with trainer(server.setup, server.url, transport=store) as it:
         heal(server, it, 0)
-    assert not (tmp_path / "store" / FOLDER).exists(), "what the dead publisher left is swept by the next"
+    left = [path.name for path in (tmp_path / "store" / FOLDER).glob("*") if path.name != "empty"]
+    assert len(left) == 1, "what the dead publisher left is swept by the next"
+    assert not left[0].startswith("77-")
 
 
 @on(full=[PLAIN_TIED])

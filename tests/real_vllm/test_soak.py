@@ -20,7 +20,7 @@ from real_engines.setups import on
 from real_vllm.baseline.per_tensor import PerTensorTrainer
 from real_vllm.cold import assert_serves
 from real_vllm.models import model_of
-from real_vllm.servers import ONE, STOCK, TWO, Server, Setup
+from real_vllm.servers import ONE, TWO, Server, Setup
 from real_vllm.trainer import checkpoint_tensors, trainer
 from weightcast.errors import PeerError
 
@@ -53,7 +53,7 @@ def footprint(server: Server) -> Footprint:
     )
 
 
-@on(ONE, TWO, full=[STOCK])
+@on(ONE, TWO)
 def test_fifty_publishes_leave_nothing_behind(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         it.publish(0)
@@ -187,7 +187,7 @@ def test_streams_go_on_during_transfers_at_full_speed(server: Server) -> None:
 # --- a server killed in mid-transfer ---
 
 
-@on(ONE, full=[STOCK])
+@on(ONE)
 def test_a_server_killed_in_mid_transfer_is_served_again_on_the_same_port(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         it.publish(1)

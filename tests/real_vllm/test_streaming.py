@@ -16,13 +16,13 @@ from real_engines.setups import on
 from real_vllm.cold import assert_serves
 from real_vllm.offline import Offline, offline_on
 from real_vllm.oracle import NUM_TOKENS, PROMPT
-from real_vllm.servers import MOE_REPLICAS, ONE, STOCK, TWO, Server
+from real_vllm.servers import MOE_REPLICAS, ONE, TWO, Server
 from real_vllm.test_faults import assert_as_before, assert_does_not_generate
 from real_vllm.test_install_map import PLAIN, PLAIN_EXPERTS, PLAIN_TIED, loads_counted
 from real_vllm.test_model import DENSE, EXPERTS, TIED, engine_of, weights
 from real_vllm.trainer import GLOO, IPC, trainer
 from weightcast import LocalEngine, TensorSource
-from weightcast.errors import InstallError, UnsupportedError
+from weightcast.errors import InstallError
 from weightcast.host.deadline import Deadline
 
 
@@ -162,15 +162,3 @@ def test_a_trainer_that_dies_halfway_tears_the_engine_until_a_whole_version_come
     assert server.post("/resume").status_code == 409
     with trainer(server.setup, server.url, transport=transport, takeover=True) as it:
         assert_as_before(server, 1, it.publish(1).version)
-
-
-@on(STOCK)
-def test_a_server_with_stock_routes_alone_is_refused(server: Server) -> None:
-    with trainer(server.setup, server.url) as it:
-        version = it.publish(0).version
-    with trainer(server.setup, server.url, install="streaming") as it:
-        error = it.failure(1)
-    assert isinstance(error, UnsupportedError)
-    assert "VLLM_PLUGINS=weightcast" in str(error)
-    assert_as_before(server, 0, version)
-    assert_serves(server, 0)

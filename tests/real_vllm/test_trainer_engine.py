@@ -37,7 +37,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from real_vllm.cold import assert_serves
 from real_vllm.models import make_model
 from real_vllm.programs import PROGRAM_SECONDS
-from real_vllm.servers import ONE, STOCK, TESTS, Server, child_environment
+from real_vllm.servers import ONE, TESTS, Server, child_environment
 from real_vllm.trainer import trainer
 from real_vllm.trainer_ranks import ParamMeta, Source, placements_of
 from weightcast import LocalEngine, PublishError, TensorSink
@@ -67,7 +67,7 @@ def install_seed_0(server: Server) -> None:
 # --- a real server ---
 
 
-@on(ONE, full=[STOCK])
+@on(ONE)
 def test_the_pages_program_publishes_vllms_own_source_by_name(server: Server) -> None:
     install_seed_0(server)
     page = (TESTS.parent / "docs" / "vllm.md").read_text()

@@ -1,7 +1,7 @@
-"""vLLM's stock routes over real ranks: a stand-in for the wire format alone, for tests that need no vLLM.
+"""vLLM's stock routes: a stand-in for the wire format alone, for tests that need no vLLM.
 
 What it plays, and nothing else: one JSON object per route, a label and a pause in the front end, the replies of the
-first data-parallel engine only, errors wrapped in a 500. Each engine is one `RankWorker` around a module.
+first data-parallel engine only, errors wrapped in a 500. Each engine is a module.
 """
 
 from __future__ import annotations
@@ -13,17 +13,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse
 from safetensors.torch import load_file
 
-from weightcast.control.worker_rpc import METHOD, Leave, RankCall
 from weightcast.engines.module import ModuleEngine
-from weightcast.integrations.plugin.rank_consensus import RankConsensus
-from weightcast.integrations.plugin.rank_worker import RankWorker
 
 
 class FragileEngine(ModuleEngine):
@@ -38,17 +34,10 @@ class FragileEngine(ModuleEngine):
 
 
 class StockVllm:
-    """A server of `num_engines` data-parallel engines. `log` has every POST's path and query, and each rank call."""
+    """A server of `num_engines` data-parallel engines. `log` has every POST's path and query, and each reload."""
 
-    def __init__(
-        self, num_engines: int = 1, *, backend: str | None = "weightcast", is_dev: bool = True, token: str = ""
-    ) -> None:
+    def __init__(self, num_engines: int = 1, *, backend: str | None = None, is_dev: bool = True) -> None:
         self.modules = [torch.nn.Linear(8, 8) for _ in range(num_engines)]
-        self.engines = [FragileEngine(module) for module in self.modules]
-        self.ranks = [
-            RankWorker(engine, RankConsensus([]), engine_rank=i, world_size=num_engines, token=token)
-            for i, engine in enumerate(self.engines)
-        ]
         self.backend = backend
         self.is_dev = is_dev
         self.label = "default"
@@ -59,11 +48,6 @@ class StockVllm:
         self.model = "/nowhere"
         self.num_ranks = num_engines
         self.num_failing_reloads = 0
-        self.may_pause = threading.Event()
-        self.may_pause.set()
-        """Until then a pause takes, and experts in several data-parallel engines are not to be resumed."""
-        self.lost_replies: set[str] = set()
-        """Rank calls that are done, but whose replies get lost."""
         self.url = ""
         self.resumed = threading.Event()
 
@@ -81,8 +65,6 @@ class StockVllm:
             server.should_exit = True
             thread.join(30)
             listener.close()
-            for rank in self.ranks:
-                rank.answer(Leave())
 
     def values(self) -> list[float]:
         """What each engine's weights are filled with."""
@@ -133,13 +115,10 @@ class StockVllm:
         @app.post("/pause")
         def pause(mode: str = "abort", clear_cache: bool = True) -> Any:
             self.is_paused = True
-            assert self.may_pause.wait(30)
             return {"status": "paused"}
 
         @app.post("/wake_up")
         def wake_up() -> Any:
-            if not self.may_pause.is_set():
-                return _failed("resume_scheduler called while pause is still in flight")
             self.is_paused = False
             self.resumed.set()
             return {"status": "awake", "tags": ["scheduling"]}
@@ -158,17 +137,7 @@ class StockVllm:
     def _call(self, body: dict[str, Any]) -> Any:
         if body["method"] == "reload_weights":
             return self._reload(**body["kwargs"])
-        if body["method"] != METHOD or self.backend != "weightcast":
-            return _failed(f"'Method {body['method']!r} is not implemented.'")
-        assert "timeout" not in body
-        (argument,) = body["args"]
-        name = argument["call"] + (f" {argument['info']['kind']}" if argument["call"] == "update" else "")
-        self.log.append(name)
-        call = msgspec.convert(argument, RankCall)
-        replies = [rank.answer(call) for rank in self.ranks]
-        if name in self.lost_replies:
-            return Response(b"{", headers={"content-length": "100"})
-        return {"results": [msgspec.to_builtins(replies[0])]}
+        return _failed(f"'Method {body['method']!r} is not implemented.'")
 
     def _reload(self, weights_path: str, is_checkpoint_format: bool) -> Any:
         assert is_checkpoint_format

@@ -6,7 +6,6 @@ import contextlib
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from safetensors.torch import save_file
 from server.stock_vllm import StockVllm
 
 import weightcast
-from weightcast.control.client import HttpRoutes
+from weightcast.control.server.app import EngineServer
+from weightcast.engines.module import ModuleEngine
 from weightcast.errors import (
     ControlError,
     EngineTornError,
@@ -27,9 +27,8 @@ from weightcast.errors import (
     UnsupportedError,
     WeightcastError,
 )
-from weightcast.integrations.vllm import stock_reload
-from weightcast.integrations.vllm.http import VllmRoutes
-from weightcast.integrations.vllm.stock_reload import FOLDER
+from weightcast.integrations.stock_directory import FOLDER
+from weightcast.integrations.vllm.stock_reload import StockVllmApi
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -72,7 +71,12 @@ def trained(directory: Path, *servers: StockVllm, **options: object) -> Iterator
     it = Trained(directory, *servers, **options)
     with it.publisher:
         yield it
-    assert not (directory / "store" / FOLDER).exists()
+    assert len(versions_of(directory)) <= 1
+
+
+def versions_of(directory: Path) -> list[str]:
+    """The versions that are written out, whole or not."""
+    return [path.name for path in (directory / "store" / FOLDER).glob("*") if path.name != "empty"]
 
 
 def test_versions_are_reloaded_in_a_pause_and_labelled_before_it_ends(vllm: StockVllm, tmp_path: Path) -> None:
@@ -84,7 +88,8 @@ def test_versions_are_reloaded_in_a_pause_and_labelled_before_it_ends(vllm: Stoc
             assert report.engines[vllm.url].pause_seconds > 0
             assert vllm.log == [*INSTALL, *LABEL_AND_RESUME]
             assert (vllm.label, vllm.is_paused, vllm.values()) == (str(number), False, [number + 1.0])
-            assert len(list((tmp_path / "store" / FOLDER).iterdir())) == 2, "this version, and one without tensors"
+            [version] = versions_of(tmp_path)
+            assert version.startswith(f"{number}-")
 
 
 def test_several_servers_share_one_folder(vllm: StockVllm, tmp_path: Path) -> None:
@@ -94,27 +99,32 @@ def test_several_servers_share_one_folder(vllm: StockVllm, tmp_path: Path) -> No
             assert [*vllm.values(), *other.values()] == [value, value]
 
 
-def test_a_client_without_a_folder_waits_for_no_other(vllm: StockVllm) -> None:
-    """As when one publisher is closed while another one of this process writes its folder."""
-    engine = stock_reload.detect(HttpRoutes(vllm.url, token=None, timeout_seconds=10), "keep")
-    assert engine is not None
-    with stock_reload._lock:
-        closing = threading.Thread(target=engine.close, daemon=True)
-        closing.start()
-        closing.join(30)
-        assert not closing.is_alive()
-
-
-def test_a_pause_that_fails_leaves_no_folder(vllm: StockVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(routes: VllmRoutes, mode: str) -> None:
+def test_a_pause_that_fails_is_the_servers_and_the_next_publish_works(
+    vllm: StockVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(api: StockVllmApi) -> None:
         raise ControlError("the pause failed", peer=vllm.url)
 
     with trained(tmp_path, vllm) as it:
         with monkeypatch.context() as patch:
-            patch.setattr(VllmRoutes, "pause", fail)
+            patch.setattr(StockVllmApi, "pause", fail)
             assert isinstance(it.failure(1.0), ControlError)
-        assert not (tmp_path / "store" / FOLDER).exists()
         assert it.publish(2.0).ok
+
+
+def test_each_name_of_a_tied_tensor_that_the_servers_checkpoint_has_is_loaded(vllm: StockVllm, tmp_path: Path) -> None:
+    (served,) = vllm.modules
+    served.head = torch.nn.Parameter(torch.zeros(8, 8))
+    save_file(served.state_dict(), tmp_path / "model.safetensors")
+    vllm.model = str(tmp_path)
+    tied = torch.nn.Linear(8, 8)
+    tied.head = tied.weight
+    torch.nn.init.constant_(tied.weight, 4.0)
+    store = f"file://{tmp_path}/store"
+    with weightcast.Publisher(weightcast.ModuleSource(tied), transport=store, engines=[vllm.url]) as publisher:
+        assert publisher.publish().ok
+    assert served.head is not served.weight
+    assert (float(served.head.detach()[0, 0]), vllm.values()) == (4.0, [4.0])
 
 
 def test_a_torn_server_is_cleared_before_it_reloads_again(vllm: StockVllm, tmp_path: Path) -> None:
@@ -125,12 +135,12 @@ def test_a_torn_server_is_cleared_before_it_reloads_again(vllm: StockVllm, tmp_p
         assert isinstance(error, InstallError)
         assert error.torn
         assert "the loader broke" in str(error)
-        assert (vllm.label, vllm.is_paused) == ("1-incomplete", True)
+        assert (vllm.label, vllm.is_paused) == ("incomplete, was 0", True)
     assert vllm.is_paused, "closing the publisher resumed a torn server"
     vllm.log.clear()
     with trained(tmp_path, vllm) as it:
         assert it.publish(3.0).ok
-    assert vllm.log == [*INSTALL[:2], "reload of 0 tensors", INSTALL[2], *LABEL_AND_RESUME]
+    assert vllm.log == [INSTALL[0], "reload of 0 tensors", INSTALL[2], *LABEL_AND_RESUME]
     assert (vllm.label, vllm.is_paused, vllm.values()) == ("2", False, [3.0])
 
 
@@ -220,7 +230,7 @@ def test_if_the_publisher_dies_in_a_pause_its_guard_installs_what_was_sealed(
         with trained(tmp_path, vllm) as it:
             while "reload of 2 tensors" not in vllm.log:
                 assert not vllm.resumed.wait(0.05)
-            assert (vllm.label, vllm.is_paused) == ("5-incomplete", True)
+            assert (vllm.label, vllm.is_paused) == ("incomplete, was default", True)
             assert it.publish(1.0).ok
     else:
         assert vllm.resumed.wait(30)
@@ -236,5 +246,17 @@ def test_a_version_that_can_not_be_written_out_leaves_no_folder(vllm: StockVllm,
         with pytest.raises(PublishError) as caught:
             publisher.publish()
         assert isinstance(caught.value.failures[vllm.url], UnsupportedError)
-        assert not (tmp_path / "store" / FOLDER).exists()
+        assert not versions_of(tmp_path)
     assert (vllm.log, vllm.is_paused) == ([], False)
+
+
+def test_a_server_that_was_replaced_by_another_kind_is_asked_anew(vllm: StockVllm, tmp_path: Path) -> None:
+    """On the same port first vLLM, then the reference server; beside it a vLLM all the while."""
+    serving = torch.nn.Linear(8, 8)
+    with StockVllm(backend=None).serve() as replaced:
+        it = Trained(tmp_path, vllm, replaced)
+        assert it.publish(1.0).ok
+    with EngineServer(ModuleEngine(serving), port=int(replaced.url.rpartition(":")[2])), it.publisher:
+        assert "another server now: publish again" in str(it.failure(5.0))
+        assert it.publish(6.0).ok
+        assert (float(serving.weight.detach()[0, 0]), vllm.values()) == (6.0, [6.0])

@@ -18,7 +18,7 @@ from publishers import publisher_of
 from server.offline_vllm import OfflineLLM, OnlineLLM
 
 import weightcast
-from weightcast.errors import ControlError, InstallError, PeerDiedError, PeerTimeoutError, PublishError
+from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError, PublishError
 from weightcast.integrations.vllm import AsyncLLMEngine, LLMEngine, RayEngine
 from weightcast.integrations.vllm.clients import detect
 from weightcast.seams.client import EngineClient, ServesTraffic, TwoPhaseInstall
@@ -155,11 +155,6 @@ class EngineDeadError(Exception):
         (EngineDeadError("gone"), PeerDiedError, "LLM has died: gone"),
         (TimeoutError(), PeerTimeoutError, "no answer in time"),
         (NotImplementedError("no such method"), ControlError, "NotImplementedError: no such method"),
-        (
-            RuntimeError('x weightcast-error: {"kind": "InstallError", "message": "m", "torn": true}'),
-            InstallError,
-            "^m$",
-        ),
     ],
 )
 def test_errors_of_vllm_become_ours(

@@ -372,7 +372,7 @@ def test_a_call_that_takes_longer_than_a_request_may_is_answered(
                 with contextlib.suppress(ConnectionResetError):
                     assert idle.recv(1) == b""  # as long as the other one may take as well
             assert not call.done()
-        assert call.result().json() == {"message": "paused"}
+        assert call.result().json() == {"status": "paused"}
 
 
 _SERVER_OF_256 = """

@@ -113,7 +113,6 @@ class Scheduler:
         self.groups: dict[str, list[Any]] = {}
         self.log: list[str] = []
         self.fault: dict[str, Any] = {}
-        self.may_join = threading.Event()
         self.num_flushed = 0
         self.bytes_on_wire = 0
 
@@ -169,8 +168,6 @@ class Scheduler:
             raise Refused("Failed to initialize custom process group: no.")
         if self.take_fault("die joining"):
             os._exit(1)
-        if self.take_fault("join late"):
-            self.may_join.wait()
         name, groups = body["group_name"], [None] * len(self.ranks)
 
         def join(rank: int) -> None:
@@ -308,7 +305,7 @@ def app(scheduler: Scheduler, key: str) -> Any:
     @made.get("/server_info")
     def server_info() -> Any:
         held = {"tp_size": len(scheduler.ranks), "dp_size": 1, "pp_size": 1, "quantization": None, "dtype": "float32"}
-        return held | {"version": "0.5.23"} | scheduler.overrides
+        return held | {"version": "0.5.23", "host": "127.0.0.1"} | scheduler.overrides
 
     @made.post("/weights_checker")
     def weights_checker() -> Any:
@@ -322,11 +319,6 @@ def app(scheduler: Scheduler, key: str) -> Any:
     @made.post("/_fault")
     def fault(body: dict[str, Any]) -> Any:
         scheduler.fault = body
-        return {}
-
-    @made.post("/_join")
-    def join() -> Any:
-        scheduler.may_join.set()
         return {}
 
     def route(name: str) -> Any:

@@ -38,8 +38,6 @@ from weightcast.errors import (
     WeightcastError,
 )
 from weightcast.format.manifest import TensorSpec
-from weightcast.integrations.sglang.stock.route_tensor import _require_here
-from weightcast.process_group import serve_store
 from weightcast.seams.source import Regions
 
 pytestmark = [
@@ -365,8 +363,8 @@ DIE_IN_JOIN = """
 import sys
 from sglang_dialect.dying import die_in_join
 from sglang_dialect.test_stock_fleet import Trained, publisher
-url, moment, transport, store_port = sys.argv[1:]
-die_in_join(moment, int(store_port))
+url, moment, transport = sys.argv[1:]
+die_in_join(moment)
 with publisher(Trained().step(1), *url.split(), transport=transport) as made:
     made.publish(version=1)
 """
@@ -376,83 +374,31 @@ with publisher(Trained().step(1), *url.split(), transport=transport) as made:
     ("moment", "num_ranks", "transport"),
     [
         *((moment, num_ranks, GLOO) for moment in MOMENTS for num_ranks in (1, 2)),
-        ("before ranks connect", 1, "gloo://[::1]:0"),
         ("when ranks wait for ours", 1, "gloo://[::1]:0"),
     ],
 )
 def test_a_trainer_that_is_killed_in_a_join_leaves_servers_as_they_were(
     start: Start, moment: Moment, num_ranks: int, transport: str, python: WarmPython
 ) -> None:
-    store, port = serve_store("127.0.0.1", DEADLINE_SECONDS)
     server = start(num_ranks=num_ranks)
-    assert python.run(DIE_IN_JOIN, server.url, moment, transport, str(port)) == -signal.SIGKILL
+    assert python.run(DIE_IN_JOIN, server.url, moment, transport) == -signal.SIGKILL
     wait_until_it_serves(server)
     assert "init_weights_update_group" in server.state()["log"]
     assert_serves_default(server)
     with publisher(Trained().step(2), server) as made:
         assert made.publish(version=2).ok
     assert_serves(server, 2, 2)
-    del store
 
 
 def test_every_server_that_joins_when_the_trainer_is_killed_is_let_go(start: Start, python: WarmPython) -> None:
     servers = [start(), start(num_ranks=2), start()]
     urls = " ".join(server.url for server in servers)
-    assert python.run(DIE_IN_JOIN, urls, "when ranks wait for ours", GLOO, "0") == -signal.SIGKILL
+    assert python.run(DIE_IN_JOIN, urls, "when ranks wait for ours", GLOO) == -signal.SIGKILL
     for server in servers:
         wait_until_it_serves(server)
         assert_serves_default(server)
     with publisher(Trained().step(2), *servers) as made:
         assert made.publish(version=2).ok
-
-
-def test_a_server_that_joins_a_group_that_was_given_up_is_let_go(start: Start) -> None:
-    server, other, source = start(), start(), Trained()
-    server.fault("join late")
-    with publisher(source.step(1), server, other, deadline_seconds=6.0) as made:
-        found = failures(made, version=1)
-        assert list(found) == [server.url]
-        assert isinstance(found[server.url], PeerTimeoutError)
-        assert_serves(other, 1, 1)
-        server.http.post("/_join").raise_for_status()
-        wait_until_it_serves(server)
-        source.step(2)
-        assert made.publish(version=2).ok
-        assert_serves(server, 2, 2)
-
-
-FORK_AND_DIE = """
-import os, sys
-from sglang_dialect.dying import die_in_join
-from sglang_dialect.test_stock_fleet import Trained, publisher
-from weightcast.integrations.sglang.stock import group as stock_group
-url, alive = sys.argv[1:]
-die_in_join("when ranks wait for ours")
-die = stock_group.ProcessGroup
-def fork_and_die(backend, store, *, size, **options):
-    store.wait([f"0/{rank}" for rank in range(1, size)])
-    if os.fork() == 0:
-        os.read(int(alive), 1)
-        os._exit(0)
-    die(backend, store, size=size)
-stock_group.ProcessGroup = fork_and_die
-with publisher(Trained().step(1), url) as made:
-    made.publish(version=1)
-"""
-
-
-def test_a_forked_child_of_a_killed_trainer_keeps_no_server_in_the_join(start: Start) -> None:
-    server = start()
-    read, write = os.pipe()
-    try:
-        command = [sys.executable, "-c", FORK_AND_DIE, server.url, str(read)]
-        with subprocess.Popen(command, env=ENVIRONMENT, pass_fds=[read]) as trainer:
-            assert trainer.wait(60) == -signal.SIGKILL
-        wait_until_it_serves(server)
-        assert_serves_default(server)
-    finally:
-        os.close(write)
-        os.close(read)
 
 
 def wait_until_it_serves(server: StockSglang) -> None:
@@ -559,12 +505,26 @@ def test_what_a_publisher_cannot_have_of_stock_sglang(start: Start, options: dic
     assert server.state()["log"] == []
 
 
-def test_memory_is_shared_only_with_a_server_of_this_host() -> None:
-    class Elsewhere:
-        name = "http://192.0.2.1:30000"
-
-    with pytest.raises(UnsupportedError, match="this host"):
-        _require_here(Elsewhere())  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"host": "0.0.0.0"}, r"listens on 0\.0\.0\.0.*--host 127\.0\.0\.1.*gloo://"),
+        ({"host": ""}, "listens on an unknown address"),
+        ({"version": "0.9.1"}, r"is SGLang 0\.9\.1; .* is known of 0\.5\.23 only"),
+    ],
+)
+def test_memory_is_shared_only_with_a_known_server_of_this_host(
+    start: Start, overrides: dict[str, Any], words: str
+) -> None:
+    server = start(overrides=overrides)
+    with publisher(Trained(), server, transport="ipc://") as made:
+        error = failures(made)[server.url]
+    assert isinstance(error, UnsupportedError)
+    with pytest.raises(UnsupportedError, match=words):
+        raise error
+    assert server.state()["values"]
+    with publisher(Trained().step(2), server) as made:
+        assert made.publish(version=2).ok
 
 
 def test_versions_grow_above_what_a_server_is_labelled_with(start: Start) -> None:

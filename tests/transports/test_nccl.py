@@ -21,7 +21,6 @@ from weightcast.format.plan import plan
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.integrations.sglang.stock.group import StockGroup
-from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Broadcast, ProcessGroup, join_store, serve_store
 from weightcast.testing.transport_kit import RUN, Background, Reader, RecoveringSender, send, value_of, version
 from weightcast.transports.collective.sender import CollectiveSender
@@ -260,33 +259,31 @@ def test_what_a_broken_transfer_may_still_write_to_is_kept_until_the_abort(hall:
 
 def test_a_group_with_stock_servers_has_their_limit_of_thread_blocks(hall: Hall) -> None:
     """They set none, and NCCL connects no members whose own limits differ, on a host with more channels than that."""
-    watchdog = Watchdog()
-    with contextlib.closing(watchdog):
-        group = StockGroup("weightcast-1", "nccl", "127.0.0.1", 2, PATIENCE_SECONDS, watchdog)
-        group.connect()
-        torch_groups: Any = torch.distributed
-        nccl = torch_groups.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = datetime.timedelta(seconds=PATIENCE_SECONDS)
-        received = hall.gpu.tensor(torch.zeros(8))
+    group = StockGroup("weightcast-1", "nccl", "127.0.0.1", 2, PATIENCE_SECONDS)
+    group.connect()
+    torch_groups: Any = torch.distributed
+    nccl = torch_groups.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = datetime.timedelta(seconds=PATIENCE_SECONDS)
+    received = hall.gpu.tensor(torch.zeros(8))
 
-        def join() -> None:
-            with host_device.own_thread(hall.gpu.device):
-                store = join_store("127.0.0.1", group.port, PATIENCE_SECONDS)
-                for prefix in ("weightcast-1", "weightcast-1/", "cuda/"):
-                    store = torch.distributed.PrefixStore(prefix, store)
-                server = nccl(store, 1, 2, options)
-                wait_until(server.broadcast([received], None).is_completed)
-                assert is_over.wait(PATIENCE_SECONDS)
-                server.abort()
+    def join() -> None:
+        with host_device.own_thread(hall.gpu.device):
+            store = join_store("127.0.0.1", group.port, PATIENCE_SECONDS)
+            for prefix in ("weightcast-1", "weightcast-1/", "cuda/"):
+                store = torch.distributed.PrefixStore(prefix, store)
+            server = nccl(store, 1, 2, options)
+            wait_until(server.broadcast([received], None).is_completed)
+            assert is_over.wait(PATIENCE_SECONDS)
+            server.abort()
 
-        is_over = threading.Event()
-        server = Background(join)
-        group.broadcast(hall.gpu.tensor(torch.ones(8)))
-        is_over.set()
-        server.result()
-        assert hall.gpu.read(received).tolist() == [1.0] * 8
-        group.end()
+    is_over = threading.Event()
+    server = Background(join)
+    group.broadcast(hall.gpu.tensor(torch.ones(8)))
+    is_over.set()
+    server.result()
+    assert hall.gpu.read(received).tolist() == [1.0] * 8
+    group.close()
 
 
 def tensors_on(gpu: LazyGpu) -> list[torch.Tensor]:
@@ -377,13 +374,11 @@ def test_connecting_ends_by_the_deadline_although_a_member_never_comes(hall: Hal
 
 def test_the_first_broadcast_to_a_stock_server_that_never_joined_ends_by_the_deadline(hall: Hall) -> None:
     """Its group connects only then, and NCCL would wait for it for ever."""
-    watchdog = Watchdog()
-    with contextlib.closing(watchdog):
-        group = StockGroup("weightcast-1", "nccl", "127.0.0.1", 2, SHORT_SECONDS, watchdog)
-        group.connect()
-        with pytest.raises(PeerTimeoutError, match="not all members have come"):
-            group.broadcast(hall.gpu.tensor(torch.zeros(8)))
-        group.end()
+    group = StockGroup("weightcast-1", "nccl", "127.0.0.1", 2, SHORT_SECONDS)
+    group.connect()
+    with pytest.raises(PeerTimeoutError, match="not all members have come"):
+        group.broadcast(hall.gpu.tensor(torch.zeros(8)))
+    group.close()
 
 
 def test_a_group_whose_sender_never_connects_is_given_up_at_both_ends(

@@ -24,7 +24,6 @@ import h11
 import msgspec
 
 from weightcast import registry
-from weightcast.control.worker_rpc import unmarked
 from weightcast.errors import (
     ClosedError,
     ControlError,
@@ -405,7 +404,7 @@ class HttpRoutes:
             else:
                 message = error.get("message") if isinstance(error, Mapping) else error
                 if isinstance(message, str):
-                    text, record = message, unmarked(message)
+                    text = message
         if record is not None:
             raised = from_record(record)
             if isinstance(raised, PeerError):

@@ -1,4 +1,4 @@
-"""The weight routes of the reference server, and what every route shares: bodies under a cap, errors as replies.
+"""The weight routes of every server, in one table, and what they share: bodies under a cap, errors as replies.
 
 Invariants: with a token set, no weight route answers without it; without one, none answers a browser's page; a call
 that could block runs in a thread, never on the event loop. Bodies are decoded as typed records, and never held in
@@ -11,14 +11,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, cast, get_args
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, NamedTuple, Protocol, cast, get_args
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from weightcast.errors import (
     ClosedError,
@@ -30,13 +28,19 @@ from weightcast.errors import (
     PeerDiedError,
     PeerTimeoutError,
     RefusedError,
-    UnsupportedError,
     UpdateAbortedError,
     to_record,
 )
-from weightcast.format.manifest import MAX_BYTES, MAX_MESSAGE_BYTES, decode
-from weightcast.format.messages import DtypesQuestion, InitInfo, PauseMode, TensorDtypes, UpdateInfo
-from weightcast.serving.worker import Worker
+from weightcast.format.manifest import MAX_BYTES, MAX_MESSAGE_BYTES, TensorSpec, decode
+from weightcast.format.messages import (
+    DtypesQuestion,
+    HeldWeights,
+    InitInfo,
+    PauseMode,
+    TensorDtypes,
+    UpdateInfo,
+    WeightInfo,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -179,105 +183,139 @@ def guarded(handler: Handler, *, token: str | None, on_error: Callable[[Exceptio
     return answering(handler, reply_to, refuse)
 
 
-class WeightRoutes:
-    """One worker's routes. `pool` runs the calls that may block; without a `token` all local processes may call.
+class InstallAnswer(NamedTuple):
+    """An install's outcome. `pause_seconds`: for how long the engine was paused for it, where it pauses by itself."""
 
-    `on_error` gets each error that a route answers with.
+    weight_version: str
+    run: str
+    pause_seconds: float | None = None
+
+
+class ServedEngine(Protocol):
+    """The engine behind the routes, for one event loop. Errors are WeightcastErrors.
+
+    `default_pause`: what a pause without a mode is. `run`: the caller's, where it says so.
     """
 
-    def __init__(
-        self, worker: Worker, pool: ThreadPoolExecutor, *, token: str | None, on_error: Callable[[Exception], None]
-    ) -> None:
-        self._worker = worker
-        self._pool = pool
-        self._token = token
-        self._on_error = on_error
+    default_pause: PauseMode
 
-    def routes(self) -> list[Route]:
-        handlers: list[tuple[str, str, Handler]] = [
-            ("POST", "/init_weight_transfer_engine", self._init),
-            ("POST", "/start_weight_update", self._start),
-            ("POST", "/update_weights", self._update),
-            ("POST", "/finish_weight_update", self._finish),
-            ("POST", "/pause", self._pause),
-            ("POST", "/resume", self._resume),
-            ("POST", "/shutdown_weight_transfer_engine", self._shutdown),
-            ("GET", "/weight_info", self._info),
-            ("GET", "/is_paused", self._is_paused),
-            ("GET", "/get_world_size", self._world_size),
-            ("GET", "/weight_specs", self._specs),
-            ("GET", "/weight_digests", self._digests),
-            ("POST", "/weight_dtypes", self._dtypes),
-            ("POST", "/quarantine", self._quarantine),
-        ]
-        return [
-            Route(path, guarded(handler, token=self._token, on_error=self._on_error), methods=[method])
-            for method, path, handler in handlers
-        ]
+    async def init(self, info: InitInfo) -> None: ...
 
-    def _run(self, call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+    async def update(self, info: UpdateInfo) -> None: ...
 
-    # --- vLLM's routes ---
+    async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
+        """Install the sealed version; goes on to its end also where the caller waits no longer."""
+        ...
 
-    async def _init(self, request: Request) -> Response:
-        body = await read_body(request, MAX_SMALL_BODY_BYTES)
-        await self._run(self._worker.init, decode(body, InitBody).init_info)
-        return reply({"message": "the weight transfer is being initialised"})
+    async def pause(self, mode: PauseMode, run: str, *, clear_cache: bool) -> None: ...
 
-    async def _start(self, request: Request) -> Response:
-        # An offer starts an update here; vLLM's clients call this first.
-        return reply({"message": "ready for an offer"})
+    async def resume(self, run: str) -> None:
+        """Raises EngineTornError if it must not serve."""
 
-    async def _update(self, request: Request) -> Response:
-        body = await read_body(request, MAX_MESSAGE_BYTES)
-        await self._run(lambda: self._worker.update(decode(body, UpdateBody).update_info))
-        return reply({"message": "taken"})
+    async def shutdown(self) -> None: ...
 
-    async def _finish(self, request: Request) -> Response:
-        body = await read_body(request, MAX_SMALL_BODY_BYTES)
-        number, run = version_number(decode(body, FinishBody).weight_version), request.query_params.get("run", "")
-        version = await self._run(self._worker.finish, number, run)
-        return reply({"message": "installed", "weight_version": str(version.number), "run": version.run})
+    async def info(self) -> WeightInfo: ...
 
-    async def _pause(self, request: Request) -> Response:
-        await self._run(self._worker.pause, pause_mode(request, "keep"), request.query_params.get("run", ""))
-        return reply({"message": "paused"})
+    async def is_paused(self) -> bool: ...
 
-    async def _resume(self, request: Request) -> Response:
-        self._worker.gate.resume(owner=request.query_params.get("run", ""))
-        return reply({"message": "resumed"})
+    async def world_size(self, *, with_data_parallel: bool) -> int: ...
 
-    async def _shutdown(self, request: Request) -> Response:
-        await self._run(self._worker.shutdown)
-        return reply({"message": "no publisher holds this engine"})
+    async def held(self, names: Sequence[str], start: int, limit_bytes: int) -> HeldWeights: ...
 
-    async def _is_paused(self, request: Request) -> Response:
-        return reply({"is_paused": self._worker.gate.is_paused})
+    async def dtypes(self, specs: list[TensorSpec]) -> dict[str, str]: ...
 
-    async def _world_size(self, request: Request) -> Response:
-        return reply({"world_size": self._worker.info().world_size})
+    async def quarantine(self, reason: str) -> None: ...
 
-    async def _info(self, request: Request) -> Response:
-        return reply(self._worker.info())
 
-    # --- weightcast's own routes ---
+class RouteCall(NamedTuple):
+    """A request of a weight route: its engine, its body where the route takes one, and its query."""
 
-    async def _specs(self, request: Request) -> Response:
-        specs = await self._run(self._worker.engine.specs)
-        if specs is None:
-            raise UnsupportedError(f"{type(self._worker.engine).__name__} can't say which tensors it takes")
-        return reply({"tensors": list(specs)})
+    engine: ServedEngine
+    body: Any
+    request: Request
 
-    async def _dtypes(self, request: Request) -> Response:
-        body = await read_body(request, MAX_MESSAGE_BYTES)
-        return reply(await self._run(lambda: TensorDtypes(self._worker.dtypes(decode(body, DtypesQuestion).tensors))))
+    @property
+    def run(self) -> str:
+        return self.request.query_params.get("run", "")
 
-    async def _digests(self, request: Request) -> Response:
-        names = set(request.query_params.getlist("names"))
-        return reply(await self._run(self._worker.held, names, *held_range(request)))
+    def is_on(self, option: str) -> bool:
+        """Whether an option of the query, which is on by default, is not switched off."""
+        return self.request.query_params.get(option, "true").lower() not in ("false", "0", "no", "off")
 
-    async def _quarantine(self, request: Request) -> Response:
-        body = await read_body(request, MAX_SMALL_BODY_BYTES)
-        self._worker.gate.tear(decode(body, QuarantineBody).reason)
-        return reply({"message": "this engine serves again once a complete update has come"})
+
+async def _started(call: RouteCall) -> None:
+    """An offer starts an update here; vLLM's clients call this first."""
+
+
+async def _finish(call: RouteCall) -> dict[str, Any]:
+    number, mode = version_number(call.body.weight_version), pause_mode(call.request, "keep")
+    answer = (await call.engine.finish(number, mode, call.run))._asdict()
+    return {"message": "installed", **{name: value for name, value in answer.items() if value is not None}}
+
+
+async def _pause(call: RouteCall) -> dict[str, str]:
+    mode = pause_mode(call.request, call.engine.default_pause)
+    await call.engine.pause(mode, call.run, clear_cache=call.is_on("clear_cache"))
+    return {"status": "paused"}
+
+
+async def _resume(call: RouteCall) -> Any:
+    try:
+        await call.engine.resume(call.run)
+    except EngineTornError as exc:
+        return error_reply(exc, 409)  # 503 is for what may be asked again as it is
+    return {"status": "resumed"}
+
+
+async def _digests(call: RouteCall) -> HeldWeights:
+    return await call.engine.held(call.request.query_params.getlist("names"), *held_range(call.request))
+
+
+async def _dtypes(call: RouteCall) -> TensorDtypes:
+    return TensorDtypes(await call.engine.dtypes(call.body.tensors))
+
+
+async def _is_paused(call: RouteCall) -> dict[str, bool]:
+    return {"is_paused": await call.engine.is_paused()}
+
+
+async def _world_size(call: RouteCall) -> dict[str, int]:
+    return {"world_size": await call.engine.world_size(with_data_parallel=call.is_on("include_dp"))}
+
+
+WEIGHT_ROUTES: tuple[tuple[str, str, Any, Callable[[RouteCall], Awaitable[Any]]], ...] = (
+    ("POST", "/init_weight_transfer_engine", InitBody, lambda call: call.engine.init(call.body.init_info)),
+    ("POST", "/start_weight_update", None, _started),
+    ("POST", "/update_weights", UpdateBody, lambda call: call.engine.update(call.body.update_info)),
+    ("POST", "/finish_weight_update", FinishBody, _finish),
+    ("POST", "/shutdown_weight_transfer_engine", None, lambda call: call.engine.shutdown()),
+    ("POST", "/pause", None, _pause),
+    ("POST", "/resume", None, _resume),
+    ("GET", "/weight_info", None, lambda call: call.engine.info()),
+    ("GET", "/is_paused", None, _is_paused),
+    ("GET", "/get_world_size", None, _world_size),
+    ("GET", "/weight_digests", None, _digests),
+    ("POST", "/weight_dtypes", DtypesQuestion, _dtypes),
+    ("POST", "/quarantine", QuarantineBody, lambda call: call.engine.quarantine(call.body.reason)),
+)
+"""The control protocol: method, path, the record that the body is, and what is called."""
+_LARGE_BODIES = (UpdateBody, DtypesQuestion)
+"""Those that may be as large as a message; they are decoded in a thread."""
+
+
+def weight_handlers(find: Callable[[], ServedEngine]) -> list[tuple[str, str, Handler]]:
+    """Method, path and handler of each route. `find` gives the engine, or raises ClosedError where there is none."""
+
+    def handler(kind: Any, answer: Callable[[RouteCall], Awaitable[Any]]) -> Handler:
+        async def handle(request: Request) -> Response:
+            body: Any = None
+            if kind in _LARGE_BODIES:
+                body = await asyncio.to_thread(decode, await read_body(request, MAX_MESSAGE_BYTES), kind)
+            elif kind is not None:
+                body = decode(await read_body(request, MAX_SMALL_BODY_BYTES), kind)
+            result = await answer(RouteCall(find(), body, request))
+            return result if isinstance(result, Response) else reply({"message": "done"} if result is None else result)
+
+        return handle
+
+    return [(method, path, handler(kind, answer)) for method, path, kind, answer in WEIGHT_ROUTES]

@@ -7,7 +7,6 @@ failed update, since vLLM stops reading replies at the first that did (and answe
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias
@@ -135,22 +134,3 @@ def replies_to(values: Mapping[str, Any], answers: Any, peer: str) -> list[RankR
             peer=peer,
         )
     return replies
-
-
-_MARK = "weightcast-error: "
-
-
-def marked(record: ErrorRecord) -> str:
-    """What to raise with where an engine's control plane passes on texts only; `unmarked` finds the record in it."""
-    return f"{record.message} {_MARK}{msgspec.json.encode(record).decode()}"
-
-
-def unmarked(text: str) -> ErrorRecord | None:
-    """The record inside an error's text, whatever was wrapped around it; None if there is none."""
-    _, found, rest = text.rpartition(_MARK)
-    if not found:
-        return None
-    try:
-        return msgspec.convert(json.JSONDecoder().raw_decode(rest)[0], ErrorRecord)
-    except (ValueError, RecursionError):
-        return None

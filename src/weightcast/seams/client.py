@@ -26,7 +26,7 @@ import torch
 
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldWeights, InitInfo, UpdateInfo, WeightInfo
-from weightcast.links.watchdog import RecoveryRequest, Watchdog
+from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.transport import Sender
 
 
@@ -100,13 +100,12 @@ class TwoPhaseInstall(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SenderContext:
-    """What a client's sender is made from: the transport's URL, the run, the device of the weights, the watchdog."""
+    """What a client's sender is made from: the transport's URL, the run, the device of the weights, the deadline."""
 
     url: str
     run: str
     device: torch.device
     deadline_seconds: float
-    watchdog: Watchdog
 
 
 @runtime_checkable
@@ -115,10 +114,11 @@ class BringsSender(Protocol):
 
     Called whenever a publisher connects. `known` are the senders that others have brought: engines of one kind share
     one, and each sender is packed for once. Its peers are the clients' names. Such an engine is paused while it is
-    sent to, unless the sender is staged; then `finish` follows as ever. Raises UnsupportedError.
+    sent to, unless the sender is staged; then `finish` follows as ever. None: with this transport it takes what the
+    publisher sends, as any engine. Raises UnsupportedError.
     """
 
-    def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender: ...
+    def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender | None: ...
 
 
 @runtime_checkable

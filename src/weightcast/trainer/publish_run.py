@@ -441,7 +441,7 @@ class PublishRun:
         )
         member.join(listener, info)
         connections.add_client_sender(
-            member, SenderContext(address, self._run, connections.device, options.deadline_seconds, self._watchdog)
+            member, SenderContext(address, self._run, connections.device, options.deadline_seconds)
         )
 
     def _send(self, route: FleetRoute, fill: Fill) -> str:

@@ -24,8 +24,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weightcast.control.routes import WeightRoutes, refusal, reply
+from weightcast.control.routes import guarded, refusal, reply, weight_handlers
 from weightcast.control.server.metrics import ServerMetrics
+from weightcast.control.server.worker_engine import WorkerEngine
 from weightcast.engines.gate import Gate
 from weightcast.errors import ClosedError, WeightcastError
 from weightcast.format.manifest import WeightVersion
@@ -193,8 +194,13 @@ class EngineServer:
 
     def _make_server(self, token: str | None, model_name: str) -> uvicorn.Server:
         """uvicorn on a socket of ours, silent. In a thread that is not the main one it leaves signal handlers alone."""
+        engine = WorkerEngine(self.worker, self._pool)
+        handlers = [*weight_handlers(lambda: engine), ("GET", "/weight_specs", engine.specs)]
         routes = [
-            *WeightRoutes(self.worker, self._pool, token=token, on_error=self._metrics.request_failed).routes(),
+            *(
+                Route(path, guarded(handler, token=token, on_error=self._metrics.request_failed), methods=[method])
+                for method, path, handler in handlers
+            ),
             Route("/health", self._health),
             Route("/metrics", self._metrics.show),
         ]

@@ -13,11 +13,23 @@ import contextlib
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from weightcast.control.worker_rpc import Ask, Dtypes, InstallCall, Prove, Quarantine, RankCall, Settle, UpdateCall
+from weightcast.control.routes import InstallAnswer, ServedEngine
+from weightcast.control.worker_rpc import (
+    Ask,
+    Dtypes,
+    Init,
+    InstallCall,
+    Leave,
+    Prove,
+    Quarantine,
+    RankCall,
+    Settle,
+    UpdateCall,
+)
 from weightcast.errors import (
     ClosedError,
     ControlError,
@@ -29,28 +41,23 @@ from weightcast.errors import (
     thrown,
 )
 from weightcast.format.manifest import TensorSpec
-from weightcast.format.messages import HeldWeights, Offer, PauseMode, WeightInfo
+from weightcast.format.messages import HeldWeights, InitInfo, Offer, PauseMode, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 
 T = TypeVar("T")
 _PEER = "engine"
+_INSTALL_SECONDS = 300.0
 
 
-class InstallAnswer(NamedTuple):
-    """An install's outcome. `pause_seconds`: how long the engine was paused for it."""
-
-    weight_version: str
-    run: str
-    pause_seconds: float
-
-
-class PluginEngine(abc.ABC):
+class PluginEngine(ServedEngine, abc.ABC):
     """The engine behind `host`, the server's name in errors. For one event loop. Errors are WeightcastErrors.
 
     `mutex` is shared by all API servers in front of the engine. Every wait for the host ends after `deadline_seconds`,
     but for those of an install whose pause has begun, which end with the host's.
     """
+
+    default_pause: PauseMode = "keep"
 
     def __init__(self, host: str, mutex: ServerMutex, deadline_seconds: float) -> None:
         self._host = host
@@ -58,6 +65,7 @@ class PluginEngine(abc.ABC):
         self._deadline_seconds = deadline_seconds
         self._own_label = ""
         """The label that this has given the host last."""
+        self._installs: set[asyncio.Task[InstallAnswer]] = set()
 
     # --- the host's side: what goes wrong there may be any exception ---
 
@@ -91,10 +99,29 @@ class PluginEngine(abc.ABC):
     @abc.abstractmethod
     async def _set_label(self, version: str) -> None: ...
 
-    @abc.abstractmethod
-    def world_size(self, *, with_data_parallel: bool) -> int: ...
-
     # --- the control protocol ---
+
+    async def init(self, info: InitInfo) -> None:
+        await self.call(Init(info))
+
+    async def update(self, info: UpdateInfo) -> None:
+        await self.call(UpdateCall(info))
+
+    async def shutdown(self) -> None:
+        await self.call(Leave())
+
+    async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
+        task = asyncio.create_task(self.install(number, mode, run))
+        self._installs.add(task)
+        task.add_done_callback(self._installs.discard)
+        try:
+            return await asyncio.wait_for(asyncio.shield(task), _INSTALL_SECONDS)
+        except TimeoutError as exc:
+            raise PeerTimeoutError(
+                f"the install of version {number} has not ended within {_INSTALL_SECONDS:g} s, and goes on: ask "
+                "/weight_info what became of it",
+                peer=_PEER,
+            ) from exc
 
     async def call(self, call: RankCall) -> None:
         """Raises the first error of any rank; ClosedError for a streamed offer to an engine that is not paused."""
@@ -175,12 +202,12 @@ class PluginEngine(abc.ABC):
     async def is_paused(self) -> bool:
         return await self._in_time(self._is_stopped())
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop generation until `resume`."""
+    async def pause(self, mode: PauseMode, run: str = "", *, clear_cache: bool = True) -> None:
+        """Stop generation until `resume`; where it can be left, a cache may be."""
         async with self._alone():
             await self._pause(mode)
 
-    async def resume(self) -> None:
+    async def resume(self, run: str = "") -> None:
         """Generate again. Raises EngineTornError if the weights are of no whole version."""
         async with self._alone():
             await self._require_whole(await self._in_time(self._replies(Ask())))

@@ -33,4 +33,4 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> EngineClient | None:
             f"{routes.name} serves weights quantised by {server.quantization}, which can't be sent "
             "to stock SGLang: start it without --quantization"
         )
-    return SglangStockServer(SglangRoutes(routes), model, server, pause=_PAUSES[pause], join=StockSender.joined)
+    return SglangStockServer(SglangRoutes(routes, model, server, _PAUSES[pause]), join=StockSender.joined)

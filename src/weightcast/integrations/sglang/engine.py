@@ -17,14 +17,14 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, HTTPException
 
-from weightcast.control.routes import guarded
+from weightcast.control.routes import guarded, weight_handlers
 from weightcast.control.worker_rpc import RankCall, RankReply
 from weightcast.errors import EngineTornError
 from weightcast.format.messages import PauseMode
 from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.engine import PluginEngine
 from weightcast.integrations.plugin.replies import Replies
-from weightcast.integrations.plugin.routes import EngineRoutes, TornGuard, log
+from weightcast.integrations.plugin.routes import TornGuard, log
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.sglang import internals
 from weightcast.integrations.sglang.scheduler import FORMAT
@@ -48,7 +48,7 @@ def attach(app: FastAPI, manager: Any) -> None:
     engine = SglangEngine(manager)
     token = os.environ.get(TOKEN_VARIABLE) or None
     require_one_key(manager.server_args, token)
-    for method, path, handler in EngineRoutes(lambda: engine).handlers():
+    for method, path, handler in weight_handlers(lambda: engine):
         endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(guarded(handler, token=token, on_error=log))
         app.add_api_route(path, endpoint, methods=[method])
     app.add_middleware(
@@ -91,7 +91,7 @@ class SglangEngine(PluginEngine):
         self._manager = manager
         self._continue = manager.continue_generation
 
-    def world_size(self, *, with_data_parallel: bool) -> int:
+    async def world_size(self, *, with_data_parallel: bool) -> int:
         """Of its ranks; SGLang with data parallelism is not updated."""
         return int(internals.parallel().tp_size)
 

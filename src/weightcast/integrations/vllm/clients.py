@@ -13,8 +13,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from weightcast.control.worker_rpc import METHOD, unmarked
-from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError, WeightcastError, from_record, with_extra
+from weightcast.control.worker_rpc import METHOD
+from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError, WeightcastError, with_extra
 from weightcast.format.messages import PauseMode
 from weightcast.host.deadline import in_background
 from weightcast.integrations.plugin.refusal import Refusal
@@ -199,9 +199,6 @@ class _Methods:
         except Exception as exc:
             if {"EngineDeadError", "RayActorError"} & {kind.__name__ for kind in type(exc).__mro__}:
                 raise PeerDiedError(f"{name} has died: {exc}", peer=name) from exc
-            record = unmarked(str(exc))
-            if record is not None:
-                raise from_record(record) from exc
             raise ControlError(f"{name}.{method} failed: {type(exc).__name__}: {exc}", peer=name) from exc
 
 

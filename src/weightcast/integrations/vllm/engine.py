@@ -19,17 +19,19 @@ DEADLINE_SECONDS = 50.0
 class VllmEngine(PluginEngine):
     """The engine behind `client`, vLLM's EngineClient. By default one API server is in front of it."""
 
+    default_pause = "abort"  # vLLM's own route's, in whose place ours stands
+
     def __init__(
         self, client: Any, mutex: ServerMutex | None = None, *, deadline_seconds: float = DEADLINE_SECONDS
     ) -> None:
         super().__init__("vLLM", ServerMutex.of_one() if mutex is None else mutex, deadline_seconds)
         self._client = client
 
-    def world_size(self, *, with_data_parallel: bool) -> int:
+    async def world_size(self, *, with_data_parallel: bool) -> int:
         parallel = self._client.vllm_config.parallel_config
         return int(parallel.world_size_across_dp if with_data_parallel else parallel.world_size)
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
+    async def pause(self, mode: PauseMode, run: str = "", *, clear_cache: bool = True) -> None:
         """Stop generation until `resume`; vLLM's own route may leave the caches."""
         if clear_cache:
             await super().pause(mode)

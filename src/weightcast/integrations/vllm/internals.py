@@ -27,16 +27,6 @@ _INFO = (
     *("can_load", "reset"),
 )
 
-
-WEIGHT_CALLS = {
-    "init_weight_transfer_engine": "init_transfer_engine",
-    "start_weight_update": "start_weight_update",
-    "start_draft_weight_update": "start_draft_weight_update",
-    "update_weights": "update_weights",
-    "finish_weight_update": "finish_weight_update",
-    "shutdown_weight_transfer_engine": "shutdown",
-}
-"""The worker's methods that call its transfer engine -> the engine's."""
 CHANGES = ("sleep", "discard", "reload_weights", "reset_weights")
 """The worker's methods by which vLLM changes the weights by itself, or takes their memory away."""
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
@@ -89,7 +79,7 @@ def require() -> Internals:
         problems += [f"{_RELOAD}.types:LayerReloadingInfo.{name}" for name in _INFO if name not in known]
     worker = found.get("worker")
     if worker is not None:
-        problems += [f"{worker.__name__}.{name}" for name in (*WEIGHT_CALLS, *CHANGES) if not hasattr(worker, name)]
+        problems += [f"{worker.__name__}.{name}" for name in CHANGES if not hasattr(worker, name)]
     if problems:
         raise UnsupportedError(
             f"vLLM {version()} lacks {len(problems)} of the names that weightcast leans on; "

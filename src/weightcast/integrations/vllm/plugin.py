@@ -16,8 +16,9 @@ from weightcast.errors import UnsupportedError, to_record
 from weightcast.format.messages import WeightInfo
 
 BACKEND = "weightcast"
+PLUGINS = "VLLM_PLUGINS=weightcast"
 OPTION = f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
-"""What vLLM must be started with."""
+"""The environment variable and the option that a vLLM server must be started with."""
 
 
 @functools.cache

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 
-from weightcast.control.routes import Handler, error_reply, guarded, pause_mode, reply
+from weightcast.control.routes import Handler, error_reply, guarded, weight_handlers
 from weightcast.errors import ClosedError, EngineTornError, WeightcastError
 from weightcast.integrations.plugin import TOKEN_VARIABLE
-from weightcast.integrations.plugin.routes import EngineRoutes, TornGuard, is_on, log
+from weightcast.integrations.plugin.routes import TornGuard, log
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.engine import VllmEngine
 
@@ -39,25 +40,22 @@ _OPERATIONS = {
 """By what names vLLM counts and times its own routes of these paths."""
 
 
-class WeightcastRoutes(EngineRoutes):
-    """What vLLM asks of an endpoint plugin. The pause has vLLM's own words, in place of whose route it stands."""
+class WeightcastRoutes:
+    """What vLLM asks of an endpoint plugin."""
 
     name = "weightcast"
     required_tasks = None
 
     def __init__(self) -> None:
-        super().__init__(self._require_engine)
         self._engine: VllmEngine | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes; vLLM drops its own of the same path and method."""
         token = os.environ.get(TOKEN_VARIABLE) or None
-        for method, path, handler in self.handlers():
+        for method, path, handler in weight_handlers(self._require_engine):
             recorded = _recorded(_OPERATIONS[path], handler) if path in _OPERATIONS else handler
             app.add_api_route(path, guarded(recorded, token=token, on_error=log), methods=[method])
-        for route in list(app.routes):
-            if isinstance(route, APIRoute) and route.path == "/wake_up":
-                app.add_api_route(route.path, self._waking(route.endpoint), methods=["POST"])
+        app.add_middleware(WakeGuard, find=self._require_engine)
         app.add_middleware(
             TornGuard, why_torn=self._why_torn, doubt=self._doubt, generation=_GENERATION, changing=_CHANGING
         )
@@ -83,23 +81,25 @@ class WeightcastRoutes(EngineRoutes):
         if self._engine is not None:
             self._engine.doubt()
 
-    async def _pause(self, request: Request) -> Response:
-        mode = pause_mode(request, "abort")
-        await self._require_engine().pause(mode, clear_cache=is_on(request, "clear_cache"))
-        return reply({"status": "paused"})
 
-    def _waking(self, wake_up: Handler) -> Handler:
-        """vLLM's own route, but for an engine that is torn, and never in the middle of an install."""
+class WakeGuard:
+    """Around vLLM's own /wake_up: not for an engine that is torn, and never in the middle of an install."""
 
-        async def waking(raw_request: Request) -> Response:
-            try:
-                async with self._require_engine().waking(raw_request.query_params.getlist("tags")):
-                    return await wake_up(raw_request)
-            except WeightcastError as exc:
-                log(exc)
-                return error_reply(exc, 409 if isinstance(exc, EngineTornError) else None)
+    def __init__(self, app: ASGIApp, find: Callable[[], VllmEngine]) -> None:
+        self._app = app
+        self._find = find
 
-        return waking
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) != "/wake_up":
+            await self._app(scope, receive, send)
+            return
+        try:
+            async with self._find().waking(Request(scope).query_params.getlist("tags")):
+                await self._app(scope, receive, send)
+        except WeightcastError as exc:
+            log(exc)
+            answer = error_reply(exc, 409 if isinstance(exc, EngineTornError) else None)
+            await answer(scope, receive, send)
 
 
 def _recorded(operation: Any, handler: Handler) -> Handler:

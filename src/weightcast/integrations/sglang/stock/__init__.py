@@ -1,5 +1,5 @@
 """Stock SGLang servers, with no code of ours beside them: their routes, and a sender that feeds all of them.
 
-`server` is one server, `sender` the data plane, `route_*` SGLang's three ways to take weights. `foreign` is for buckets
-of other frameworks; nothing here needs it.
+`server` is one server, `sender` the data plane, `route_*` two of SGLang's ways to take weights; the third, a directory,
+is `integrations.stock_directory`.
 """

@@ -2,9 +2,9 @@
 
 Each server has a group of its own, of its ranks and us: in a group of several servers one that is silent would leave
 others waiting for what it should pass on to them, and no one can wake these. Invariants: a group in which anything went
-wrong is cut at once, and made again for the same bucket: what was answered for a broken broadcast counts for nothing,
-since one rank may have loaded it and another not. A broadcast has half of the deadline, so that every living server has
-answered when the request itself times out.
+wrong is closed at once, and made again for the same bucket: what was answered for a broken broadcast counts for
+nothing, since one rank may have loaded it and another not. A join and a broadcast have half of the deadline, so that
+every living server has answered when the request itself times out.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from weightcast import registry
-from weightcast.errors import ControlError, PeerDiedError, UnsupportedError
+from weightcast.errors import ControlError, PeerDiedError, PeerError, UnsupportedError
 from weightcast.host import device as host_device
+from weightcast.host.closing import on_failure
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
 from weightcast.integrations.sglang.stock.group import StockGroup
 from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers, SglangStockServer
@@ -33,8 +34,6 @@ _OF_GROUPS = ("Failed to receive weights", "Failed to initialize custom process 
 class DistributedRoute:
     """`gloo://` and `nccl://`: implements `sender.Route`."""
 
-    is_staged = False
-
     def __init__(self, context: SenderContext) -> None:
         """Raises UnsupportedError where torch lacks the backend."""
         self._backend, self._host = registry.scheme(context.url), registry.host(context.url)
@@ -42,13 +41,11 @@ class DistributedRoute:
         if self._backend == "nccl" and context.device.type != "cuda":
             raise UnsupportedError(f"nccl moves no memory of {context.device}: use gloo:// or ipc://")
         self.device = context.device if self._backend == "nccl" else torch.device("cpu")
-        self._run, self._watchdog = context.run, context.watchdog
+        self._run = context.run
         self._deadline_seconds = context.deadline_seconds / 2
         self._numbers = itertools.count(1)
         self._groups: dict[SglangStockServer, StockGroup] = {}
-        self._unanswered: dict[str, list[StockGroup]] = {}
-        """By name, groups that a server was asked to join, and has not answered whether it did."""
-        # Each server needs two threads more while it is sent to.
+        # Our part of what each server does; one that has failed may go on to its deadline.
         self._pool = ThreadPoolExecutor(max_workers=2 * MAX_PARALLEL, thread_name_prefix="weightcast-stock")
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -61,7 +58,7 @@ class DistributedRoute:
             if gone.name in names:
                 # Connected again: the server is still in the group that its former client had it join.
                 gone.leave_group()
-            self._groups.pop(gone).end()
+            self._groups.pop(gone).close()
         servers.each(lambda server: self._retried(server, self._group_of))
 
     def ship(self, servers: Servers, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool) -> None:
@@ -80,13 +77,10 @@ class DistributedRoute:
         if group is None:
             name = f"weightcast-{self._run[:12]}-{next(self._numbers)}"
             size, server.group_name = 1 + server.num_ranks, name
-            group = StockGroup(name, self._backend, self._host, size, self._deadline_seconds, self._watchdog)
+            group = StockGroup(name, self._backend, self._host, size, self._deadline_seconds)
             self._groups[server] = group
             join = functools.partial(server.routes.join_group, name, self._host, group.port, 1, size, self._backend)
             self._both(server, group, join, group.connect)
-            # It does one call after another.
-            for former in self._unanswered.pop(server.name, []):
-                former.end()
         return group
 
     def _retried(self, server: SglangStockServer, call: Callable[[SglangStockServer], object]) -> None:
@@ -108,33 +102,39 @@ class DistributedRoute:
     ) -> None:
         """A request, and our own part of what it has the server do. Raises _Broken, or why the server failed.
 
-        Unless both succeed the group is closed when it returns, and no rank waits in it.
+        Unless both succeed the group is closed when it returns.
         """
-        asked, own = self._pool.submit(ask), self._pool.submit(beside)
-        both = {asked, own}
-        wait(both, return_when=FIRST_EXCEPTION)
-        if all(future.done() and future.exception() is None for future in both):
-            return
-        self._groups.pop(server, None)
-        group.cut()
-        wait(both)
-        error = asked.exception()
-        if error is None or isinstance(error, ControlError):
+
+        def take_part() -> None:
+            with on_failure(group.close):
+                beside()
+
+        own = self._pool.submit(take_part)
+        try:
+            with on_failure(group.close):
+                ask()
+        except PeerError as exc:
+            self._groups.pop(server, None)
+            if not isinstance(exc, ControlError):
+                server.group_name = ""  # it does not answer, or may still do what it was asked
+                raise
             server.leave_group()
-            group.end()
-        else:
-            server.group_name = ""
-            self._unanswered.setdefault(server.name, []).append(group)
-        if error is None or (isinstance(error, ControlError) and any(text in str(error) for text in _OF_GROUPS)):
-            raise _Broken(str(error or own.exception()))
-        raise error
+            if any(text in str(exc) for text in _OF_GROUPS):
+                raise _Broken(str(exc)) from exc
+            raise
+        try:
+            own.result()
+        except PeerError as exc:
+            self._groups.pop(server, None)
+            server.leave_group()
+            raise _Broken(str(exc)) from exc
 
     def close(self, servers: Servers) -> None:
         """Leave every group. Blocks for the servers' answers."""
         for server, group in self._groups.items():
             if server in servers.living:
                 server.leave_group()
-            group.end()
+            group.close()
         self._groups.clear()
         self._pool.shutdown()
 

@@ -8,16 +8,22 @@ field that SGLang does not know is ignored there without a word, so the bodies a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from weightcast.control.client import HttpRoutes
-from weightcast.errors import ControlError
+from weightcast.errors import ControlError, InstallError
+from weightcast.format.manifest import Manifest
+from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
+from weightcast.integrations.stock_directory import INCOMPLETE, ServerStatus, StockApi
+from weightcast.links.watchdog import RecoveryRequest
 
 SglangPause: TypeAlias = Literal["retract", "abort"]
 _FLATTENED = "flattened_bucket"
+_LOAD_SECONDS = 600.0
 _encode = msgspec.json.encode
 
 
@@ -35,6 +41,8 @@ class ServerInfo(msgspec.Struct):
     dp_size: int = 1
     pp_size: int = 1
     quantization: str | None = None
+    version: str = "unknown"
+    host: str = ""
     dtype: str = "auto"
 
 
@@ -51,29 +59,57 @@ class Checksums(msgspec.Struct):
     per_engine_checksum: str
 
 
-class SglangRoutes:
-    """The routes of the server at `routes`. Every call has a deadline; raises PeerError. Thread-safe."""
+class SglangRoutes(StockApi):
+    """The routes of the server at `routes`. Every call has a deadline; raises PeerError. Thread-safe.
 
-    def __init__(self, routes: HttpRoutes) -> None:
-        self.name = routes.name
-        self.headers = dict(routes.headers)
+    `pause`: what a pause does. `retract`: requests wait, and are recomputed by the new weights; `abort`: they end.
+    SGLang's third mode, `in_place`, is not offered: requests would go on with the old weights' cache.
+    """
+
+    def __init__(self, routes: HttpRoutes, model: ModelInfo, server: ServerInfo, pause: SglangPause) -> None:
+        self.name, self.kind = routes.name, "stock SGLang"
+        self.held = reference(model.model_path, revision=None, cache_dir=None)
+        self.dtype = server.dtype
+        self.remedy = "install weightcast beside it (if SGLANG_PLUGINS is set there, it must name weightcast)"
+        self.num_ranks = server.tp_size
+        self.version, self.listens_on = server.version, server.host
         self._routes = routes
+        self._pause_mode = pause
+        self._known: tuple[str, Checksums] | None = None
+        """The label of the last whole version, and the checksums of its weights."""
 
-    def model_info(self) -> ModelInfo:
-        return self._routes.get("/model_info", ModelInfo)
+    def status(self) -> ServerStatus:
+        return ServerStatus(self._routes.get("/model_info", ModelInfo).weight_version)
 
-    def checksums(self) -> Checksums:
+    # --- checksums ---
+
+    def _checksums(self) -> Checksums:
         """Of the weights as they are now, all ranks. Reads every weight once."""
         return self._routes.post_for("/weights_checker", _encode({"action": "checksum"}), Checksums)
 
+    def require_takes(self, manifest: Manifest, *, is_torn: bool) -> None:
+        """Note what the server holds: while it serves, and not in the pause; after an update it is known."""
+        former = self.status().label.removeprefix(INCOMPLETE)
+        if self._known is not None and self._known[0] != former:
+            self._known = None
+        if self._known is None and not is_torn:
+            self._known = former, self._checksums()
+
+    def is_unharmed(self) -> bool:
+        return self._known is not None and self._checksums() == self._known[1]
+
+    def require_alike(self, version: str) -> None:
+        """Raises InstallError if ranks hold different weights where they held the same before."""
+        checksums = self._checksums()
+        mixed = _mixed(None if self._known is None else self._known[1], checksums)
+        if mixed:
+            raise InstallError(f"{self.name}: its ranks hold different {mixed}: publish again", torn=True)
+        self._known = version, checksums
+
     # --- pauses ---
 
-    def pause(self, mode: SglangPause) -> None:
-        """Stop generating. `retract`: requests wait, and are recomputed by the new weights; `abort`: they end.
-
-        SGLang's third mode, `in_place`, is not offered: requests would go on with the old weights' cache.
-        """
-        self._post("/pause_generation", {"mode": mode})
+    def pause(self) -> None:
+        self._post("/pause_generation", {"mode": self._pause_mode})
 
     def resume(self) -> None:
         # SGLang's default empties a GPU's allocator first.
@@ -93,9 +129,9 @@ class SglangRoutes:
     def end(self) -> None:
         self._post("/end_weight_update", {})
 
-    def set_version(self, version: str) -> None:
+    def set_label(self, label: str) -> None:
         """Label the weights that are there now, in the scheduler and in front of it. No request is aborted."""
-        self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        self._post("/update_weight_version", _label(label))
 
     # --- weights ---
 
@@ -134,9 +170,33 @@ class SglangRoutes:
         body = {"serialized_named_tensors": handles, "load_format": _FLATTENED, "flush_cache": is_last}
         self._post("/update_weights_from_tensor", body, once=True)
 
-    def load_directory(self, path: str) -> None:
-        """Have every rank load a checkpoint directory of the server's file system, and drop the cache."""
-        self._post("/update_weights_from_disk", {"model_path": path, "flush_cache": True})
+    def load(self, directory: Path, *, was_torn: bool) -> None:
+        self._post("/update_weights_from_disk", _disk(directory))
+        self.require_alike(directory.name.partition("-")[0])
+
+    # --- for the watchdog ---
+
+    def recovery_requests(self, directory: Path, former: str, label: str) -> list[RecoveryRequest]:
+        return [
+            self.recovery_request("/update_weight_version", _label(f"{INCOMPLETE}{former}")),
+            self.recovery_request("/update_weights_from_disk", _disk(directory), {"success": True}, _LOAD_SECONDS),
+            self.recovery_request("/update_weight_version", _label(label)),
+            self.recovery_request("/continue_generation", {"torch_empty_cache": False}),
+        ]
+
+    def restoring_requests(self, former: str) -> list[RecoveryRequest]:
+        """End the session; if the weights are those of the former version, label them so and resume."""
+        known = None if self._known is None else self._known[1].per_engine_checksum
+        unharmed = {"per_engine_checksum": known}
+        return [
+            self.recovery_request("/end_weight_update", {}),
+            self.recovery_request("/weights_checker", {"action": "checksum"}, unharmed),
+            self.recovery_request("/update_weight_version", _label(former)),
+            self.recovery_request("/continue_generation", {"torch_empty_cache": False}),
+        ]
+
+    def recovery_request(self, path: str, body: Any, *options: Any) -> RecoveryRequest:
+        return RecoveryRequest(f"{self.name}{path}", dict(self._routes.headers), _encode(body).decode(), *options)
 
     def close(self) -> None:
         self._routes.close()
@@ -147,3 +207,24 @@ class SglangRoutes:
         All other routes set what is so already when they are called again, or, as `begin`, say so.
         """
         self._routes.post(path, _encode(body), once=once)
+
+
+def _label(label: str) -> dict[str, Any]:
+    return {"new_version": label, "abort_all_requests": False}
+
+
+def _disk(directory: Path) -> dict[str, Any]:
+    return {"model_path": str(directory), "flush_cache": True}
+
+
+def _mixed(before: Checksums | None, after: Checksums) -> str:
+    """A parameter that all ranks held alike before, and not now: one rank has loaded what another has not."""
+
+    def is_alike(checksums: Checksums, name: str) -> bool:
+        return len({rank.checksums.get(name) for rank in checksums.ranks}) == 1
+
+    if before is None or len(after.ranks) < 2 or len(before.ranks) != len(after.ranks):
+        return ""
+    return next(
+        (name for name in before.ranks[0].checksums if is_alike(before, name) and not is_alike(after, name)), ""
+    )

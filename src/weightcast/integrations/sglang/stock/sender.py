@@ -18,7 +18,6 @@ from weightcast.format.bucket import BucketBuffer, slot_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.integrations.sglang.stock.buckets import FlatBuckets, FlatTensor
-from weightcast.integrations.sglang.stock.route_disk import DiskRoute
 from weightcast.integrations.sglang.stock.route_distributed import DistributedRoute
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute
 from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers, SglangStockServer
@@ -29,17 +28,12 @@ _ROUTES: Mapping[str, Any] = {
     "gloo": DistributedRoute,
     "nccl": DistributedRoute,
     "ipc": TensorRoute,
-    "file": DiskRoute,
 }
 
 
 class Route(Protocol):
-    """A way of SGLang's to bring flattened buckets to servers. One thread calls it.
+    """A way of SGLang's to bring flattened buckets to servers. One thread calls it. `device`: where buckets lie."""
 
-    `is_staged`: servers serve on until the install. `device`: where buckets lie.
-    """
-
-    is_staged: bool
     device: torch.device
 
     def allocate(self, num_bytes: int) -> torch.Tensor: ...
@@ -58,10 +52,10 @@ class StockSender(Sender):
         """Raises UnsupportedError for a transport that SGLang has no route for."""
         scheme = registry.scheme(context.url)
         if scheme not in _ROUTES:
-            raise UnsupportedError(f"stock SGLang takes no weights over {scheme}://: use {', '.join(_ROUTES)}")
+            raise UnsupportedError(f"stock SGLang takes no weights over {scheme}://: use file, {', '.join(_ROUTES)}")
         self.address = context.url
         self._route: Route = _ROUTES[scheme](context)
-        self.is_staged = self._route.is_staged
+        self.is_staged = False
         self._known: dict[str, SglangStockServer] = {}
         self._pool = ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="weightcast-sglang")
         self._shipper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-ship")
@@ -85,7 +79,7 @@ class StockSender(Sender):
         return dict(self._servers.failures)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Begin an update: sessions are opened, and the servers marked. They are paused already, unless staged."""
+        """Begin an update: sessions are opened, and the servers marked. They are paused already."""
         if self._closed:
             raise ClosedError("this sender was closed")
         self.abort("the publisher began another update")
@@ -98,8 +92,7 @@ class StockSender(Sender):
             self._buffer = BucketBuffer.of(memory)
             self._flat = FlatBuckets(manifest, names, self._route.allocate)
         self._route.open(self._servers, version.number)
-        if not self._route.is_staged:
-            self._servers.each(SglangStockServer.begin)
+        self._servers.each(SglangStockServer.begin)
         self._current, self._is_open = -1, True
         return 0
 

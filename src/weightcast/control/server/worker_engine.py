@@ -1,0 +1,76 @@
+"""The worker of a reference server as its routes call it: what may block runs in a thread of `pool`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from weightcast.control.routes import InstallAnswer, ServedEngine, reply
+from weightcast.errors import UnsupportedError
+from weightcast.format.manifest import TensorSpec
+from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.serving.worker import Worker
+
+
+class WorkerEngine(ServedEngine):
+    """Pauses are of the gate, which knows whose each is."""
+
+    default_pause: PauseMode = "keep"
+
+    def __init__(self, worker: Worker, pool: ThreadPoolExecutor) -> None:
+        self._worker = worker
+        self._pool = pool
+
+    def _run(self, call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+
+    async def init(self, info: InitInfo) -> None:
+        await self._run(self._worker.init, info)
+
+    async def update(self, info: UpdateInfo) -> None:
+        await self._run(self._worker.update, info)
+
+    async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
+        version = await self._run(self._worker.finish, number, run)
+        return InstallAnswer(str(version.number), version.run)
+
+    async def pause(self, mode: PauseMode, run: str, *, clear_cache: bool) -> None:
+        await self._run(self._worker.pause, mode, run)
+
+    async def resume(self, run: str) -> None:
+        self._worker.gate.resume(owner=run)
+
+    async def shutdown(self) -> None:
+        await self._run(self._worker.shutdown)
+
+    async def info(self) -> WeightInfo:
+        return self._worker.info()
+
+    async def is_paused(self) -> bool:
+        return self._worker.gate.is_paused
+
+    async def world_size(self, *, with_data_parallel: bool) -> int:
+        return self._worker.info().world_size
+
+    async def held(self, names: Sequence[str], start: int, limit_bytes: int) -> HeldWeights:
+        found: HeldWeights = await self._run(self._worker.held, set(names), start, limit_bytes)
+        return found
+
+    async def dtypes(self, specs: list[TensorSpec]) -> dict[str, str]:
+        found: dict[str, str] = await self._run(self._worker.dtypes, specs)
+        return found
+
+    async def quarantine(self, reason: str) -> None:
+        self._worker.gate.tear(reason)
+
+    async def specs(self, request: Request) -> Response:
+        """The handler of /weight_specs, a route of this server alone."""
+        specs = await self._run(self._worker.engine.specs)
+        if specs is None:
+            raise UnsupportedError(f"{type(self._worker.engine).__name__} can't say which tensors it takes")
+        return reply({"tensors": list(specs)})

@@ -1,0 +1,116 @@
+"""The message by which a rank of stock SGLang maps a flattened bucket: the one pickle that weightcast writes.
+
+It is written opcode by opcode, from the closed table of names below and plain values; nothing here, or anywhere in
+weightcast, reads one. The names are of SGLang's list of what may be read: torch's own for memory that is shared between
+processes, and SGLang's for a GPU's, which knows a GPU by its UUID. Invariant: it has the same bytes for the same
+values, and is sent only to a version of SGLang whose reader is known to take it.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import struct
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from weightcast.errors import UnsupportedError
+from weightcast.integrations.sglang.stock.buckets import FlatTensor
+
+KNOWN_VERSIONS = ("0.5.23",)
+
+
+def require_known(version: str, server: str) -> None:
+    """Raises UnsupportedError for a version of SGLang whose reader was not tried."""
+    if version not in KNOWN_VERSIONS:
+        raise UnsupportedError(
+            f"{server} is SGLang {version}; the form in which it takes shared memory is known of "
+            f"{', '.join(KNOWN_VERSIONS)} only, and a wrong one ends its process: publish over gloo://, nccl:// or file://"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Global:
+    """A name that the reader looks up."""
+
+    module: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """What the reader calls, and the attributes that it then sets."""
+
+    function: Global
+    arguments: tuple[Value, ...]
+    attributes: dict[str, Value] | None = None
+
+
+Value: TypeAlias = "bool | int | str | bytes | tuple[Value, ...] | list[Value] | dict[str, Value] | Global | Call"
+Share: TypeAlias = "tuple[int, bytes, int, int, bytes, int, bytes, bool]"
+"""What torch's `_share_cuda_` says of a storage."""
+
+TENSOR = Global("torch", "Tensor")
+UINT8 = Global("torch", "uint8")
+SIZE = Global("torch", "Size")
+ENTRY = Global("types", "SimpleNamespace")
+STORAGE = Global("torch.storage", "UntypedStorage")
+TYPED_STORAGE = Global("torch.storage", "TypedStorage")
+STORAGE_OF_FILE = Global("torch.multiprocessing.reductions", "rebuild_storage_filename")
+WITH_DTYPE = Global("torch.multiprocessing.reductions", "rebuild_typed_storage")
+TENSOR_OF_STORAGE = Global("torch.multiprocessing.reductions", "rebuild_tensor")
+TENSOR_OF_GPU = Global("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified")
+
+
+def in_file(manager: bytes, name: bytes, storage_bytes: int, num_bytes: int, offset: int) -> Call:
+    """A uint8 vector in shared memory of the host, by what torch's `_share_filename_cpu_` says of its storage."""
+    opened = Call(STORAGE_OF_FILE, (STORAGE, manager, name, storage_bytes))
+    return Call(TENSOR_OF_STORAGE, (TENSOR, Call(WITH_DTYPE, (opened, UINT8)), (offset, (num_bytes,), (1,), False)))
+
+
+def on_gpu(share: Share, uuid: str, num_bytes: int, offset: int) -> Call:
+    """A uint8 vector in the memory of the GPU with this UUID."""
+    _, name, size, storage_offset, counter, counter_offset, event, must_wait = share
+    what = (TENSOR, (num_bytes,), (1,), offset)
+    memory = (TYPED_STORAGE, UINT8, uuid, name, size, storage_offset, False)
+    return Call(TENSOR_OF_GPU, (*what, *memory, counter, counter_offset, event, must_wait))
+
+
+def handle(bucket: Call, places: Sequence[FlatTensor]) -> str:
+    """The message, in base64: the bucket, and where its tensors lie."""
+    entries: list[Value] = []
+    for place in places:
+        attributes: dict[str, Value] = {
+            "name": place.name,
+            "shape": Call(SIZE, (place.shape,)),
+            "dtype": Global("torch", place.dtype),
+            "start_idx": place.start,
+            "end_idx": place.end,
+            "numel": place.end - place.start,
+        }
+        entries.append(Call(ENTRY, (), attributes))
+    return base64.b64encode(b"\x80\x03" + _written({"flattened_tensor": bucket, "metadata": entries}) + b".").decode()
+
+
+def _written(value: Value) -> bytes:
+    match value:
+        case bool():
+            return b"\x88" if value else b"\x89"
+        case int():
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            return b"\x8a" + bytes([len(data)]) + data
+        case str():
+            data = value.encode()
+            return b"X" + struct.pack("<I", len(data)) + data
+        case bytes():
+            return b"B" + struct.pack("<I", len(value)) + value
+        case Global(module, name):
+            return f"c{module}\n{name}\n".encode()
+        case Call(function, arguments, attributes):
+            called = _written(function) + _written(arguments) + b"R"
+            return called + (_written(attributes) + b"b" if attributes else b"")
+        case list():
+            return b"](" + b"".join(map(_written, value)) + b"e"
+        case dict():
+            return b"}(" + b"".join(_written(key) + _written(item) for key, item in value.items()) + b"u"
+    return b"(" + b"".join(map(_written, value)) + b"t"

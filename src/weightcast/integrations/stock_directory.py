@@ -1,0 +1,281 @@
+"""A server without code of ours, which loads a version from a checkpoint directory: stock vLLM, stock SGLang.
+
+Nothing runs there that could hold a link, stage or undo: a version goes from the store into a directory of safetensors
+files, and from there into the model, paused. Invariants: an offer is held against the header of the server's own
+checkpoint, if that can be read here; a directory has its name only when it is whole; while a server's weights are of no
+whole version its label begins with `INCOMPLETE`, and it is not resumed; the next complete update heals it.
+
+The directories lie in the store's own, which servers see under the same path. The newest stays, since a server or the
+watchdog may still read it. Writing one takes the host memory of a shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from weightcast import registry
+from weightcast.checkpoint.live import CASTABLE
+from weightcast.errors import (
+    ControlError,
+    IncompleteUpdateError,
+    InstallError,
+    StaleVersionError,
+    UnsupportedError,
+    VersionNotFoundError,
+)
+from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.messages import InitInfo, Offer, Seal, UpdateInfo, WeightInfo
+from weightcast.links.watchdog import RecoveryRequest
+from weightcast.seams.client import EngineClient, ServesTraffic
+from weightcast.seams.source import Regions, Source
+from weightcast.serving.admission import require_fit
+from weightcast.store.address import StoreAddress
+from weightcast.trainer.export import export
+
+logger = logging.getLogger(__name__)
+
+FOLDER = ".checkpoint"
+"""In the store. Its name begins with a point, as do those of all that a store leaves alone."""
+INCOMPLETE = "incomplete, was "
+"""Before the label of the version that a server had last."""
+
+
+class ServerStatus(NamedTuple):
+    """The label of its weights, and whether it is paused, where the server says so."""
+
+    label: str
+    is_paused: bool = False
+
+
+class StockApi(Protocol):
+    """What one kind of server can be asked. Every call has a deadline and raises PeerError. Thread-safe.
+
+    `kind`: as errors call such a server. `held`: the tensors of the checkpoint that it was started from, None where
+    that can't be read. `dtype`: what it serves in. `remedy`: how to have weightcast's own way into such a server.
+    """
+
+    name: str
+    kind: str
+    held: Sequence[TensorSpec] | None
+    dtype: str
+    remedy: str
+
+    def status(self) -> ServerStatus: ...
+
+    def set_label(self, label: str) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def require_takes(self, manifest: Manifest, *, is_torn: bool) -> None:
+        """Raises PeerError or UnsupportedError for what this server can't load; called while it serves."""
+
+    def is_unharmed(self) -> bool:
+        """Whether the weights are those of the version before, although the label says that they are incomplete."""
+
+    def load(self, directory: Path, *, was_torn: bool) -> None:
+        """Load a checkpoint directory on every rank, and drop all caches. Raises InstallError."""
+
+    def recovery_requests(self, directory: Path, former: str, label: str) -> list[RecoveryRequest]:
+        """Label the server as incomplete, load the directory from the beginning, label it, resume."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class StockServer(EngineClient, ServesTraffic):
+    """Such a server. It has no workers that connect: what it says of an install is all that is known of it."""
+
+    def __init__(self, api: StockApi) -> None:
+        self.name = api.name
+        self.api = api
+        self._held = api.held
+        """The server's checkpoint, or else the first complete offer."""
+        self._label = ""
+        self._run = self._version_run = self._store = ""
+        self._manifest: Manifest | None = None
+        self._directory: Path | None = None
+
+    # --- control ---
+
+    def info(self) -> WeightInfo:
+        label, is_paused = self.api.status()
+        if label != self._label:
+            # Another client has updated the server, or it was started again.
+            self._label, self._version_run = label, ""
+        return WeightInfo(
+            weight_version=label.removeprefix(INCOMPLETE),
+            run=self._version_run,
+            torn=f"{self.name} holds no whole version" if self.is_torn else "",
+            paused=is_paused,
+            world_size=0,
+        )
+
+    @property
+    def is_torn(self) -> bool:
+        return self._label.startswith(INCOMPLETE)
+
+    @property
+    def former(self) -> str:
+        """The label of the last whole version."""
+        return self._label.removeprefix(INCOMPLETE)
+
+    @property
+    def wanted_names(self) -> frozenset[str]:
+        """Names that the server's own checkpoint has; of tied tensors each of them is to be sent."""
+        return frozenset(spec.name for spec in self._held or ())
+
+    def init(self, info: InitInfo) -> None:
+        """Nothing is begun there: two publishers of one server are not kept apart. Raises UnsupportedError."""
+        if not registry.is_stored(info.transport):
+            raise UnsupportedError(
+                f"{self.name} is {self.api.kind}, which takes versions from a store only: publish with "
+                f"transport='file:///dir', a directory that it sees too; or {self.api.remedy}"
+            )
+        self._run, self._store = info.run, info.transport
+
+    def update(self, info: UpdateInfo) -> None:
+        """Offer: refuse what does not fit. Seal: write the directory, before the pause."""
+        self._directory = None
+        if isinstance(info, Offer):
+            if info.install != "staged":
+                raise UnsupportedError(f"{self.name} loads versions whole: publish staged, or {self.api.remedy}")
+            self.check(info)
+        elif isinstance(info, Seal):
+            aliases = self.wanted_names - {record.name for record in self._require_manifest().tensors}
+            self._directory = _written(self._store, WeightVersion(info.run, info.version), aliases)
+
+    def check(self, offer: Offer) -> None:
+        """Raises UnsupportedError, IncompatibleWeightsError, or EngineTornError if only a restart helps."""
+        if offer.undo:
+            raise UnsupportedError(f"{self.name} keeps no undo copy: publish with undo=False, or {self.api.remedy}")
+        self.info()
+        self._manifest = offer.manifest or self._manifest
+        manifest = self._require_manifest()
+        self.api.require_takes(manifest, is_torn=self.is_torn)
+        offered = [record.spec for record in manifest.tensors]
+        if self._held is None:
+            self._held = offered
+
+        def can_cast(offered: str, held: str) -> bool:
+            # Servers cast at their start, if they were given a dtype; what has that dtype already they take as it is.
+            return offered == self.api.dtype and {offered, held} <= CASTABLE
+
+        require_fit(offered, self._held, can_cast=can_cast)
+
+    def _require_manifest(self) -> Manifest:
+        assert self._manifest is not None, "a manifest is left out only if it was accepted before"
+        return self._manifest
+
+    # --- the update, in this order ---
+
+    def pause(self, run: str) -> None:
+        self.api.pause()
+
+    def mark(self) -> None:
+        """Label the server, which is paused, as incomplete."""
+        self.info()
+        if not self.is_torn:
+            self.set_label(f"{INCOMPLETE}{self._label}")
+
+    def set_label(self, label: str) -> None:
+        self.api.set_label(label)
+        self._label = label
+
+    def finish(self, version: int) -> None:
+        """Load, and label the server with the version once every rank has. Raises InstallError, and it is torn then."""
+        if self._directory is None:
+            raise IncompleteUpdateError(f"no version was sealed for {self.name}")
+        self.info()
+        was_torn = self.is_torn
+        self.mark()
+        try:
+            self.api.load(self._directory, was_torn=was_torn)
+        except ControlError as exc:
+            raise InstallError(
+                f"{self.name} could not load {self._directory} (does it see this path?): {exc}; it stays paused until "
+                "a complete update heals it",
+                torn=True,
+            ) from exc
+        self.loaded(version)
+
+    def loaded(self, version: int) -> None:
+        self.set_label(str(version))
+        self._version_run = self._run
+
+    def resume(self, run: str) -> None:
+        """Have it serve; but not if it holds no whole version."""
+        self.info()
+        if self.is_torn:
+            if not self.api.is_unharmed():
+                logger.warning("%s stays paused until a complete update heals it: it holds no whole version", self.name)
+                return
+            self.set_label(self.former)
+        self.api.resume()
+
+    def recovery_requests(self, run: str) -> list[RecoveryRequest]:
+        """Do the install from its beginning, whether it had begun or not: its version was sealed. Then resume."""
+        if self._directory is None:
+            return []
+        version = self._directory.name.partition("-")[0]
+        return self.api.recovery_requests(self._directory, self.former, version)
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        self.api.close()
+
+
+# --- the directories ---
+
+_lock = threading.Lock()
+
+
+class _Untied(Source):
+    """A source in which some aliases are tensors of their own."""
+
+    def __init__(self, source: Source, aliases: frozenset[str]) -> None:
+        self._specs, self._regions = list[TensorSpec](), dict(source.regions())
+        for spec in source.specs():
+            self._specs.append(TensorSpec(spec.name, spec.dtype, spec.shape))
+            for alias in aliases.intersection(spec.aliases):
+                self._specs.append(TensorSpec(alias, spec.dtype, spec.shape))
+                # A file may not have two names for one piece of memory.
+                self._regions[alias] = [(region, tensor.clone()) for region, tensor in self._regions[spec.name]]
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def regions(self) -> Regions:
+        return self._regions
+
+
+def _written(url: str, version: WeightVersion, aliases: frozenset[str]) -> Path:
+    """The directory of this version, which is being published: written for the first server that asks, then shared.
+
+    Raises StaleVersionError if the store has got another one, IntegrityError, InsufficientMemoryError, OSError.
+    """
+    name = f"{version.number}-{version.run}"
+    if aliases:
+        name += f"-{hashlib.sha256(repr(sorted(aliases)).encode()).hexdigest()[:8]}"
+    path = StoreAddress.parse(url).directory / FOLDER / name
+    with _lock:
+        if not path.exists():
+            # Of other versions none is needed any more.
+            for other in path.parent.glob("[!.]*"):
+                if not other.name.startswith(f"{version.number}-{version.run}"):
+                    shutil.rmtree(other, ignore_errors=True)
+            for unfinished in path.parent.glob(".*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+            try:
+                source = registry.stored_source(url, version=version)
+            except VersionNotFoundError as exc:
+                raise StaleVersionError(f"{exc}: another publisher writes it; give each a store of its own") from exc
+            export(_Untied(source, aliases) if aliases else source, path)
+    return path
