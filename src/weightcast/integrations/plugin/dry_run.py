@@ -19,7 +19,7 @@ import operator
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -160,8 +160,8 @@ def _recording_tensors(modules: Modules, form: Form, probe: _Probe) -> Iterator[
                 if not isinstance(attributes := getattr(subject, "__dict__", None), dict):
                     continue
                 former.append((attributes, attributes.copy()))
-                for held in attributes.values():
-                    if type(held) in _CONTAINERS:
+                for name, held in attributes.items():
+                    if type(held) in _CONTAINERS and name not in ("_parameters", "_buffers"):
                         if held:
                             filled.append((held, held.copy()))
                         else:
@@ -173,11 +173,7 @@ def _recording_tensors(modules: Modules, form: Form, probe: _Probe) -> Iterator[
                     if tensor.is_meta:
                         full_name = f"{prefix}.{name}" if prefix else name
                         tensors[name] = probe.target(full_name, tensor, is_parameter=tensors is parameters)
-            vars(layer).update(
-                _parameters=parameters,
-                _buffers=buffers,
-                _non_persistent_buffers_set=layer._non_persistent_buffers_set.copy(),
-            )
+            vars(layer).update(_parameters=parameters, _buffers=buffers)
         yield
     finally:
         for attributes, before in former:
@@ -221,15 +217,6 @@ def _as_class(empty: torch.Tensor, kind: type[torch.Tensor], like: torch.Tensor)
     return made
 
 
-class _Source:
-    """One of the tensors that the loader gets."""
-
-    __slots__ = ("dtype", "name", "names")
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name, self.dtype, self.names = name, dtype, frozenset({name})
-
-
 class _Whole(NamedTuple):
     """A tensor, at `place` of its memory, that holds the elements of a source's block, all of them and nothing else.
 
@@ -262,13 +249,19 @@ class _Recorded(torch.Tensor):
                 return cls.probe.run(func, types, args, kwargs or {})
         # torch's own class runs an operation without asking its tensors again.
         out = _run(func, types, args, kwargs or {})
-        if isinstance(out, torch.Tensor) and out.untyped_storage() is not args[0].untyped_storage():
+        if not isinstance(out, torch.Tensor):
+            return cls.probe.followed(out)
+        if out.untyped_storage() is not args[0].untyped_storage():
             with cls.probe.lock:  # a copy after all, such as of `reshape`
                 cls.probe.inherit(func, args, out)
-        return cls.probe.followed(out)
+        return out.as_subclass(cls.probe.recorded)
 
 
 _run = torch.Tensor.__torch_dispatch__
+
+
+def _derived(name: str, *bases: type[torch.Tensor], **attributes: Any) -> type[torch.Tensor]:
+    return cast(type[torch.Tensor], type(bases[-1])(name, bases, attributes))  # type: ignore[misc]
 
 
 class _Probe:
@@ -292,27 +285,26 @@ class _Probe:
         """By target, what was filled with a constant after something was copied to it."""
         self._read: dict[str, str] = {}
         """Targets that something is computed from, and by which operation."""
-        self._sources: dict[torch.UntypedStorage, _Source] = {}
-        self._origins: dict[torch.UntypedStorage, set[str]] = {}
-        """Which sources other memory is made of."""
+        self._sources: dict[torch.UntypedStorage, TensorSpec] = {}
+        self._origins: dict[torch.UntypedStorage, frozenset[str]] = {}
+        """The sources that other memory is made of, or that a source was changed with."""
         self._wholes: dict[torch.UntypedStorage, _Whole] = {}
         self._blocks: dict[tuple[int, tuple[int, ...], tuple[int, ...]], StridedBlock] = {}
-        self._unseen: set[str] = set()
+        self._unseen = _NO_NAMES
         """Sources that were copied to tensors that are not recorded: nobody sees what is made from these."""
         self._live: dict[str, tuple[torch.Tensor, int]] = {}
         """The tensors that modules have besides parameters and buffers, and how often each was written to before."""
-        self._recorded: type[_Recorded] = type(_Recorded)("Recorded", (_Recorded,), {"probe": self})
-        self._kinds: dict[type, Any] = {}
+        self.recorded = _derived("Recorded", _Recorded, probe=self)
+        self._kinds: dict[type[torch.Tensor], type[torch.Tensor]] = {}
         """Recorded ones of each class of a target: engines ask of what class a parameter is."""
 
     def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors without memory, each made when it is asked for."""
         for spec in self._specs:
             self.current = name = spec.name
-            dtype = TORCH_DTYPES[spec.dtype]
-            tensor = torch.empty(spec.shape, dtype=dtype, device="meta").as_subclass(self._recorded)
-            self._sources[tensor.untyped_storage()] = _Source(name, dtype)
-            yield name, tensor
+            tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+            self._sources[tensor.untyped_storage()] = spec
+            yield name, tensor.as_subclass(self.recorded)
         self.current = ""
 
     def target(self, name: str, tensor: torch.Tensor, *, is_parameter: bool) -> torch.Tensor:
@@ -321,7 +313,7 @@ class _Probe:
         self.targets[tensor.untyped_storage()] = DryRunTarget(name, form, is_parameter)
         kind = type(tensor)
         if kind not in self._kinds:
-            self._kinds[kind] = type(kind)(kind.__name__, (self._recorded, kind), {})
+            self._kinds[kind] = _derived(kind.__name__, self.recorded, kind)
         return _as_class(tensor, self._kinds[kind], tensor)
 
     def watch(self, prefix: str, attributes: Mapping[str, Any]) -> None:
@@ -341,7 +333,7 @@ class _Probe:
     def followed(self, out: Any) -> Any:
         """What an operation returned, as tensors that are recorded."""
         if isinstance(out, torch.Tensor):
-            return out if isinstance(out, _Recorded) else out.as_subclass(self._recorded)
+            return out if isinstance(out, _Recorded) else out.as_subclass(self.recorded)
         return type(out)(map(self.followed, out)) if isinstance(out, (tuple, list)) else out
 
     def run(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -397,9 +389,9 @@ class _Probe:
 
     def _copied(self, part: torch.Tensor, source: torch.Tensor) -> None:
         """`source` was copied to `part`. Raises RuntimeError for another shape."""
-        target = self.targets.get(part.untyped_storage())
-        if source.shape != part.shape:
-            source = source.expand(part.shape)
+        target, block = self.targets.get(part.untyped_storage()), self._block(part)
+        if source.shape != block.sizes:
+            source = source.expand(block.sizes)
         names = self._names(source.untyped_storage())
         if not names and self._unseen and not isinstance(source, _Recorded):
             # It may be made from any of these, or be a constant.
@@ -414,9 +406,9 @@ class _Probe:
             self._note(part, names)
             self._opaque |= dict.fromkeys(names - self._opaque.keys(), "it is copied to a tensor that is no parameter")
             return
-        num_elements, dtype, block = part.numel(), target.form.dtype, self._block(part)
-        if part.dtype != dtype:
-            num_elements = part.nbytes // dtype.itemsize  # it is a view of another dtype
+        dtype = target.form.dtype
+        # It may be a view of another dtype.
+        num_elements = part.numel() if part.dtype == dtype else part.nbytes // dtype.itemsize
         if not num_elements:
             return
         if not names:
@@ -452,10 +444,8 @@ class _Probe:
 
     def _names(self, storage: torch.UntypedStorage) -> frozenset[str]:
         """The sources that a memory's content is made of."""
-        source, others = self._sources.get(storage), self._origins.get(storage)
-        if source is None:
-            return others or frozenset()
-        return source.names | others if others else source.names
+        source, others = self._sources.get(storage), self._origins.get(storage, _NO_NAMES)
+        return others if source is None else others | {source.name}
 
     def _whole(self, tensor: torch.Tensor) -> _Whole | None:
         """Which block of which source a tensor's elements are, if they are one, not its bits as another dtype."""
@@ -464,7 +454,8 @@ class _Probe:
         storage, block = tensor.untyped_storage(), self._block(tensor)
         source, whole = self._sources.get(storage), self._wholes.get(storage)
         if source is not None:
-            return _Whole(source.name, block, block, tensor.dtype) if tensor.dtype == source.dtype else None
+            is_as_it_came = tensor.dtype == TORCH_DTYPES[source.dtype]
+            return _Whole(source.name, block, block, tensor.dtype) if is_as_it_came else None
         return whole if whole is not None and (block, tensor.dtype) == (whole.place, whole.dtype) else None
 
     def inherit(self, func: Any, args: Iterable[Any], out: Any) -> None:
@@ -502,9 +493,10 @@ class _Probe:
         if not isinstance(tensor, _Recorded):
             self._unseen |= names
         storage = tensor.untyped_storage()
-        self._origins[storage] = self._origins.get(storage, frozenset()) | names
+        self._origins[storage] = self._origins.get(storage, _NO_NAMES) | names
 
 
+_NO_NAMES = frozenset[str]()
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 _CONSTANTS = frozenset({_aten.fill_.Scalar, _aten.zero_.default})
