@@ -227,6 +227,21 @@ def test_what_a_source_was_changed_with_goes_with_it() -> None:
     assert set(outcome.opaque) == both
 
 
+def test_a_view_that_had_to_be_a_copy_is_no_block_of_a_source() -> None:
+    """In inference mode `reshape` is one operation, which returns a view where it can."""
+
+    def load(model: Loader, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with torch.inference_mode():
+            for (name, tensor), turns in zip(tensors, (False, True), strict=True):
+                part = tensor.t().reshape(2, 3) if turns else tensor.reshape(3, 2).reshape(2, 3)
+                model.get_parameter(name).data.copy_(part)
+
+    outcome = tried(load, 2)
+    assert not outcome.faults
+    assert outcome.opaque.keys() == {"weights.1"}
+    assert [(copy.name, copy.source.strides) for copy in outcome.copies] == [("weights.0", (3, 1))]
+
+
 def test_only_what_is_installed_to_is_looked_up_again() -> None:
     """An engine may put other children, and the same ones again, while it serves."""
     shapes = dict.fromkeys(("a", "b"), (4, 3, torch.float32, False))

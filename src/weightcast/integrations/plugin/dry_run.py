@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import itertools
 import logging
 import math
 import operator
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -150,14 +150,22 @@ def _recording_tensors(modules: Modules, form: Form, probe: _Probe) -> Iterator[
     Parameters and buffers are exchanged in the dictionaries of `nn.Module`, since a loader may replace them, too, and
     since `nn.Module` has no call that exchanges a parameter and leaves its hooks and its place as they are.
     """
-    former: list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]] = []
+    former: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    filled: list[tuple[Any, Any]] = []
+    empty: list[Any] = []
     try:
         for prefix, layer in modules:
             # A module may delegate the loading of its weights.
             for subject in (layer, vars(layer).get("quant_method"), vars(layer).get("impl")):
-                if isinstance(attributes := getattr(subject, "__dict__", None), dict):
-                    containers = [(held, held.copy()) for held in attributes.values() if type(held) in _CONTAINERS]
-                    former.append((attributes, dict(attributes), containers))
+                if not isinstance(attributes := getattr(subject, "__dict__", None), dict):
+                    continue
+                former.append((attributes, attributes.copy()))
+                for name, held in attributes.items():
+                    if type(held) in _CONTAINERS and name not in ("_parameters", "_buffers"):
+                        if held:
+                            filled.append((held, held.copy()))
+                        else:
+                            empty.append(held)
             probe.watch(prefix, vars(layer))
             parameters, buffers = form(layer, prefix)
             for tensors in (parameters, buffers):
@@ -165,35 +173,30 @@ def _recording_tensors(modules: Modules, form: Form, probe: _Probe) -> Iterator[
                     if tensor.is_meta:
                         full_name = f"{prefix}.{name}" if prefix else name
                         tensors[name] = probe.target(full_name, tensor, is_parameter=tensors is parameters)
-            made = parameters, buffers, set(layer._non_persistent_buffers_set)
-            vars(layer).update(zip(("_parameters", "_buffers", "_non_persistent_buffers_set"), made, strict=True))
+            vars(layer).update(_parameters=parameters, _buffers=buffers)
         yield
     finally:
-        for attributes, before, containers in former:
+        for attributes, before in former:
             attributes.update(before)
-            for name in attributes.keys() - before.keys():
-                del attributes[name]
-            for held, content in containers:
-                _put_back(held, content)
+            if len(attributes) != len(before):
+                for name in attributes.keys() - before.keys():
+                    del attributes[name]
+        for held in empty:
+            if held:
+                held.clear()
+        for held, content in filled:
+            # One that has its contents already is not touched.
+            if len(held) != len(content) or not all(map(operator.is_, _contents(held), _contents(content))):
+                held.clear()
+                (held.extend if isinstance(held, list) else held.update)(content)
 
 
-_CONTAINERS = (dict, OrderedDict, list, set)
+_CONTAINERS = frozenset({dict, OrderedDict, list, set})
 """Of a module's attributes, those whose contents are put back as well: its submodules, and what a loader counts in."""
 
 
-def _put_back(held: Any, content: Any) -> None:
-    """Give a container the contents that it had. One that has them already is not touched."""
-    if isinstance(held, dict):
-        pairs = zip(held.items(), content.items(), strict=False)
-        if len(held) != len(content) or any(a is not c or b is not d for (a, b), (c, d) in pairs):
-            held.clear()
-            held.update(content)
-    elif isinstance(held, list):
-        if len(held) != len(content) or not all(map(operator.is_, held, content)):
-            held[:] = content
-    elif held != content:
-        held.clear()
-        held.update(content)
+def _contents(held: Any) -> Iterable[Any]:
+    return itertools.chain(held, held.values()) if isinstance(held, dict) else held
 
 
 def present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -215,52 +218,60 @@ def _as_class(empty: torch.Tensor, kind: type[torch.Tensor], like: torch.Tensor)
 
 
 class _Whole(NamedTuple):
-    """A tensor that holds the elements of a source's block, all of them and nothing else, in its own order of dims.
+    """A tensor, at `place` of its memory, that holds the elements of a source's block, all of them and nothing else.
 
-    `dtypes`: that of the source, and those that it was cast to one after the other, the tensor's last.
+    `casts`: the dtypes that these were cast to on the way.
     """
 
     name: str
     block: StridedBlock
-    sizes: torch.Size
-    strides: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
+    place: StridedBlock
+    dtype: torch.dtype
+    casts: frozenset[torch.dtype] = frozenset()
 
 
 class _Recorded(torch.Tensor):
     """A tensor without memory that shows its probe each operation on it, and on what is made from it, in any thread.
 
     A dispatch mode would see operations on other tensors, too, but in its own thread alone, and while there is one
-    torch compiles nothing in any thread of the process.
+    torch compiles nothing in any thread of the process. Each probe has a subclass.
     """
 
-    probe: _Probe
+    probe: ClassVar[_Probe]
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        recorded = next(leaf for leaf in _leaves((*args, *(kwargs or {}).values())) if isinstance(leaf, _Recorded))
-        with recorded.probe.lock:
-            return recorded.probe.run(func, types, args, kwargs or {})
+        if not func.is_view:
+            with cls.probe.lock:
+                return cls.probe.run(func, types, args, kwargs or {})
+        # torch's own class runs an operation without asking its tensors again.
+        out = _run(func, types, args, kwargs or {})
+        if not isinstance(out, torch.Tensor):
+            return cls.probe.followed(out)
+        if out.untyped_storage() is not args[0].untyped_storage():
+            with cls.probe.lock:  # a copy after all, such as of `reshape`
+                cls.probe.inherit(func, args, out)
+        return out.as_subclass(cls.probe.recorded)
 
 
-@functools.cache
-def _recorded_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
-    """Engines ask of what class a parameter is."""
-    return cast(type[torch.Tensor], type(kind)(kind.__name__, (_Recorded, kind), {}))  # type: ignore[misc]
+_run = torch.Tensor.__torch_dispatch__
+
+
+def _derived(name: str, *bases: type[torch.Tensor], **attributes: Any) -> type[torch.Tensor]:
+    return cast(type[torch.Tensor], type(bases[-1])(name, bases, attributes))  # type: ignore[misc]
 
 
 class _Probe:
     """Follows sources by their storage, through views, casts and whatever is computed from them, into targets.
 
-    Thread-safe. A tensor's storage is one Python object while it is kept: its `id` names it.
+    Thread-safe. A tensor's storage is one Python object while it is kept, as it is here.
     """
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
-        self.targets: dict[int, DryRunTarget] = {}
-        """By their storage."""
+        self.targets: dict[torch.UntypedStorage, DryRunTarget] = {}
         self.current = ""
         self.used = dict.fromkeys((spec.name for spec in specs), (0, frozenset[torch.dtype]()))
         self.copies: list[RecordedCopy] = []
@@ -274,36 +285,36 @@ class _Probe:
         """By target, what was filled with a constant after something was copied to it."""
         self._read: dict[str, str] = {}
         """Targets that something is computed from, and by which operation."""
-        self._origins: dict[int, set[str]] = {}
+        self._sources: dict[torch.UntypedStorage, TensorSpec] = {}
+        self._origins: dict[torch.UntypedStorage, frozenset[str]] = {}
+        """The sources that other memory is made of, or that a source was changed with."""
+        self._wholes: dict[torch.UntypedStorage, _Whole] = {}
         self._blocks: dict[tuple[int, tuple[int, ...], tuple[int, ...]], StridedBlock] = {}
-        self._wholes: dict[int, _Whole] = {}
-        self._unseen: set[str] = set()
+        self._unseen = _NO_NAMES
         """Sources that were copied to tensors that are not recorded: nobody sees what is made from these."""
         self._live: dict[str, tuple[torch.Tensor, int]] = {}
         """The tensors that modules have besides parameters and buffers, and how often each was written to before."""
-        # A storage that is freed leaves its id to the next.
-        self._alive: list[torch.UntypedStorage] = []
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._sources: dict[int, str] = {}
+        self.recorded = _derived("Recorded", _Recorded, probe=self)
+        self._kinds: dict[type[torch.Tensor], type[torch.Tensor]] = {}
+        """Recorded ones of each class of a target: engines ask of what class a parameter is."""
 
     def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors without memory, each made when it is asked for."""
         for spec in self._specs:
             self.current = name = spec.name
-            tensor = self._follow(torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta"))
-            with self.lock:
-                self._sources[self._storage(tensor)] = name
-                self._dtypes[name] = tensor.dtype
-            yield name, tensor
+            tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+            self._sources[tensor.untyped_storage()] = spec
+            yield name, tensor.as_subclass(self.recorded)
         self.current = ""
 
     def target(self, name: str, tensor: torch.Tensor, *, is_parameter: bool) -> torch.Tensor:
         """Follow what is written to a tensor without memory, by another one on it, of the same class."""
         form = TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        self.targets[self._storage(tensor)] = DryRunTarget(name, form, is_parameter)
-        made = _as_class(tensor, _recorded_class(type(tensor)), tensor)
-        made.probe = self  # type: ignore[attr-defined]
-        return made
+        self.targets[tensor.untyped_storage()] = DryRunTarget(name, form, is_parameter)
+        kind = type(tensor)
+        if kind not in self._kinds:
+            self._kinds[kind] = _derived(kind.__name__, self.recorded, kind)
+        return _as_class(tensor, self._kinds[kind], tensor)
 
     def watch(self, prefix: str, attributes: Mapping[str, Any]) -> None:
         """Remember how often a module's tensors were written to, but for its parameters and buffers."""
@@ -314,43 +325,31 @@ class _Probe:
     def written_by_itself(self) -> list[str]:
         """The live tensors that the loader wrote to other than by copies of sources; they are `beside` as well."""
         # Copies of what has no memory are counted as writes, and are none.
-        skipped = Counter(map(_address, self.beside))
-        names = [name for name, (t, count) in self._live.items() if t._version > count + skipped[_address(t)]]
+        skipped = Counter(tensor.untyped_storage() for tensor in self.beside)
+        names = [name for name, (t, count) in self._live.items() if t._version > count + skipped[t.untyped_storage()]]
         self.beside += (self._live[name][0] for name in names)
         return names
 
+    def followed(self, out: Any) -> Any:
+        """What an operation returned, as tensors that are recorded."""
+        if isinstance(out, torch.Tensor):
+            return out if isinstance(out, _Recorded) else out.as_subclass(self.recorded)
+        return type(out)(map(self.followed, out)) if isinstance(out, (tuple, list)) else out
+
     def run(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation on tensors of these classes, and note what it does. Copies and constants need no running."""
-        if func is _aten.copy_.default or func in _FILLS:
-            part, source = args[0], None if func in _CONSTANTS else args[1]
+        """Run an operation that is no view, and note what it does. Copies and constants need no running."""
+        if func is _COPY or func in _FILLS:
+            part = args[0]
             if not part.is_meta:
                 self.beside.append(part)  # live, and stays as it is
-            self.written(part, source)
+            if func in _CONSTANTS:
+                self._filled(part)
+            else:
+                self._copied(part, args[1])
             return part
-        # torch's own class runs an operation without asking its tensors again.
-        out = torch.Tensor.__torch_dispatch__(func, types, args, kwargs)
-        if func not in _VIEWS:
-            self._inherit(func, [*_leaves((*args, *kwargs.values()))], out)
-        return out if func._schema.is_mutable else self._follow(out)
-
-    def _follow(self, out: Any) -> Any:
-        if isinstance(out, (tuple, list)):
-            return type(out)(map(self._follow, out))
-        if not isinstance(out, torch.Tensor) or isinstance(out, _Recorded):
-            return out
-        made = out.as_subclass(_Recorded)
-        made.probe = self
-        return made
-
-    def _storage(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
-        self._alive.append(storage)
-        return id(storage)
-
-    def _overwrite(self, name: str) -> None:
-        """The loader writes to a source: what it copies from it is not what came."""
-        self.overwritten.add(name)
-        self._opaque.setdefault(name, "the loader writes to it")
+        out = _run(func, types, args, kwargs)
+        self.inherit(func, (*args, *kwargs.values()), out)
+        return out if func._schema.is_mutable else self.followed(out)
 
     def opaque_names(self) -> dict[str, str]:
         """The names that are not only copied, each with what else is done with it."""
@@ -380,59 +379,52 @@ class _Probe:
                 if any(a is None or after is None or common(a[0], after[0]) for a in regions[: len(filled)]):
                     found.setdefault(copy.name, f"{name} is filled with a constant where it was copied to")
 
-    def written(self, part: torch.Tensor, source: torch.Tensor | None) -> None:
-        """A copy of `source` to `part`, or of a constant. Raises RuntimeError for another shape."""
-        address = _address(part)
-        target = self.targets.get(address)
-        if target is None and (overwritten := self._sources.get(address)) is not None:
-            self._overwrite(overwritten)
-        num_elements, block = part.numel(), self._block(part)
-        is_value = target is not None and part.dtype == target.form.dtype
-        if target is not None and not is_value:
-            num_elements = part.nbytes // target.form.dtype.itemsize  # it is a view of another dtype
-        if source is None:
-            if target is None:
-                self._note(part, set())
-            elif num_elements:
-                self._pad(target, part, block)
-            return
+    def _filled(self, part: torch.Tensor) -> None:
+        """A constant was written to `part`."""
+        target = self.targets.get(part.untyped_storage())
+        if target is None:
+            self._overwritten(part)
+        elif part.numel():
+            self._pad(target, part)
+
+    def _copied(self, part: torch.Tensor, source: torch.Tensor) -> None:
+        """`source` was copied to `part`. Raises RuntimeError for another shape."""
+        target, block = self.targets.get(part.untyped_storage()), self._block(part)
         if source.shape != block.sizes:
             source = source.expand(block.sizes)
-        address = _address(source)
-        name = self._sources.get(address)
-        if name is not None and target is not None and num_elements and is_value and self._is_as_it_came(source, name):
-            target.load(block, num_elements, name)
-            self._use(name, num_elements, target.form.dtype)
-            self.copies.append(RecordedCopy(name, self._block(source), target.name, block))
-            return
-        names = self._names(address)
+        names = self._names(source.untyped_storage())
         if not names and self._unseen and not isinstance(source, _Recorded):
             # It may be made from any of these, or be a constant.
             names = self._unseen
             if target is not None:
-                self._pad(target, part, block)
+                self._pad(target, part)
         if len(names) > 1:
             group = frozenset(names).union(*(self.together.get(each, ()) for each in names))
             self.together |= dict.fromkeys(group, group)
         if target is None:
+            self._overwritten(part)
             self._note(part, names)
             self._opaque |= dict.fromkeys(names - self._opaque.keys(), "it is copied to a tensor that is no parameter")
             return
+        dtype = target.form.dtype
+        # It may be a view of another dtype.
+        num_elements = part.numel() if part.dtype == dtype else part.nbytes // dtype.itemsize
         if not num_elements:
             return
         if not names:
-            if (read := self.targets.get(address)) is not None:
+            if (read := self.targets.get(source.untyped_storage())) is not None:
                 self._read.setdefault(read.name, f"a copy to {target.name}")
-            self._pad(target, part, block)
+            self._pad(target, part)
             return
         target.load(block, num_elements, " with ".join(sorted(names)))
-        for each in names:
-            self._use(each, num_elements, target.form.dtype)
+        for name in names:
+            used, dtypes = self.used[name]
+            self.used[name] = used + num_elements, dtypes if dtype in dtypes else dtypes | {dtype}
         whole = self._whole(source)
-        if whole is None or not is_value or not {*whole.dtypes[1:]} <= {target.form.dtype}:
-            self._opaque |= dict.fromkeys(names - self._opaque.keys(), f"{target.name} is computed from it")
-        else:
+        if whole is not None and part.dtype == dtype and whole.casts <= {dtype}:
             self.copies.append(RecordedCopy(whole.name, whole.block, target.name, block))
+        else:
+            self._opaque |= dict.fromkeys(names - self._opaque.keys(), f"{target.name} is computed from it")
 
     def _block(self, tensor: torch.Tensor) -> StridedBlock:
         """Where a tensor lies in its storage. Equal ones are one object: few differ."""
@@ -442,74 +434,71 @@ class _Probe:
             block = self._blocks[place] = StridedBlock(*place)
         return block
 
-    def _pad(self, target: DryRunTarget, part: torch.Tensor, block: StridedBlock) -> None:
-        form = target.form
+    def _pad(self, target: DryRunTarget, part: torch.Tensor) -> None:
+        form, block = target.form, self._block(part)
         target.pad(block, part.nbytes // form.dtype.itemsize)
         if target.loaded:
             # A view of another dtype may be anywhere in it: its block is in other units.
             everything = StridedBlock(0, form.shape, form.strides)
             self._refilled.setdefault(target.name, set()).add(block if part.dtype == form.dtype else everything)
 
-    def _use(self, name: str, num_elements: int, dtype: torch.dtype) -> None:
-        """So many elements of a source were copied into a target of that dtype."""
-        former, dtypes = self.used[name]
-        self.used[name] = former + num_elements, dtypes | {dtype}
-
-    def _names(self, address: int) -> set[str]:
-        """The sources that what lies at this address is made of."""
-        name, others = self._sources.get(address), self._origins.get(address, set())
-        return others if name is None else {name, *others}
-
-    def _is_as_it_came(self, tensor: torch.Tensor, name: str) -> bool:
-        """Whether a view of a source has its values: not its bits as another dtype, nor negated or conjugated ones."""
-        return tensor.dtype == self._dtypes[name] and not tensor.is_neg() and not tensor.is_conj()
+    def _names(self, storage: torch.UntypedStorage) -> frozenset[str]:
+        """The sources that a memory's content is made of."""
+        source, others = self._sources.get(storage), self._origins.get(storage, _NO_NAMES)
+        return others if source is None else others | {source.name}
 
     def _whole(self, tensor: torch.Tensor) -> _Whole | None:
         """Which block of which source a tensor's elements are, if they are one, not its bits as another dtype."""
-        name = self._sources.get(_address(tensor))
-        block = StridedBlock(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-        if name is not None:
-            found = _Whole(name, block, tensor.shape, tensor.stride(), (self._dtypes[name],))
-            return found if self._is_as_it_came(tensor, name) else None
-        whole = self._wholes.get(_address(tensor))
-        if whole is None or block.offset or tensor.dtype != whole.dtypes[-1] or tensor.is_neg() or tensor.is_conj():
+        if tensor.is_neg() or tensor.is_conj():
             return None
-        return whole if (whole.sizes, whole.strides) == (tensor.shape, tensor.stride()) else None
+        storage, block = tensor.untyped_storage(), self._block(tensor)
+        source, whole = self._sources.get(storage), self._wholes.get(storage)
+        if source is not None:
+            is_as_it_came = tensor.dtype == TORCH_DTYPES[source.dtype]
+            return _Whole(source.name, block, block, tensor.dtype) if is_as_it_came else None
+        return whole if whole is not None and (block, tensor.dtype) == (whole.place, whole.dtype) else None
 
-    def _inherit(self, func: Any, args: list[Any], out: Any) -> None:
-        """Note which names the results of an operation are made of."""
-        taken = list(filter(torch.is_tensor, args))
-        storages = [tensor.untyped_storage() for tensor in taken]  # kept: or others could have their ids
-        addresses = set(map(id, storages))
-        made = [t for t in _leaves((out,)) if isinstance(t, torch.Tensor) and _address(t) not in self.targets]
-        names = set[str]().union(*map(self._names, addresses))
-        if all(_address(tensor) in addresses for tensor in made) and not func._schema.is_mutable:
+    def inherit(self, func: Any, args: Iterable[Any], out: Any) -> None:
+        """Note which sources the results of an operation are made of."""
+        taken = list(filter(torch.is_tensor, _leaves(args)))
+        storages = {tensor.untyped_storage() for tensor in taken}
+        made = [t for t in _leaves((out,)) if isinstance(t, torch.Tensor) and t.untyped_storage() not in self.targets]
+        names = frozenset[str]().union(*map(self._names, storages))
+        is_mutable = func._schema.is_mutable
+        if not is_mutable and all(tensor.untyped_storage() in storages for tensor in made):
             return  # views
-        for address in addresses & self.targets.keys():
-            if func not in _FORMS:
-                self._read.setdefault(self.targets[address].name, str(func))
+        if func not in _FORMS:
+            for storage in storages & self.targets.keys():
+                self._read.setdefault(self.targets[storage].name, str(func))
         whole = self._whole(taken[0]) if func in _COPIES and taken else None
         for tensor in made:
-            if func._schema.is_mutable and (overwritten := self._sources.get(_address(tensor))) is not None:
-                self._overwrite(overwritten)
+            if is_mutable:
+                self._overwritten(tensor)
             if names:
                 self._note(tensor, names)
         if whole is not None:
-            dtypes = whole.dtypes if made[0].dtype == taken[0].dtype else (*whole.dtypes, made[0].dtype)
-            self._wholes[_address(made[0])] = whole._replace(
-                sizes=made[0].shape, strides=made[0].stride(), dtypes=dtypes
-            )
+            casts = whole.casts if made[0].dtype == whole.dtype else whole.casts | {made[0].dtype}
+            place = self._block(made[0])
+            self._wholes[made[0].untyped_storage()] = whole._replace(place=place, dtype=made[0].dtype, casts=casts)
         elif func not in _FORMS:
             self._opaque |= dict.fromkeys(names - self._opaque.keys(), f"other tensors are made from it ({func})")
 
-    def _note(self, tensor: torch.Tensor, names: set[str]) -> None:
+    def _overwritten(self, tensor: torch.Tensor) -> None:
+        """The loader wrote to a tensor. If it is a source, what is copied from it is not what came."""
+        if (source := self._sources.get(tensor.untyped_storage())) is not None:
+            self.overwritten.add(source.name)
+            self._opaque.setdefault(source.name, "the loader writes to it")
+
+    def _note(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
         if not isinstance(tensor, _Recorded):
             self._unseen |= names
-        origins = self._origins.setdefault(self._storage(tensor), set())
-        origins |= names
+        storage = tensor.untyped_storage()
+        self._origins[storage] = self._origins.get(storage, _NO_NAMES) | names
 
 
+_NO_NAMES = frozenset[str]()
 _aten = torch.ops.aten
+_COPY = _aten.copy_.default
 _CONSTANTS = frozenset({_aten.fill_.Scalar, _aten.zero_.default})
 _FILLS = _CONSTANTS | {_aten.fill_.Tensor}
 _COPIES = frozenset(
@@ -520,11 +509,6 @@ _FORMS = frozenset(
     {_aten.empty_like.default, _aten.new_empty.default, _aten.new_zeros.default, _aten.zeros_like.default}
 )
 """What takes a tensor's shape and dtype, and none of its values."""
-_VIEWS = frozenset(
-    {_aten.detach.default, _aten.slice.Tensor, _aten.select.int, _aten.view.default, _aten.t.default}
-    | {_aten.transpose.int, _aten.unsqueeze.default, _aten.alias.default, _aten.empty.memory_format}
-)
-"""The commonest views, and what makes new tensors: nothing is to be noted of them."""
 
 
 def _leaves(values: Iterable[Any]) -> Iterator[Any]:
@@ -534,7 +518,3 @@ def _leaves(values: Iterable[Any]) -> Iterator[Any]:
             yield from _leaves(value)
         else:
             yield value
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return id(tensor.untyped_storage())
