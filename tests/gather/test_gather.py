@@ -151,9 +151,8 @@ def test_the_last_bucket_may_be_sent_again(ranks: Squad) -> None:
     assert ranks[0].ask("check", 21) == []
 
 
-@pytest.mark.parametrize("install", ["staged", "streaming"])
-def test_every_rank_brings_a_late_engine_to_the_version_of_the_others(ranks: Squad, install: str) -> None:
-    ranks.all("make", "table", "rows", install=install, transport="gloo://127.0.0.1:0")
+def test_every_rank_brings_a_late_engine_to_the_version_of_the_others(ranks: Squad) -> None:
+    ranks.all("make", "table", "rows", transport="gloo://127.0.0.1:0")
     published(ranks.publish(1))
     report = published(ranks.all("sync", "late", is_new=True))
     assert (report["version"], list(report["engines"])) == (0, ["late"])
@@ -167,6 +166,15 @@ def test_every_rank_brings_a_late_engine_to_the_version_of_the_others(ranks: Squ
     assert published(ranks.publish(2))["version"] == 1
     assert ranks[0].ask("check", 2) == []
     assert ranks[0].ask("serves") == [1, 1, 1]
+
+
+def test_a_streamed_version_that_is_asked_for_again_is_an_error_on_every_rank(ranks: Squad) -> None:
+    ranks.all("make", "table", "rows", install="streaming", transport="gloo://127.0.0.1:0")
+    published(ranks.publish(1))
+    errors = failed(ranks.all("sync", "late", is_new=True))
+    assert all("version 0 can't be sent again" in text for _, text in errors)
+    assert published(ranks.publish(2))["version"] == 1
+    assert ranks[0].ask("check", 2) == []
 
 
 def test_a_follower_leaves_the_engines_to_the_publishing_rank_before_its_first_publish_too(ranks: Squad) -> None:

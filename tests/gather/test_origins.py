@@ -160,9 +160,8 @@ def test_a_rank_that_fails_at_a_bucket(ranks: Squad, failing: int, bucket: int) 
     assert ranks[0].ask("check", 3) == []
 
 
-@pytest.mark.parametrize("install", ["staged", "streaming"])
-def test_every_origin_brings_a_late_engine_to_the_version_of_the_others(ranks: Squad, install: str) -> None:
-    ranks.all("make", "table", "rows", hosts=2, install=install, **GLOO)
+def test_every_origin_brings_a_late_engine_to_the_version_of_the_others(ranks: Squad) -> None:
+    ranks.all("make", "table", "rows", hosts=2, **GLOO)
     published(ranks.publish(1))
     report = published(ranks.all("sync", "late", is_new=True))
     assert (report["version"], list(report["engines"])) == (0, ["late"])

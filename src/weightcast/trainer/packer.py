@@ -45,7 +45,6 @@ from weightcast.format.geometry import (
 )
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
-from weightcast.host import device as host_device
 from weightcast.host.copy import PreparedCopies, copy_all
 from weightcast.native.tables import Chunks, PackTable, Sums, added, digest, places, spans_of, unfilled_chunks
 from weightcast.seams.source import Held, LookedAtRegions, Regions
@@ -72,12 +71,6 @@ class Fill(Protocol):
 
     def others(self) -> Sequence[Digest]:
         """The digests of the buckets of other origins, once all were sent."""
-
-    def trial(self, version: WeightVersion, device: torch.device) -> Sequence[Digest]:
-        """The digests of all buckets as they would be now, by packing them into a buffer on `device`; sends nothing.
-
-        Raises InsufficientMemoryError.
-        """
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
@@ -191,12 +184,6 @@ class Packer:
 
     def others(self) -> Sequence[Digest]:
         return ()
-
-    def trial(self, version: WeightVersion, device: torch.device) -> Sequence[Digest]:
-        manifest = self._layout.manifest
-        what, remedy = "comparing the weights", "publish a new version"
-        payload = host_device.empty(manifest.max_bucket_bytes, device, what, remedy)
-        return [self.fill(index, payload, version) for index in range(len(manifest.buckets))]
 
     def forget_views(self) -> None:
         self._part.forget_views()

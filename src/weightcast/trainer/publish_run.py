@@ -319,7 +319,7 @@ class PublishRun:
                     is_brought=False,
                     keeps_versions=keeps_versions,
                 )
-                if not route.is_staged and (is_stored or self._is_unchanged(route, fill)):
+                if not route.is_staged:
                     route.pause()
                 workers = Counter(link.host for member in fleet.healthy() for link in member.links)
                 offer = Offer(
@@ -347,7 +347,8 @@ class PublishRun:
             for client_sender in self._connections.client_senders:
                 brought = FleetRoute(self._fleet, client_sender, is_staged=client_sender.is_staged, is_brought=True)
                 try:
-                    if not brought.is_staged and self._is_unchanged(brought, fill):
+                    if not brought.is_staged:
+                        self._fail_unstaged(brought)
                         brought.pause()
                     self._send(brought, fill)
                     brought.install(self._sent, proves_all=self._proves_all)
@@ -543,19 +544,15 @@ class PublishRun:
         num_bytes, digest = pack(fill, RAW, manifest, version, index, buffer)
         return num_bytes if as_bytes(digest) == expected else 0
 
-    def _is_unchanged(self, route: FleetRoute, fill: Fill) -> bool:
-        """Before engines are paused and written to bucket by bucket: pack all into a buffer of its own and compare.
-
-        True for a new version; else a version whose weights have changed is the failure of its engines.
-        """
-        if self._again is None or not route.healthy():
-            return True
-        with self._timed("pack"), self._connections.packing_stream():
-            found = fill.trial(WeightVersion(self._run, self.number), self._connections.device)
-            is_same = all_bytes(found) == all_bytes(self._again.digests)
-        if not is_same:
-            self._fail_changed(route.healthy())
-        return is_same
+    def _fail_unstaged(self, route: FleetRoute) -> None:
+        """Engines that are written to bucket by bucket must not get a version whose weights may have changed since."""
+        for member in route.healthy() if self._again is not None else ():
+            member.fail(
+                UnsupportedError(
+                    f"{member.name} takes weights bucket by bucket, so that version {self.number} can't be compared "
+                    "with the source's weights before it is changed: publish a new version"
+                )
+            )
 
     def _fail_changed(self, members: Iterable[FleetMember]) -> None:
         for member in members:

@@ -314,13 +314,14 @@ class Publisher(ClosedOnExit):
         For an engine that was added since, failed then, or was started again; the others serve on. One that serves the
         version already is left alone. The report is of this engine alone. Its bytes are those that are staged still
         (or, from a store, the stored version), else the source's weights, which must not have changed since: where they
-        have, the engine's update fails, it keeps what it has, and a new version must be published. Not staged
-        (`install="streaming"`, stock SGLang but for its disk route), everything is packed once more before the engine
-        is paused, to see that: one bucket of memory. Of a source that streams its tensors only bytes that are staged or
-        stored can be sent again: else UpdateAbortedError, the engine keeps what it has, and no stream is taken.
+        have, the engine's update fails, it keeps what it has, and a new version must be published. Of a source that
+        streams its tensors only bytes that are staged or stored can be sent again: else UpdateAbortedError, the engine
+        keeps what it has, and no stream is taken. An engine that takes weights bucket by bucket by routes of its own
+        (stock SGLang but for its disk route) fails with UnsupportedError: publish a new version.
 
         With several trainer ranks every rank calls it, as `publish`. Raises ValueError before the first publish, for an
-        engine that is not in the fleet, or if the last publish sent no whole version; otherwise what `publish` raises.
+        engine that is not in the fleet, if the last publish sent no whole version, and with `install="streaming"`
+        unless a store keeps the version: publish a new one; otherwise what `publish` raises.
         """
         self._require_here()
         with self._lock:
@@ -454,6 +455,11 @@ class Publisher(ClosedOnExit):
         fleet, again = (self._fleet, None) if of is None else (self._fleet.only(of), self._published)
         if of is not None and again is None:
             raise ValueError(f"version {self.version} was not sent whole to any engine: publish a new version")
+        if again is not None and self._options.install == "streaming" and not again.is_stored:
+            raise ValueError(
+                f"version {self.version} can't be sent again: with install='streaming' an engine is written to before "
+                "all of it is known to be unchanged, and no store keeps it: publish a new version"
+            )
         source = self._source if stored is None else stored
         regions: Regions = {}
         stream: TensorStream | None = None

@@ -89,10 +89,6 @@ class StreamPacker:
     def others(self) -> Sequence[Digest]:
         return ()
 
-    def trial(self, version: WeightVersion, device: torch.device) -> Sequence[Digest]:
-        """Raises UpdateAbortedError."""
-        raise _gone(version)
-
     def forget_views(self) -> None:
         self._layout.forget_views()
 

@@ -49,7 +49,7 @@ Arrival: TypeAlias = Callable[[], None]
 class Instruction(enum.IntEnum):
     """What an exchange is about; the publishing rank says it.
 
-    A round, which is the next bucket of each origin, is BUCKET (pack it) and PACKED: see `gather`. OPEN, TRIAL and ASK
+    A round, which is the next bucket of each origin, is BUCKET (pack it) and PACKED: see `gather`. OPEN and ASK
     are for the ranks that lead an origin: see `origins`. CHECK: look for NaN, see `shares`.
     """
 
@@ -59,10 +59,9 @@ class Instruction(enum.IntEnum):
     BUCKET = 4
     PACKED = 5
     OPEN = 6
-    TRIAL = 7
-    ASK = 8
-    END = 9
-    CHECK = 10
+    ASK = 7
+    END = 8
+    CHECK = 9
 
 
 class RankStatus(NamedTuple):

@@ -176,9 +176,6 @@ class TrainerGroup:
                         opening: Opening = decode(ranks.broadcast(b"", argument), Opening)
                         if own is not None:
                             own.open(opening)
-                    case Instruction.TRIAL if is_ready and own is not None:
-                        with ranks.error_at_next_exchange():
-                            own.begin_trial()
                     case Instruction.ASK if is_ready:
                         question: Question = decode(ranks.broadcast(b"", argument), Question)
                         if own is not None:

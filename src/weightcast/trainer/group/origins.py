@@ -19,10 +19,10 @@ import torch
 
 from weightcast import registry
 from weightcast.errors import ErrorRecord, PeersLostError, WeightcastError, from_record, listed, to_record
-from weightcast.format.bucket import RAW, BucketBuffer, Digest, as_bytes, slot_size_bytes
+from weightcast.format.bucket import RAW, BucketBuffer, Digest, as_bytes
 from weightcast.format.manifest import Manifest, WeightVersion, encode
 from weightcast.host import device as host_device
-from weightcast.host.memory import SealedMemory, host_identity
+from weightcast.host.memory import host_identity
 from weightcast.seams.transport import Origins, Sender
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks, in_round
 from weightcast.trainer.group.gather import OriginPacker, SharedBuffers, mapped_again
@@ -120,7 +120,7 @@ class OriginSender:
     rank asks for; what else goes wrong in the thread is brought to the next exchange, and so ends the publish on every
     rank.
 
-    One thread calls it. Memory: the sender's slots or arena, stated there; one bucket more in a trial.
+    One thread calls it. Memory: the sender's slots or arena, stated there.
     """
 
     def __init__(
@@ -135,7 +135,6 @@ class OriginSender:
         self._pool = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-origin")
         self._task: futures.Future[None] | None = None
         self._is_open = False
-        self._is_trial = False
         self._version = WeightVersion(run, 0)
         self._lost: PeersLostError | None = None
         self._next = 0
@@ -168,13 +167,13 @@ class OriginSender:
     def open(self, opening: Opening) -> None:
         """Begin the update, or go on with it where this origin has not sent all of it yet."""
         version, lost = WeightVersion(self.run, opening.version), self._lost
-        is_same = self._is_open and not self._is_trial and version == self._version
+        is_same = self._is_open and version == self._version
         if is_same and lost is None and self._next == len(self._span):
             return
         if lost is not None:
             # The sender may go on in other memory.
             self._packer.forget_views()
-        self._is_open, self._is_trial, self._lost, self._buffer = True, False, None, None
+        self._is_open, self._lost, self._buffer = True, None, None
         self._version = version
 
         def open_sender() -> None:
@@ -185,11 +184,6 @@ class OriginSender:
             self._ready()
 
         self._begin(open_sender)
-
-    def begin_trial(self) -> None:
-        """Have every bucket packed and digested, and none sent. Raises InsufficientMemoryError."""
-        self._is_open, self._is_trial, self._lost, self._next = True, True, None, 0
-        self._task, self._buffer = None, trial_buffer(self._plan, self.device)
 
     def shared(self, statuses: Sequence[RankStatus]) -> SharedBuffers | None:
         """What the other ranks of this origin are to map, if it has a bucket in this round."""
@@ -213,9 +207,6 @@ class OriginSender:
             num_bytes, digest = finish(digest, RAW, self._manifest, self._version, index, buffer)
             self._digests[number] = as_bytes(digest)
         self._next += 1
-        if self._is_trial:
-            self._buffer = buffer if self._next < len(self._span) else None
-            return
         self._buffer = None
 
         def send() -> None:
@@ -276,15 +267,6 @@ class OriginSender:
             self._buffer = self._sender.buffer(self._next)
 
 
-def trial_buffer(plan: Manifest, device: torch.device) -> BucketBuffer:
-    """Room for any bucket of a plan, which other ranks of the host can map. Raises InsufficientMemoryError."""
-    size_bytes = slot_size_bytes(plan)
-    what = "comparing the weights"
-    if device.type != "cpu":
-        return BucketBuffer.of(host_device.empty(size_bytes, device, what, "publish a new version"))
-    return BucketBuffer.of(SealedMemory.allocate(size_bytes, what).tensor()[:size_bytes])
-
-
 class GroupPacker:
     """The publishing rank's `Fill`: has every rank pack its part of a round, and hears what other origins have."""
 
@@ -327,16 +309,6 @@ class GroupPacker:
                 self._require_peers(statuses)
                 mapped_again(self._ranks, in_round(statuses, number))
             self._ranks.announce(Instruction.PACKED, number)
-
-    def trial(self, version: WeightVersion, device: torch.device) -> list[Digest]:
-        """See `Fill.trial`."""
-        plan = self._manifest.of_origin(0)
-        buffer = trial_buffer(plan, device)
-        if self._leaders:
-            self._ranks.announce_when_idle(Instruction.TRIAL)
-        digests = [self.fill(index, buffer.payload, version) for index in range(len(plan.buckets))]
-        self.fill_others(range(len(plan.buckets), self.num_rounds))
-        return [*digests, *self.others()]
 
     def others(self) -> list[bytes]:
         """See `Fill.others`."""
