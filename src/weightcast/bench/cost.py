@@ -20,7 +20,7 @@ from weightcast.format.bucket import HEADER_BYTES, pages, place
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import MAX_ORIGINS, Manifest, TensorSpec
 from weightcast.format.plan import plan
-from weightcast.trainer.group.shares import assign
+from weightcast.trainer.group.assignment import assign
 from weightcast.trainer.packer import HeldRegion
 from weightcast.transports.collective.buffers import NUM_SLOTS
 

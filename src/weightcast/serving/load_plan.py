@@ -190,7 +190,7 @@ class LoadPlan:
             host_memory.require(
                 num_workers * self.straddling_bytes,
                 f"putting together {len(self._straddling)} tensors of which each trainer host sends a part{workers},",
-                'publish with origins=1 or install="streaming", or free memory',
+                'publish with install="streaming", or free memory',
             )
 
     def stage(self, index: int, payload: torch.Tensor, staged: StagedBuckets, share: Share | None = None) -> None:
