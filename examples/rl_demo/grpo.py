@@ -14,7 +14,7 @@ import torch
 from torch.nn import Module
 
 from rl_demo import policy, task
-from rl_demo.rollouts import Group
+from rl_demo.rollouts import AnswerGroup
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 ADVANTAGE_EPSILON = 1e-3
@@ -56,7 +56,7 @@ def advantages(rewards: Sequence[float]) -> list[float]:
     return [(r - mean) / (deviation + ADVANTAGE_EPSILON) for r in rewards]
 
 
-def collate(groups: Sequence[Group]) -> Batch:
+def collate(groups: Sequence[AnswerGroup]) -> Batch:
     rows, targets, old_logprobs, scores = [], [], [], []
     for group in groups:
         scores += advantages(group.rewards)

@@ -30,7 +30,7 @@ class Answer(NamedTuple):
     versions: tuple[int, ...]
 
 
-class Group(NamedTuple):
+class AnswerGroup(NamedTuple):
     """The answers to one puzzle."""
 
     puzzle: Puzzle
@@ -50,7 +50,7 @@ class Rollouts:
         self._routes = {url: HttpRoutes(url, token=None, timeout_seconds=TIMEOUT_SECONDS) for url in urls}
         self._pools = {url: ThreadPoolExecutor(REQUESTS_PER_ENGINE) for url in urls}
 
-    def request(self, puzzles: Sequence[Puzzle], num_answers: int) -> list[Future[list[Group]]]:
+    def request(self, puzzles: Sequence[Puzzle], num_answers: int) -> list[Future[list[AnswerGroup]]]:
         """Request `num_answers` samples at temperature 1 for each puzzle, without waiting for them: see `wait`."""
         requests, engines = [], itertools.cycle(self._pools.items())
         for first in range(0, len(puzzles), self._prompts_per_request):
@@ -72,16 +72,16 @@ class Rollouts:
 
     def _post(
         self, url: str, puzzles: Sequence[Puzzle], num_answers: int, temperature: float, seed: int
-    ) -> list[Group]:
+    ) -> list[AnswerGroup]:
         prompts, max_tokens = [puzzle.prompt_ids for puzzle in puzzles], puzzles[0].num_answer_tokens
         sampling = {"n": num_answers, "temperature": temperature, "logprobs": 0, "seed": seed}
         body = msgspec.json.encode({"prompt": prompts, "max_tokens": max_tokens, **sampling})
         reply = msgspec.json.decode(self._routes[url].post("/v1/completions", body))
         answers = map(_answer, reply["choices"])
-        return [Group(puzzle, tuple(itertools.islice(answers, num_answers))) for puzzle in puzzles]
+        return [AnswerGroup(puzzle, tuple(itertools.islice(answers, num_answers))) for puzzle in puzzles]
 
 
-def wait(requests: Sequence[Future[list[Group]]]) -> list[Group]:
+def wait(requests: Sequence[Future[list[AnswerGroup]]]) -> list[AnswerGroup]:
     """The answers, in the order of the puzzles. Raises PeerError, naming the engine, for the first that failed."""
     return [group for request in requests for group in request.result()]
 

@@ -38,7 +38,7 @@ from torch.nn import Module
 from rl_demo import grpo, messages, policy, task
 from rl_demo.grpo import Batch
 from rl_demo.messages import DemoSettings, Evaluated, Event, RunEnded, Saved, Stepped, Warming
-from rl_demo.rollouts import Group, Rollouts, wait
+from rl_demo.rollouts import AnswerGroup, Rollouts, wait
 from weightcast.errors import WeightcastError
 from weightcast.host.deadline import Deadline
 from weightcast.sources.module import ModuleSource
@@ -160,7 +160,7 @@ def train(
     eval_puzzles = task.draw(rng, settings.eval_prompts, settings.num_digits)
     optimizer = make_optimizer(model, settings.learning_rate)
 
-    def request_half() -> list[Future[list[Group]]]:
+    def request_half() -> list[Future[list[AnswerGroup]]]:
         puzzles = task.draw(rng, half if rank == 0 else 0, settings.num_digits)
         return rollouts.request(puzzles, settings.answers_per_prompt)
 
@@ -202,7 +202,7 @@ def train(
     return version
 
 
-def statistics(groups: Sequence[Group], version: int) -> dict[str, Any]:
+def statistics(groups: Sequence[AnswerGroup], version: int) -> dict[str, Any]:
     """The fields of Stepped that describe rollouts, which the trainer received when it had this version."""
     rewards = [reward for group in groups for reward in group.rewards]
     versions = [answer.versions for group in groups for answer in group.answers]

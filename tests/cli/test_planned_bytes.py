@@ -17,8 +17,7 @@ from weightcast.format.bucket import HEADER_BYTES, Layout, pages
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import MAX_ORIGINS, TensorSpec
 from weightcast.serving.install import Install
-from weightcast.trainer.group.origins import RankPlace
-from weightcast.trainer.group.shares import Settings, share
+from weightcast.trainer.group.assignment import assign_all
 from weightcast.trainer.packer import HeldRegion
 from weightcast.transports.kept_memory import KeptMemory
 from weightcast.transports.sending import OwnedArena
@@ -83,10 +82,9 @@ def test_origins_are_those_that_trainer_ranks_agree_on(sharding: str, num_hosts:
     )
     counted = estimate(SPECS, it)
     num_ranks = num_hosts * ranks_per_host
-    places = [RankPlace(f"host-{rank // ranks_per_host}", "") for rank in range(num_ranks)]
+    leading = [rank // ranks_per_host * ranks_per_host for rank in range(num_ranks)]
     held = _held_by_ranks(sharding, num_hosts, ranks_per_host)
-    settings = Settings("0" * 32, "gloo://h:0", 20_000, "gloo", "hosts", num_hosts)
-    manifest = share(SPECS, held, places, settings).layout.manifest
+    manifest = assign_all(SPECS, held, leading, 20_000).layout.manifest
     of_origins = [[manifest.buckets[index] for index in span] for span in manifest.spans]
     assert counted.origins == [sum(each) + HEADER_BYTES * len(each) for each in of_origins]
     assert counted.num_buckets == len(manifest.buckets)

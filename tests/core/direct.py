@@ -45,6 +45,19 @@ class RecordingEngine:
         self.num_discards += 1
 
 
+class ReadableEngine(RecordingEngine):
+    """Shows what it holds; of the tensor `spoilt` with a wrong element."""
+
+    spoilt = ""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.held.items():
+            if name == self.spoilt:
+                tensor = tensor.clone()
+                tensor.flatten()[0] += 1
+            yield name, tensor
+
+
 class DirectEngine(LocalEngine):
     """A client in the same process, whose worker is impatient."""
 

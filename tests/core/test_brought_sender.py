@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weightcast import TensorSource
-from weightcast.errors import PeerDiedError, PublishError, WeightcastError
+from weightcast.errors import PeerDiedError, PublishError, UnsupportedError, WeightcastError
 from weightcast.format.bucket import BucketBuffer, slot_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import Abort, WeightInfo
@@ -169,3 +169,17 @@ def test_nothing_waits_for_digests_that_no_worker_compares(monkeypatch: pytest.M
     monkeypatch.setattr(publish_run, "root_digest", refused)
     with Publisher(TensorSource(TENSORS), engines=[Bringing()]) as publisher:
         assert publisher.publish().ok
+
+
+def test_an_engine_that_is_written_to_bucket_by_bucket_is_not_brought_to_a_version_again(guarded: set[str]) -> None:
+    """Its weights can't be compared before they are changed."""
+    client = Bringing()
+    with Publisher(TensorSource(TENSORS), engines=[client]) as publisher:
+        publisher.publish()
+        client.calls.clear()
+        with pytest.raises(PublishError, match="publish a new version") as caught:
+            publisher.sync(client)
+        assert isinstance(caught.value.failures["engine"], UnsupportedError)
+        assert client.calls in ([], ["abort"])
+        assert publisher.publish().version == 1
+    assert not guarded

@@ -22,12 +22,12 @@ from core.parallel import ParallelEngine
 from weightcast import ModuleEngine, TensorSource
 from weightcast.errors import ClosedError, InsufficientMemoryError, PeerTimeoutError, PublishError
 from weightcast.format import device_digest
-from weightcast.format.bucket import TORCH_DTYPES, Layout, root_digest
+from weightcast.format.bucket import TORCH_DTYPES, root_digest
 from weightcast.format.bucket_digest import torch_digest
-from weightcast.format.geometry import Region
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import copy as host_copy
+from weightcast.host import device as host_device
 from weightcast.host.copy import copy_all
 from weightcast.host.deadline import Deadline
 from weightcast.testing.transport_kit import (
@@ -38,9 +38,7 @@ from weightcast.testing.transport_kit import (
     send,
     version,
 )
-from weightcast.trainer.group import gather
-from weightcast.trainer.group.exchange import RankStatus
-from weightcast.trainer.packer import Shard, bucket_views, pack, typed_views
+from weightcast.trainer.packer import pack
 from weightcast.trainer.publish_run import Connections
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -585,10 +583,10 @@ def test_memory_that_the_device_has_not_is_an_error_of_ours(gpu: LazyGpu, transp
 
 
 def test_host_memory_that_can_not_be_pinned_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For messages among trainer ranks. torch itself can't pin any here."""
+    """torch itself can't pin any here."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(InsufficientMemoryError, match="no 4096 bytes of host memory can be pinned"):
-        gather._pinned(4096, torch.device("cpu"))
+        host_device.pinned(4096)
 
 
 @pytest.mark.parametrize("install", ["streaming", "staged"])
@@ -762,52 +760,3 @@ def test_how_often_a_byte_is_read_and_written_and_how_much_is_launched(
     else:
         # torch reads many times, on each side.
         assert per_byte[0] > 6
-
-
-def test_what_ranks_send_is_packed_and_unpacked_by_views_that_are_made_once(
-    gpu: LazyGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Buckets in device memory: another rank of the origin sends its part of each."""
-    specs = [TensorSpec(f"t{number}", "float32", (8, 64)) for number in range(4)]
-    layout = Layout(plan(specs, 4096))
-    halves = [Region((row, 0), (4, 64)) for row in (0, 4)]
-    weights = [[gpu.tensor(torch.randn(4, 64)) for _ in specs] for _ in halves]
-    shards = [
-        [Shard(number, half, tensors[number]) for number in range(4)]
-        for half, tensors in zip(halves, weights, strict=True)
-    ]
-    sent: list[torch.Tensor] = []
-
-    class Ranks:
-        group_rank = 1
-        error_at_next_exchange = staticmethod(contextlib.nullcontext)
-        send = staticmethod(lambda message, rank: sent.append(message))
-        receive = staticmethod(lambda staging, rank: staging.copy_(sent.pop()))
-        arrived = staticmethod(lambda arrivals: arrivals.clear())
-
-    ranks: Any = Ranks()
-    num_views: list[int] = []
-    monkeypatch.setattr(gather, "typed_views", lambda *args: num_views.append(1) or typed_views(*args))
-    monkeypatch.setattr(gather, "bucket_views", lambda *args: num_views.append(1) or bucket_views(*args))
-    other = gather.Contribution(ranks, layout, shards[1], leader=0, origin=0, via=gpu.device)
-    packer = gather.OriginPacker(ranks, layout, shards[0], {1: shards[1]}, origin=0, via=gpu.device)
-    payloads = [gpu.tensor(torch.zeros(num_bytes, dtype=torch.uint8)) for num_bytes in layout.manifest.buckets]
-    statuses = [RankStatus(offset_bytes=0), RankStatus()]
-    for update in range(3):
-        launches = gpu.num_launches
-        for index, payload in enumerate(payloads):
-            for tensors in weights:
-                for tensor in tensors:
-                    tensor.add_(1)
-            other.bring(index, statuses)
-            packer.pack(index, payload, statuses)
-            gpu.synchronize(gpu.device)
-            for entry, view in zip(layout.entries[index], layout.views(index, payload), strict=True):
-                expected = torch.cat([gpu.read(weights[half][entry.tensor]) for half in range(2)])
-                assert torch.equal(gpu.read(view), expected)
-        if update:
-            assert not num_views
-            # Of each rank a batch of copies, of the message another two: there and to its places.
-            assert gpu.num_launches - launches == len(payloads) * (4 + 8)
-        num_views.clear()
-    assert len(payloads) > 1

@@ -22,7 +22,8 @@ from weightcast.trainer.packer import Packer
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 TRANSPORTS = ["memory://", "ipc://", "gloo://127.0.0.1:0", "file://{}"]
-MODES = [(transport, install) for transport in TRANSPORTS for install in ("staged", "streaming")]
+MODES = [*((transport, "staged") for transport in TRANSPORTS), ("file://{}", "streaming")]
+"""In which a version can be sent again."""
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -75,7 +76,7 @@ def test_weights_that_have_changed_are_told_and_only_what_was_sent_is_installed(
     """Staged buckets in memory of the sender's, and a store's, are as they were; all else is packed again."""
     held, first, late = tensors(), RecordingEngine(), RecordingEngine()
     newcomer, sent = DirectEngine("late", late), tensors()
-    keeps = transport.startswith("file") or (install == "staged" and not transport.startswith("gloo"))
+    keeps = not transport.startswith("gloo")
     with fleet(TensorSource(held), first, transport=url(transport, tmp_path), install=install) as (publisher, _):
         publisher.publish()
         held["layer.5"].add_(1)
@@ -177,6 +178,20 @@ def test_staged_buckets_are_not_packed_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # --- what is refused ---
+
+
+@pytest.mark.parametrize("transport", ["memory://", "ipc://", "gloo://127.0.0.1:0"])
+def test_a_streamed_version_that_no_store_keeps_is_not_sent_again(transport: str) -> None:
+    first, late = RecordingEngine(), RecordingEngine()
+    newcomer = DirectEngine("late", late)
+    with fleet(TensorSource(tensors()), first, transport=transport, install="streaming") as (publisher, _):
+        publisher.publish()
+        with pytest.raises(ValueError, match=r"version 0 can't be sent again.*publish a new version"):
+            publisher.add_engine(newcomer, sync=True)
+        assert not late.calls
+        assert set(publisher.publish().engines) == {"engine-0", "late"}, "it is in the fleet"
+        assert_serve([late], 1)
+    newcomer.close()
 
 
 def test_before_the_first_publish_there_is_nothing_to_be_brought_to() -> None:

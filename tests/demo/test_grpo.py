@@ -9,7 +9,7 @@ import pytest
 import torch
 from rl_demo import grpo, task
 from rl_demo.grpo import Batch
-from rl_demo.rollouts import Answer, Group
+from rl_demo.rollouts import Answer, AnswerGroup
 from rl_demo.task import Puzzle, answer_ids
 
 PUZZLE = Puzzle((3, 1))
@@ -38,21 +38,21 @@ def test_advantages_are_relative_to_the_group() -> None:
 
 
 def test_a_batch_ignores_what_follows_an_early_end() -> None:
-    batch = grpo.collate([Group(PUZZLE, (answer(RIGHT), answer(SHORT)))])
+    batch = grpo.collate([AnswerGroup(PUZZLE, (answer(RIGHT), answer(SHORT)))])
     assert batch.tokens.tolist() == [[*PUZZLE.prompt_ids, *RIGHT], [*PUZZLE.prompt_ids, *SHORT, task.PAD_ID]]
     assert batch.targets.tolist() == [RIGHT, [*SHORT, grpo.IGNORED]]
     assert batch.old_logprobs.shape == (2, 3)
 
 
 def test_an_empty_batch_has_the_form_of_a_collated_one() -> None:
-    batch = grpo.collate([Group(PUZZLE, (answer(RIGHT), answer(SHORT)))])
+    batch = grpo.collate([AnswerGroup(PUZZLE, (answer(RIGHT), answer(SHORT)))])
     for empty, tensor in zip(Batch.empty(2, 2), batch, strict=True):
         assert (empty.shape, empty.dtype) == (tensor.shape, tensor.dtype)
 
 
 def test_the_loss_makes_better_answers_likelier() -> None:
     model, uniform = Table(3), -math.log(len(task.WORDS))
-    batch = grpo.collate([Group(PUZZLE, (answer(RIGHT, uniform), answer(WRONG, uniform)))])
+    batch = grpo.collate([AnswerGroup(PUZZLE, (answer(RIGHT, uniform), answer(WRONG, uniform)))])
     loss = grpo.loss(model, batch, num_tokens=batch.num_tokens)
     assert loss.item() == pytest.approx(0, abs=1e-6)
     loss.backward()
@@ -65,7 +65,8 @@ def test_the_loss_makes_better_answers_likelier() -> None:
 
 def test_what_two_ranks_make_of_their_shares_is_on_average_what_one_makes_of_all() -> None:
     uniform = -math.log(len(task.WORDS))
-    batch = grpo.collate([Group(PUZZLE, (answer(RIGHT, uniform), answer(SHORT, uniform), answer(WRONG, uniform)))])
+    answers = answer(RIGHT, uniform), answer(SHORT, uniform), answer(WRONG, uniform)
+    batch = grpo.collate([AnswerGroup(PUZZLE, answers)])
 
     def gradient(rank: int, num_ranks: int) -> torch.Tensor:
         model = Table(3)
@@ -81,7 +82,7 @@ def test_what_two_ranks_make_of_their_shares_is_on_average_what_one_makes_of_all
 def test_a_policy_that_has_moved_far_enough_is_not_pushed_on(moved: float, is_pushed: bool) -> None:
     """`moved`: by how much the right answer's log-probabilities rose, and the wrong one's fell, since the rollouts."""
     model, uniform = Table(3), -math.log(len(task.WORDS))
-    group = Group(PUZZLE, (answer(RIGHT, uniform - moved), answer(WRONG, uniform + moved)))
+    group = AnswerGroup(PUZZLE, (answer(RIGHT, uniform - moved), answer(WRONG, uniform + moved)))
     grpo.loss(model, grpo.collate([group]), num_tokens=6).backward()
     assert model.logits.grad is not None
     assert (float(model.logits.grad[:2].abs().max()) > 1e-3) == is_pushed

@@ -86,9 +86,9 @@ def settle_in(options: dict[str, Any]) -> None:
     if namespace := options.pop("namespace", None):
         enter(namespace)
     if label := options.pop("host_label", None):
-        from weightcast.trainer.group import origins
+        from weightcast.trainer.group import rank
 
-        origins.host_identity = lambda: label
+        rank.host_identity = lambda: label
 
 
 class Stops:

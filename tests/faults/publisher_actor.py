@@ -119,8 +119,8 @@ class Senders:
         self.corrupts = False
         self.url = f"stopping://{rest}"
         registry.TRANSPORTS["stopping"] = f"{__name__}:stopping_transport"
-        # Those that must share a host have one origin on it; here several hosts are played.
-        globals()["stopping_transport"] = dataclasses.replace(self._transport, sender=self._make, origins="hosts")
+        # Those that must share a host have origins there alone; here several hosts are played.
+        globals()["stopping_transport"] = dataclasses.replace(self._transport, sender=self._make, origins="any")
 
     def _make(self, url: str, **options: Any) -> Any:
         sender = self._transport.sender(url.replace("stopping", self._scheme), **options)

@@ -298,22 +298,24 @@ class Rank:
         is_apart: bool = False,
         hosts: int = 1,
         late_seconds: float = 0.0,
+        is_provable: bool = False,
         **options: Any,
     ) -> None:
         """`group`: the trainer ranks that publish; the first one does it for all.
 
         `is_apart`: this rank can't map another's memory, as in another container. `hosts`: the ranks are on so many.
-        `late_seconds`: so much later than the others ranks of an even number pack.
+        `late_seconds`: so much later than the others ranks of an even number pack. `is_provable`: what engines hold can
+        be read.
         """
         import torch.distributed as dist
-        from core.direct import DirectEngine, RecordingEngine
+        from core.direct import DirectEngine, ReadableEngine, RecordingEngine
 
         from weightcast.host.memory import map_shared
-        from weightcast.trainer.group import gather, origins
+        from weightcast.trainer.group import rank
 
         self.unmake()
-        origins.host_identity = lambda: f"host {self.rank * hosts // self.size}"
-        gather.map_shared = _nothing_mapped if is_apart else map_shared
+        rank.host_identity = lambda: f"host {self.rank * hosts // self.size}"
+        rank.map_shared = _nothing_mapped if is_apart else map_shared
 
         leads = self.rank % 2 == 0
         PartPacker.pack = functools.partialmethod(_late, _pack, late_seconds * leads)  # type: ignore[assignment]
@@ -326,7 +328,8 @@ class Rank:
         else:
             self.source = ShardedSource(model, cut, place, len(members), masters=masters)
         if self.rank == members[0]:
-            self.engines = [DirectEngine(f"engine-{n}", RecordingEngine()) for n in range(num_engines)]
+            kind = ReadableEngine if is_provable else RecordingEngine
+            self.engines = [DirectEngine(f"engine-{n}", kind()) for n in range(num_engines)]
         options = {"transport": "ipc://", "bucket_size_bytes": 4096, "deadline_seconds": 20.0, **options}
         self.publisher = publisher_of(self.source, engines=self.engines, **options)
 
@@ -352,6 +355,10 @@ class Rank:
     def fail_engine(self, after: int | None) -> None:
         if self.rank == 0:
             self.engines[0].engine.fail_after = after
+
+    def spoil_engine(self, name: str) -> None:
+        """What the first engine says that it holds of this tensor is wrong by one element from now on."""
+        self.engines[0].engine.spoilt = name
 
     def be_absent(self, seconds: float) -> None:
         """The first engine of this rank is not there for so long, from when it is asked first."""
@@ -449,30 +456,25 @@ class Rank:
     def _at(self, bucket: int, call: Callable[[], None]) -> None:
         from weightcast.trainer.packer import PartPacker
 
-        # In the origin's memory, or into a message.
-        originals = {"pack": PartPacker.pack, "sources": PartPacker.sources}
+        original = PartPacker.pack
 
-        def calling(name: str) -> Callable[..., Any]:
-            def called(part: PartPacker, index: int, *args: Any) -> Any:
-                if index == bucket:
-                    for each, original in originals.items():
-                        setattr(PartPacker, each, original)
-                    call()
-                return originals[name](part, index, *args)
+        def pack(part: PartPacker, index: int, *args: Any) -> Any:
+            if index == bucket:
+                PartPacker.pack = original  # type: ignore[method-assign]
+                call()
+            return original(part, index, *args)
 
-            return called
-
-        for name in originals:
-            setattr(PartPacker, name, calling(name))
+        PartPacker.pack = pack  # type: ignore[method-assign]
 
     def rewind(self, at: int, to: int) -> None:
         """Once, lose the buckets from `to` on, notice it at bucket `at`, and go on from `to` when opened again."""
         from weightcast.format.bucket import BucketBuffer, slot_size_bytes
+        from weightcast.host.memory import SealedMemory
 
-        sender = self.publisher._connections.sender
+        sender = self.publisher._group._sender
         open_, buffer, send = sender.open, sender.buffer, sender.send
         manifest = self.publisher._pack_plan.layout.manifest
-        lost = BucketBuffer.of(torch.empty(slot_size_bytes(manifest), dtype=torch.uint8))
+        lost = BucketBuffer.of(SealedMemory.allocate(slot_size_bytes(manifest)).tensor())
         survivors: list[str] = []
 
         def losing_open(*args: Any, peers: Sequence[str], staged: bool) -> int:
@@ -497,6 +499,8 @@ class Rank:
         """Add an engine that brings a sender of its own, which is known only once it was asked what it is."""
         from core.test_brought_sender import Bringing, ListedSender
 
+        from weightcast.format.bucket import BucketBuffer, slot_size_bytes
+        from weightcast.host.memory import SealedMemory
         from weightcast.seams.client import EngineClient
 
         class Keeping(ListedSender):
@@ -505,7 +509,8 @@ class Rank:
                 return super().open(manifest, version, peers=peers, staged=staged)
 
             def buffer(self, index: int) -> Any:
-                self.last = super().buffer(index)
+                """In memory that the other ranks can map."""
+                self.last = BucketBuffer.of(SealedMemory.allocate(slot_size_bytes(self._manifest)).tensor())
                 return self.last
 
             def send(self, index: int, num_bytes: int) -> None:
@@ -559,10 +564,8 @@ class Rank:
 
     def release(self) -> list[int]:
         """Give back the transport's memory; how many bytes each sender of this rank kept before, and keeps now."""
-        connections, group = self.publisher._connections, self.publisher._group
-        senders: list[Any] = [] if group._shares.own is None else [group._shares.own._sender]
-        if connections is not None:
-            senders.append(getattr(connections.sender, "_own", connections.sender))
+        group = self.publisher._group
+        senders: list[Any] = [] if group._sender is None else [group._sender]
         before = [sender._slots.size_bytes for sender in senders]
         self.publisher.release()
         return before + [sender._slots.size_bytes for sender in senders]
@@ -604,8 +607,7 @@ class Rank:
 
     def lose_nobody(self, at: int) -> None:
         """Once, this rank's sender notices at its bucket `at` that its group is broken, and nobody to blame for it."""
-        own = self.publisher._group._shares.own
-        sender = self.publisher._connections.sender._own if own is None else own._sender
+        sender = self.publisher._group._sender
         send = sender.send
 
         def losing_send(index: int, num_bytes: int) -> None:
@@ -645,22 +647,21 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _count(counts: dict[str, int]) -> None:
-    """Count what goes through every group of weightcast's; and of that "bucket", by a sender, and "part", of one.
+    """Count the exchanges, what goes through every group of weightcast's, and of that "bucket", by a sender.
 
     "bucket" also counts what is written into a store.
     """
     from weightcast.process_group import ProcessGroup
     from weightcast.store.writing import OriginFiles
-    from weightcast.trainer.group.exchange import TrainerRanks
+    from weightcast.trainer.group.group import Group
     from weightcast.transports.collective.group import BroadcastGroup
 
     def counted(owner: Any, name: str, size_at: int, word: str) -> Any:
         original = getattr(owner, name)
 
         def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-            what = f"{word} row" if args[size_at].dtype == torch.int64 else word
-            counts[what] = counts.get(what, 0) + 1
-            counts[f"{what} bytes"] = counts.get(f"{what} bytes", 0) + args[size_at].nbytes
+            counts[word] = counts.get(word, 0) + 1
+            counts[f"{word} bytes"] = counts.get(f"{word} bytes", 0) + args[size_at].nbytes
             return original(self, *args, **kwargs)
 
         return counting
@@ -668,7 +669,13 @@ def _count(counts: dict[str, int]) -> None:
     for name, size_at in (("send", 0), ("receive", 0), ("all_gather", 1), ("broadcast", 0)):
         setattr(ProcessGroup, name, counted(ProcessGroup, name, size_at, name))
     BroadcastGroup.send = counted(BroadcastGroup, "send", 1, "bucket")  # type: ignore[method-assign]
-    TrainerRanks.send = counted(TrainerRanks, "send", 0, "part")  # type: ignore[method-assign]
+    exchange = Group.exchange
+
+    def exchanging(self: Group, record: Any) -> Any:
+        counts["exchange"] = counts.get("exchange", 0) + 1
+        return exchange(self, record)
+
+    Group.exchange = exchanging  # type: ignore[method-assign]
     write = OriginFiles.write
 
     def writing(self: OriginFiles, number: int, data: memoryview) -> None:

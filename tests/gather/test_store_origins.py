@@ -98,10 +98,10 @@ def test_each_host_writes_its_share_into_files_of_its_own(
 
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_fsdp2(ranks: Squad, tmp_path: Path, hosts: int) -> None:
-    ranks.all("make", "linears", "fsdp2", hosts=hosts, origins=2, transport=url(tmp_path))
+    ranks.all("make", "linears", "fsdp2", hosts=hosts, transport=url(tmp_path))
     for content in (1, 2):
         published(ranks.publish(content))
-        assert len(ranks[0].ask("spans")) == 2
+        assert len(ranks[0].ask("spans")) == hosts
         assert ranks[0].ask("check", content) == []
         assert wrong(tmp_path, "linears", content) == []
 
@@ -109,7 +109,7 @@ def test_fsdp2(ranks: Squad, tmp_path: Path, hosts: int) -> None:
 @pytest.mark.cluster
 def test_fsdp2_over_two_ranks(tmp_path: Path) -> None:
     with squad(2) as two:
-        two.all("make", "linears", "fsdp2", hosts=2, origins=2, transport=url(tmp_path, "?num_threads=2"))
+        two.all("make", "linears", "fsdp2", hosts=2, transport=url(tmp_path, "?num_threads=2"))
         for content in (1, 2):
             published(two.publish(content))
             assert two[0].ask("check", content) == []
@@ -121,28 +121,25 @@ def test_the_number_of_origins_may_change(ranks: Squad, tmp_path: Path) -> None:
     """Files that are of no use any more are removed; a follower goes on."""
     store, engine = url(tmp_path), Holder(len(MODELS["many"](0)))
     with Follower(store, engine) as follower:
-        for content, origins in enumerate([4, 1, 2, 2, 1, 4]):
-            ranks.all("make", "many", "rows", hosts=4, origins=origins, transport=store)
+        for content, hosts in enumerate([4, 1, 2, 2, 1, 4]):
+            ranks.all("make", "many", "rows", hosts=hosts, transport=store)
             published(ranks.publish(content))
-            assert len(data_files(tmp_path)) == origins
+            assert len(data_files(tmp_path)) == hosts
             assert follower.poll() is not None
             assert all(torch.equal(engine.held[name], tensor) for name, tensor in MODELS["many"](content).items())
             ranks.all("unmake")
 
 
-def test_one_origin_again_as_long_as_an_engine_brings_its_own_sender(ranks: Squad, tmp_path: Path) -> None:
-    ranks.all("make", "table", "rows", hosts=2, transport=url(tmp_path))
+def test_an_engine_that_brings_its_own_sender_beside_a_store(ranks: Squad, tmp_path: Path) -> None:
+    ranks.all("make", "table", "rows", transport=url(tmp_path))
     published(ranks.publish(1))
-    assert len(data_files(tmp_path)) == 2
     ranks.all("add_stock")
     for content in (2, 3):
         published(ranks.publish(content))
-        assert len(data_files(tmp_path)) == 1
         assert ranks[0].ask("check_stock", content) == []
         assert wrong(tmp_path, "table", content) == []
     ranks.all("remove", "stock")
     published(ranks.publish(4))
-    assert len(data_files(tmp_path)) == 2
     assert ranks[0].ask("check", 4) == wrong(tmp_path, "table", 4) == []
 
 
@@ -250,9 +247,6 @@ def test_a_host_that_has_another_directory_there(tmp_path: Path) -> None:
         errors = failed(two.publish(1))
         assert all("mount the store's directory under this path on every trainer host" in text for _, text in errors)
         assert list(elsewhere.iterdir()) == []
-        two.all("make", "many", "rows", hosts=2, origins=1, deadline_seconds=5.0, transport=url(tmp_path / "w"))
-        published(two.publish(1))
-        assert wrong(tmp_path / "w", "many", 1) == []
 
 
 @pytest.mark.parametrize(

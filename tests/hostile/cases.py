@@ -288,11 +288,15 @@ MANIFESTS: dict[str, Case] = {
         "origin",
         "1 origins with 2 buckets, expected none or 2",
     ),
-    "an origin without buckets": (with_("origins", value=[2, 0]), "origin", "2 origins with 2 buckets.*each with a"),
+    "an origin without buckets": (
+        with_("origins", value=[2, 0]),
+        "origin",
+        "2 origins with 2 buckets.*each but the first with a",
+    ),
     "an origin of less than no buckets": (
         with_("origins", value=[3, -1]),
         "origin",
-        "each with a bucket, and 2 buckets",
+        "each but the first with a bucket, and 2 buckets",
     ),
     "origins with fewer buckets": (
         with_("origins", value=[1, 1, 1]),

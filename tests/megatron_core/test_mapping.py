@@ -24,7 +24,7 @@ from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis, Gated, Rows
 from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping, read_config
 from weightcast.sources.megatron.rules import Family
-from weightcast.trainer.group.shares import assign
+from weightcast.trainer.group.assignment import assign
 from weightcast.trainer.packer import HeldRegion, held_shards
 
 EXPERTS: list[shards.Experts] = ["each", "sequential", "grouped", "stacked"]
@@ -53,7 +53,7 @@ def joined(hf_config: Any, job: Job, hf: Tensors, family: Family | None = None) 
         specs = mapping(hf_config, job, rank, family).specs
         held.append(held_shards(specs, regions))
     whole = {spec.name: torch.full(spec.shape, torch.nan, dtype=torch.float64) for spec in specs}
-    for parts, chosen in zip(held, assign(specs, held, [True] * len(held)), strict=True):
+    for parts, chosen in zip(held, assign(specs, held, [0] * len(held)), strict=True):
         for index, region in chosen:
             data = narrow(parts[index].data, relative(region, parts[index].region))
             split_like(narrow(whole[specs[parts[index].tensor].name], region), data).copy_(data)
@@ -171,7 +171,7 @@ def test_every_name_of_a_published_model_is_made_once(model: str) -> None:
     found = [name for spec in specs for name in spec.names]
     assert len(found) == len(set(found))
     assert {s.name: s.shape for s in specs} == {s.name: s.shape for s in expected}
-    brought = assign(specs, held, [True] * len(held))
+    brought = assign(specs, held, [0] * len(held))
     assert sum(region.numel for chosen in brought for _, region in chosen) == sum(
         torch.Size(s.shape).numel() for s in expected
     )

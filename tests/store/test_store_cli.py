@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from weightcast.sources.safetensors import SafetensorsSource
 from weightcast.sources.store import StoreSource
 from weightcast.store.reading import pinned
 from weightcast.trainer.export import export
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.relay import Relay
 
 
@@ -175,12 +177,14 @@ def test_follow_passes_versions_on_to_a_server_until_it_is_told_to_end(tmp_path:
             assert int(module.t3[0]) == number * 100 + 3  # type: ignore[index]
 
 
-def test_an_engine_that_is_away_is_sent_the_version_alone_when_it_is_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_an_engine_that_is_away_is_sent_the_version_alone_when_it_is_back(tmp_path: Path, install: Any) -> None:
     """As of directories; the engine that was there is not sent it once more."""
     with EngineServer(ModuleEngine(Module())) as server, contextlib.ExitStack() as stack:
         other = stack.enter_context(EngineServer(ModuleEngine(Module())))
         port = other.port
-        relay = stack.enter_context(contextlib.closing(Relay([server.url, other.url])))
+        options = PublishOptions(install=install)
+        relay = stack.enter_context(contextlib.closing(Relay([server.url, other.url], options=options)))
         with Follower(url(tmp_path), relay) as follower:
             write(tmp_path, 5)
             assert follower.poll() is not None
@@ -196,7 +200,10 @@ def test_an_engine_that_is_away_is_sent_the_version_alone_when_it_is_back(tmp_pa
                 followed = follower.poll()
                 assert followed is not None
                 assert followed.version == 6
-                assert server.gate.version == served == again.gate.version
+                assert server.gate.version == served
+                assert install == "streaming" or again.gate.version == served
+                assert again.gate.version is not None
+                assert again.gate.version.number == 6
                 assert follower.poll() is None
                 write(tmp_path, 7)
                 assert follower.poll() is not None

@@ -20,7 +20,7 @@ from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import MAX_ORIGINS, MAX_TENSORS, Manifest, TensorSpec
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
-from weightcast.trainer.group.shares import assign
+from weightcast.trainer.group.assignment import assign
 from weightcast.trainer.packer import HeldRegion
 from weightcast.transports.collective.buffers import NUM_SLOTS
 

@@ -204,12 +204,15 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         if sum(self.buckets) > MAX_BYTES:
             raise malformed("size", f"{sum(self.buckets)} bytes in all; the limit is {MAX_BYTES}")
         if self.origins and not (
-            1 < len(self.origins) <= MAX_ORIGINS and min(self.origins) > 0 and sum(self.origins) == len(self.buckets)
+            1 < len(self.origins) <= MAX_ORIGINS
+            and self.origins[0] >= 0
+            and min(self.origins[1:]) > 0
+            and sum(self.origins) == len(self.buckets)
         ):
             raise malformed(
                 "origin",
                 f"{len(self.origins)} origins with {sum(self.origins)} buckets, expected none or 2 to {MAX_ORIGINS}, "
-                f"each with a bucket, and {len(self.buckets)} buckets",
+                f"each but the first with a bucket, and {len(self.buckets)} buckets",
             )
         check_specs(self.tensors)
         steps = CheckSteps(sum(len(record.pieces) for record in self.tensors))

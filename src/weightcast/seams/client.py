@@ -100,12 +100,17 @@ class TwoPhaseInstall(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SenderContext:
-    """What a client's sender is made from: the transport's URL, the run, the device of the weights, the deadline."""
+    """What a client's sender is made from: the transport's URL, the run, the device of the weights, the deadline.
+
+    `has_several_ranks`: several trainer ranks publish, and pack into what `Sender.buffer` gives: shared host memory
+    (`host.memory.SealedMemory`).
+    """
 
     url: str
     run: str
     device: torch.device
     deadline_seconds: float
+    has_several_ranks: bool = False
 
 
 @runtime_checkable

@@ -162,9 +162,9 @@ class Receiver(VersionReader, Protocol):
         """Disconnect and free everything; wakes an iteration that waits. Idempotent, from any thread."""
 
 
-Origins = Literal["one", "hosts", "devices"]
+Origins = Literal["one", "host", "any"]
 """Where a trainer of several ranks may have senders beside the first rank's, each for buckets of its own: nowhere, on
-each of its hosts, or for each device of the first rank's host."""
+the first rank's host, or anywhere."""
 
 
 class MakeSender(Protocol):
@@ -195,6 +195,9 @@ class Transport:
     )
     """By device type. "cache", where engines read buckets in place: see `largest_bucket_size`."""
     origins: Origins = "one"
+    mappable_on_gpu: Literal["always", "staged", "never"] = "never"
+    """In which installs buckets of weights on a GPU lie in host memory that other trainer ranks of the host can map
+    (`host.memory.SealedMemory`), as those of weights on a CPU must. Else each rank has a sender of its own."""
     keeps_versions: bool = False
     """Whether its ends are a `VersionWriter` and a `VersionReader` that keep versions for readers that come later."""
     joined_sender: MakeSender | None = None

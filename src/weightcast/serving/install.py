@@ -227,7 +227,7 @@ class Install:
             host_memory.require(
                 num_workers * self.straddling_bytes,
                 f"putting together {self._num_straddling} tensors of which each trainer host sends a part{workers},",
-                'publish with origins=1 or install="streaming", or free memory',
+                'publish with install="streaming", or free memory',
             )
 
     @functools.cached_property

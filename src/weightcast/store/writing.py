@@ -513,7 +513,7 @@ class OriginWriter(_SlotWriter):
         raise PeerTimeoutError(
             f"{path} on the host {socket.gethostname()} did not name attempt {where.attempt} of run {self._run} within "
             f"{self._deadline_seconds:g} s, as the publishing trainer rank's does: mount the store's directory under "
-            "this path on every trainer host, or publish with origins=1",
+            "this path on every trainer host",
             peer="trainer",
         )
 
@@ -538,6 +538,6 @@ def _layout(manifest: Manifest, address: StoreAddress) -> files.FileLayout:
     if num_origins > files.MAX_FILES:
         raise ValueError(
             f"{num_origins} origins have a data file each, a store's version has at most {files.MAX_FILES}: publish "
-            f"with origins={files.MAX_FILES}"
+            "from fewer trainer hosts"
         )
     return files.FileLayout(manifest, num_origins * min(address.num_threads, files.MAX_FILES // num_origins))

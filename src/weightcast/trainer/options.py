@@ -6,7 +6,6 @@ import dataclasses
 from typing import Literal
 
 from weightcast.format.geometry import ALIGNMENT_BYTES
-from weightcast.format.manifest import MAX_ORIGINS
 from weightcast.format.messages import MAX_LEASE_SECONDS, InstallMode
 from weightcast.host.deadline import number_of_seconds
 from weightcast.trainer.arguments import whole_number
@@ -27,14 +26,11 @@ class PublishOptions:
     its turn comes: an engine with `install="streaming"` then refuses to serve until it is healed.
     `verify`: "installed" compares the digest of every tensor in the engines' live memory with that of what was sent: an
     engine in which one differs has failed, and refuses to serve until it is healed; what an engine can't prove is in
-    the report. Weights leave from one origin then.
+    the report.
     `verify_every`: compare after this publisher's first publish and each n-th after it, whatever the versions' numbers;
     a publish that failed before all was sent doesn't count. In between, an engine that has connected since (it was
     added or started again) is compared once: after the first publish that it takes.
     `on_failure`: whether a publish that an engine did not take raises PublishError or returns its report.
-    `origins`: from the memory of how many trainer hosts at most (or, streaming over ipc, of how many GPUs) buckets are
-    sent, each by a rank there; by default all, 1: from the first rank's alone, to which the others send what they hold.
-    It matters for gloo, nccl and a store, which all these hosts must see; a fleet with stock servers has one.
     `deadline_seconds`: of each single wait. `lease_seconds`: how long an engine stays held by a silent publisher.
     """
 
@@ -46,7 +42,6 @@ class PublishOptions:
     verify_every: int = 1
     check_finite: bool = False
     on_failure: Literal["raise", "report"] = "raise"
-    origins: int | None = None
     deadline_seconds: float = 60.0
     lease_seconds: float = 30.0
 
@@ -59,11 +54,6 @@ class PublishOptions:
             raise ValueError(f"verify is {self.verify!r}; it must be 'installed' or None")
         if whole_number("verify_every", self.verify_every) < 1:
             raise ValueError(f"verify_every is {self.verify_every}; it must be at least 1")
-        if self.origins is not None:
-            origins = whole_number("origins", self.origins)
-            if origins < 1:
-                raise ValueError(f"origins is {origins}; it must be at least 1, or None for one on each trainer host")
-            object.__setattr__(self, "origins", min(origins, MAX_ORIGINS))
         for name in ("undo", "takeover", "check_finite"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")

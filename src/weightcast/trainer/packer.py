@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -45,10 +45,10 @@ from weightcast.format.geometry import (
 )
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
-from weightcast.host import device as host_device
 from weightcast.host.copy import PreparedCopies, copy_all
 from weightcast.native.tables import Chunks, PackTable, Sums, added, digest, places, spans_of, unfilled_chunks
 from weightcast.seams.source import Held, LookedAtRegions, Regions
+from weightcast.trainer.sent_digests import SentDigests
 
 _CACHED_BYTES = 8 << 20
 """A bucket of at most so many bytes is read again while it is in a cache; a larger one is written past the caches."""
@@ -65,19 +65,18 @@ Parts: TypeAlias = torch.Tensor | Sequence[tuple[Region, torch.Tensor]]
 
 
 class Fill(Protocol):
-    """Writes the raw payloads of buckets: a Packer, or with several trainer ranks a GroupPacker."""
+    """Writes the raw payloads of buckets: a Packer, or with several trainer ranks the publishing one.
+
+    `sent`: to which the digests of tensors in each bucket are added, where engines are to prove what they hold.
+    """
+
+    sent: SentDigests | None
 
     def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
         """Write the raw payload of bucket `index` to the beginning of `payload`; return its digest."""
 
     def others(self) -> Sequence[Digest]:
         """The digests of the buckets of other origins, once all were sent."""
-
-    def trial(self, version: WeightVersion, device: torch.device) -> Sequence[Digest]:
-        """The digests of all buckets as they would be now, by packing them into a buffer on `device`; sends nothing.
-
-        Raises InsufficientMemoryError.
-        """
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
@@ -165,38 +164,23 @@ class Packer:
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Parts]) -> None:
         """`tensors`: each whole, or as regions that tile it, which the caller has proven."""
+        self.sent: SentDigests | None = None
         shards = []
         for number, record in enumerate(layout.manifest.tensors):
             parts = tensors[record.name] if record.pieces else ()
             held = [(whole(record.shape), parts)] if isinstance(parts, torch.Tensor) else parts
             shards += [Shard(number, region, data) for region, data in held]
-        self._layout = layout
         self._part = PartPacker(layout, shards)
 
     def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
-        """Write the payload of bucket `index`; return its digest, on a GPU as two int64 still to come.
-
-        On a CPU each byte is read once, on a GPU with a kernel too. On a GPU everything is queued on the current stream
-        and nothing waits.
-        """
-        num_bytes = self._layout.manifest.buckets[index]
-        if not payload.is_cuda:
-            sums, missing = self._part.pack(index, payload)
-            return added(sums, digest(payload[:num_bytes], missing))
-        self._layout.clear_gaps(index, payload)
-        if num_bytes and device_digest.kernel(payload.device) is not None:
-            return self._part.pack_and_digest(index, payload, num_bytes)
-        self._part.copy(index, payload)
-        return queued_digest(payload[:num_bytes])
+        """See `PartPacker.fill`."""
+        digest = self._part.fill(index, payload)
+        if self.sent is not None:
+            self.sent.add(index, payload)
+        return digest
 
     def others(self) -> Sequence[Digest]:
         return ()
-
-    def trial(self, version: WeightVersion, device: torch.device) -> Sequence[Digest]:
-        manifest = self._layout.manifest
-        what, remedy = "comparing the weights", "publish a new version"
-        payload = host_device.empty(manifest.max_bucket_bytes, device, what, remedy)
-        return [self.fill(index, payload, version) for index in range(len(manifest.buckets))]
 
     def forget_views(self) -> None:
         self._part.forget_views()
@@ -218,15 +202,13 @@ class ShardSlice(msgspec.Struct, frozen=True, gc=False):
 
 
 class ShardSlices:
-    """One rank's parts, cut at the pieces of each bucket; the same on the rank itself and on the publishing rank."""
+    """One rank's parts, cut at the pieces of each bucket; the same there and on the one that digests the rest."""
 
     def __init__(self, layout: Layout, parts: Sequence[HeldRegion]) -> None:
         self._layout = layout
         self._parts: defaultdict[int, list[tuple[int, Region]]] = defaultdict(list)
         for number, part in enumerate(parts):
             self._parts[part.tensor].append((number, part.region))
-        self.sizes = [sum(cut.num_bytes for cut in self._found(index)) for index in range(len(layout.entries))]
-        """Bytes of the rank's part of each bucket."""
         self._last: tuple[int, list[ShardSlice]] | None = None
 
     def of(self, index: int) -> list[ShardSlice]:
@@ -304,16 +286,20 @@ class PartPacker:
         return table.run(cached=self._layout.manifest.buckets[index] <= _CACHED_BYTES), table.missing
 
     @torch.no_grad()
-    def copy(self, index: int, payload: torch.Tensor) -> None:
-        """Copy this rank's part of bucket `index` into `payload`, on any device."""
-        copy_all(self._views(index, payload), self.sources(index))
+    def fill(self, index: int, payload: torch.Tensor) -> Digest:
+        """Fill bucket `index`, all of which this rank brings; return its digest, on a GPU as two int64 still to come.
 
-    @torch.no_grad()
-    def pack_and_digest(self, index: int, payload: torch.Tensor, num_bytes: int) -> torch.Tensor:
-        """As `pack`, on a GPU with a kernel, for a rank that fills the bucket alone: reads each byte once.
-
-        Returns the payload's `device_digest`.
+        On a CPU each byte is read once, on a GPU with a kernel too. On a GPU everything is queued on the current stream
+        and nothing waits.
         """
+        num_bytes = self._layout.manifest.buckets[index]
+        if not payload.is_cuda:
+            sums, missing = self.pack(index, payload)
+            return added(sums, digest(payload[:num_bytes], missing))
+        self._layout.clear_gaps(index, payload)
+        if not num_bytes or device_digest.kernel(payload.device) is None:
+            copy_all(self._views(index, payload), self.sources(index))
+            return queued_digest(payload[:num_bytes])
         known = self._fused.get(index)
         if known is None or known[0] is not payload:
             fused = CopyAndDigest(payload[:num_bytes], self._views(index, payload), self.sources(index))
@@ -344,21 +330,16 @@ class PartPacker:
 
 def bucket_views(slices: Sequence[ShardSlice], entries: Sequence[Entry], buffer: torch.Tensor) -> list[torch.Tensor]:
     """One view for each cut into a bucket's payload."""
-    return typed_views(buffer, ((cut, cut.start, entries[cut.entry].piece.region.sizes) for cut in slices))
-
-
-def typed_views(buffer: torch.Tensor, places: Iterable[tuple[ShardSlice, int, Sequence[int]]]) -> list[torch.Tensor]:
-    """A view of each cut: at which byte its first element lies, and within a block of which sizes its rows lie."""
     # The widest element has 16 bytes.
     whole_buffer = buffer[: buffer.numel() // 16 * 16]
     by_dtype: dict[str, torch.Tensor] = {}
     views = []
-    for cut, start, sizes in places:
+    for cut in slices:
         typed = by_dtype.get(cut.dtype)
         if typed is None:
             typed = by_dtype[cut.dtype] = whole_buffer.view(TORCH_DTYPES[cut.dtype])
-        offset = typed.storage_offset() + start // ITEMSIZE_BYTES[cut.dtype]
-        views.append(typed.as_strided(cut.region.sizes, row_major(sizes), offset))
+        offset = typed.storage_offset() + cut.start // ITEMSIZE_BYTES[cut.dtype]
+        views.append(typed.as_strided(cut.region.sizes, row_major(entries[cut.entry].piece.region.sizes), offset))
     return views
 
 

@@ -49,7 +49,7 @@ from weightcast.links.link import LinkListener, frame
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, SenderContext
 from weightcast.seams.source import Regions
-from weightcast.seams.transport import Origins, Sender
+from weightcast.seams.transport import Sender
 from weightcast.trainer.engine_dtypes import EngineDtypes
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
@@ -70,13 +70,20 @@ class Connections:
     """What connects a publisher with its engines: with their workers, and what their clients bring besides."""
 
     def __init__(
-        self, sender: Sender, listener: LinkListener, device: torch.device, *, keeps_versions: bool = False
+        self,
+        sender: Sender,
+        listener: LinkListener,
+        device: torch.device,
+        *,
+        keeps_versions: bool = False,
+        has_several_ranks: bool = False,
     ) -> None:
-        """`keeps_versions`: as of `Transport`."""
+        """`keeps_versions`: as of `Transport`. `has_several_ranks`: as of `SenderContext`."""
         self.sender = sender
         self.keeps_versions = keeps_versions
         self.listener = listener
         self.device = device
+        self.has_several_ranks = has_several_ranks
         self.client_senders: list[ClientSender] = []
         self.origins: tuple[str, ...] = ()
         """The addresses of the senders of other trainer ranks' origins."""
@@ -136,8 +143,9 @@ class PublishInputs:
     """What a publish is made of on the rank that publishes. `start`: when it began, by `time.perf_counter`.
 
     `fleet`: the engines that are to take it. `again`: not a new version, but this one once more. `url`: the
-    transport's. `spread`, `num_origins`: where several trainer ranks may have origins, as far as engines are known, and
-    how many at most. `engine_dtypes`: of a source that is cast to what engines have.
+    transport's. `maps_buckets`: whether trainer ranks of a host can pack into each other's buckets, as far as engines
+    are known. `checks_finite`: look for NaN and infinity before anything is offered. `engine_dtypes`: of a source that
+    is cast to what engines have.
     """
 
     start: float
@@ -148,8 +156,8 @@ class PublishInputs:
     fleet: Fleet
     again: PublishedVersion | None
     url: str
-    spread: Callable[[], Origins]
-    num_origins: int
+    maps_buckets: Callable[[], bool]
+    checks_finite: bool
     engine_dtypes: EngineDtypes | None
 
 
@@ -299,6 +307,8 @@ class PublishRun:
                         link.take()  # of former versions
                 if isinstance(fill, StreamPacker):
                     self._fail_other_routes()
+                if manifest.origins:
+                    self._fail_brought_routes()
                 sender, keeps_versions = self._connections.sender, self._connections.keeps_versions
                 kept = sender.newest_version() if keeps_versions else -1
                 newest = max((kept, *(member.newest_version for member in self._fleet)))
@@ -312,6 +322,7 @@ class PublishRun:
                 is_due = self._proves_all or not all(member.has_proven for member in fleet.healthy())
                 if options.verify == "installed" and is_due and again is None:
                     self._sent = SentDigests(self._pack_plan.layout, inputs.regions)
+                fill.sent = self._sent if again is None else None
                 route = FleetRoute(
                     self._fleet,
                     sender,
@@ -319,7 +330,7 @@ class PublishRun:
                     is_brought=False,
                     keeps_versions=keeps_versions,
                 )
-                if not route.is_staged and (is_stored or self._is_unchanged(route, fill)):
+                if not route.is_staged:
                     route.pause()
                 workers = Counter(link.host for member in fleet.healthy() for link in member.links)
                 offer = Offer(
@@ -347,7 +358,8 @@ class PublishRun:
             for client_sender in self._connections.client_senders:
                 brought = FleetRoute(self._fleet, client_sender, is_staged=client_sender.is_staged, is_brought=True)
                 try:
-                    if not brought.is_staged and self._is_unchanged(brought, fill):
+                    if not brought.is_staged:
+                        self._fail_unstaged(brought)
                         brought.pause()
                     self._send(brought, fill)
                     brought.install(self._sent, proves_all=self._proves_all)
@@ -440,9 +452,14 @@ class PublishRun:
             origins=connections.origins,
         )
         member.join(listener, info)
-        connections.add_client_sender(
-            member, SenderContext(address, self._run, connections.device, options.deadline_seconds)
+        context = SenderContext(
+            address,
+            self._run,
+            connections.device,
+            options.deadline_seconds,
+            has_several_ranks=connections.has_several_ranks,
         )
+        connections.add_client_sender(member, context)
 
     def _send(self, route: FleetRoute, fill: Fill) -> str:
         """Pack and send every bucket, and wait until every engine has them; where peers are lost, the others go on.
@@ -491,8 +508,6 @@ class PublishRun:
             with self._timed("pack"):
                 if self._again is None:
                     num_bytes, digests[index] = pack(fill, RAW, manifest, version, index, buffer)
-                    if self._sent is not None:
-                        self._sent.add(index, buffer.payload)
                 elif not (num_bytes := self._pack_again(index, buffer, version, fill)):
                     self._fail_changed(route.healthy())
                     sender.abort(f"the weights have changed since version {self.number}")
@@ -526,6 +541,18 @@ class PublishRun:
                     )
                 )
 
+    def _fail_brought_routes(self) -> None:
+        """A client's sender sends all buckets, and so must have all."""
+        for member in self._fleet.healthy():
+            if member.sender is not None:
+                member.fail(
+                    UnsupportedError(
+                        f"{member.name} takes weights by its own routes, from the publishing rank, and other trainer "
+                        "ranks can't pack into that one's memory (another host, container, user or GPU): install "
+                        "weightcast's plugin in that server, or publish to it from ranks of one host, over gloo://"
+                    )
+                )
+
     # --- a version that is published again ---
 
     def _pack_again(self, index: int, buffer: BucketBuffer, version: WeightVersion, fill: Fill) -> int:
@@ -543,19 +570,15 @@ class PublishRun:
         num_bytes, digest = pack(fill, RAW, manifest, version, index, buffer)
         return num_bytes if as_bytes(digest) == expected else 0
 
-    def _is_unchanged(self, route: FleetRoute, fill: Fill) -> bool:
-        """Before engines are paused and written to bucket by bucket: pack all into a buffer of its own and compare.
-
-        True for a new version; else a version whose weights have changed is the failure of its engines.
-        """
-        if self._again is None or not route.healthy():
-            return True
-        with self._timed("pack"), self._connections.packing_stream():
-            found = fill.trial(WeightVersion(self._run, self.number), self._connections.device)
-            is_same = all_bytes(found) == all_bytes(self._again.digests)
-        if not is_same:
-            self._fail_changed(route.healthy())
-        return is_same
+    def _fail_unstaged(self, route: FleetRoute) -> None:
+        """Engines that are written to bucket by bucket must not get a version whose weights may have changed since."""
+        for member in route.healthy() if self._again is not None else ():
+            member.fail(
+                UnsupportedError(
+                    f"{member.name} takes weights bucket by bucket, so that version {self.number} can't be compared "
+                    "with the source's weights before it is changed: publish a new version"
+                )
+            )
 
     def _fail_changed(self, members: Iterable[FleetMember]) -> None:
         for member in members:

@@ -25,7 +25,7 @@ from weightcast import registry
 from weightcast.engines.gate import require_no_step
 from weightcast.errors import ClosedError, PublishReport, clear_frames, publish_error
 from weightcast.format.bucket import Layout
-from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, TensorSpec
+from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
 from weightcast.host.closing import Closeable, ClosedOnExit, on_failure
 from weightcast.host.deadline import number_of_seconds
@@ -34,7 +34,6 @@ from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, EngineClient
 from weightcast.seams.source import Regions, Source, StreamSource, TensorStream, casts_to_engines
-from weightcast.seams.transport import Origins
 from weightcast.sources.store import StoreSource
 from weightcast.trainer import arguments
 from weightcast.trainer.engine_dtypes import EngineDtypes
@@ -48,7 +47,7 @@ from weightcast.trainer.stream_packer import StreamPacker
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from weightcast.trainer.group.lead import TrainerGroup
+    from weightcast.trainer.group.rounds import FollowingRank, PublishingRank
 
 _DROPPED_SECONDS = 5.0
 _NOTHING_YET = "nothing was published yet: call publish() first"
@@ -61,8 +60,8 @@ class Publisher(ClosedOnExit):
     `publish` on every rank. Rank 0 of the group talks to the engines; the other ranks ignore `engines` and `transport`.
 
     Memory on this side: the transport's slots (streaming) or arena (staged), stated there; nothing of the model's size
-    besides. With several trainer ranks: the transport's slots or arena on each rank that leads an origin (one for each
-    host, see `PublishOptions.origins`); where ranks can't map it, one bucket more there and a bucket's share on them.
+    besides. With several trainer ranks: the transport's slots or arena on each rank that sends: one of each host, where
+    ranks can map each other's memory; each rank that can't.
     One that nothing refers to any more closes itself; a traceback that is kept refers to it. Use `with`, or `close`.
     Thread-safe: concurrent calls wait for each other.
     """
@@ -107,7 +106,7 @@ class Publisher(ClosedOnExit):
         self._published: PublishedVersion | None = None
         """The last version, if it was sent whole."""
         self._trainer_group = trainer_group
-        self._group: TrainerGroup | None = None
+        self._group: PublishingRank | FollowingRank | None = None
         self._is_joined = False
         self._closed = False
         self._is_publishing = False
@@ -185,10 +184,10 @@ class Publisher(ClosedOnExit):
             self._require_open()
             if self._pack_plan is not None:
                 self._pack_plan.forget_views()
-            if self._group is not None:
-                self._group.release()
             if self._connections is not None:
                 self._connections.release()
+            elif self._group is not None:
+                self._group.release()
 
     def close(self) -> None:
         """Disconnect every engine and free everything. Idempotent; does nothing in a forked child."""
@@ -314,13 +313,14 @@ class Publisher(ClosedOnExit):
         For an engine that was added since, failed then, or was started again; the others serve on. One that serves the
         version already is left alone. The report is of this engine alone. Its bytes are those that are staged still
         (or, from a store, the stored version), else the source's weights, which must not have changed since: where they
-        have, the engine's update fails, it keeps what it has, and a new version must be published. Not staged
-        (`install="streaming"`, stock SGLang but for its disk route), everything is packed once more before the engine
-        is paused, to see that: one bucket of memory. Of a source that streams its tensors only bytes that are staged or
-        stored can be sent again: else UpdateAbortedError, the engine keeps what it has, and no stream is taken.
+        have, the engine's update fails, it keeps what it has, and a new version must be published. Of a source that
+        streams its tensors only bytes that are staged or stored can be sent again: else UpdateAbortedError, the engine
+        keeps what it has, and no stream is taken. An engine that takes weights bucket by bucket by routes of its own
+        (stock SGLang but for its disk route) fails with UnsupportedError: publish a new version.
 
         With several trainer ranks every rank calls it, as `publish`. Raises ValueError before the first publish, for an
-        engine that is not in the fleet, or if the last publish sent no whole version; otherwise what `publish` raises.
+        engine that is not in the fleet, if the last publish sent no whole version, and with `install="streaming"`
+        unless a store keeps the version: publish a new one; otherwise what `publish` raises.
         """
         self._require_here()
         with self._lock:
@@ -379,10 +379,8 @@ class Publisher(ClosedOnExit):
             if group is None:
                 prepared = inputs()
                 report = run.run(prepared, functools.partial(self._engines_known, prepared))
-            elif group.is_publishing:
-                report = group.lead(self.run, last, inputs, run)
             else:
-                report = group.follow(last)
+                report = group.publish(self.run, last, inputs, run)
         except BaseException as exc:
             clear_frames(exc)
             raise
@@ -393,7 +391,7 @@ class Publisher(ClosedOnExit):
                 # What remains of a stream, after a failure, may be an exporter's that keeps memory until it is freed.
                 self._pack_plan.use({}, StreamPacker(self._pack_plan.layout, None))
             if group is not None:
-                self.version, self.run = max(self.version, group.version), group.run or self.run
+                self.version, self.run = max(self.version, group.group.version), group.run or self.run
             self._published = run.published or (self._published if run.number in (-1, last) else None)
             self._num_published += run.published is not None and run.number > last
         if not report.ok and self._options.on_failure == "raise":
@@ -410,7 +408,7 @@ class Publisher(ClosedOnExit):
             inputs.engine_dtypes.ask(inputs.fleet, specs, is_again=inputs.again is not None)
             if inputs.engine_dtypes.cast(specs) is not inputs.pack_plan.specs:
                 inputs.pack_plan.cast(inputs.engine_dtypes.cast(specs))
-        if self._options.check_finite and inputs.again is None and not isinstance(self._source, StreamSource):
+        if inputs.checks_finite and inputs.again is None and not isinstance(self._source, StreamSource):
             require_finite(inputs.pack_plan.specs, held_shards(inputs.pack_plan.specs, inputs.regions))
 
     def _join_trainer_group(self) -> None:
@@ -425,13 +423,11 @@ class Publisher(ClosedOnExit):
                         f"{type(self._source).__name__} streams its tensors, which one rank publishes: make a "
                         "Publisher with trainer_group=None there, and have the other ranks only take part in the export"
                     )
-                from weightcast.trainer.group.lead import TrainerGroup
+                from weightcast.trainer.group.rounds import FollowingRank, PublishingRank
 
-                options = self._options
-                self._group = TrainerGroup(
-                    group, self._source, options.deadline_seconds, check_finite=options.check_finite
-                )
-                self._owned[:0] = self._group.owned
+                make = PublishingRank if dist.get_rank(group) == 0 else FollowingRank
+                self._group = make(group, self._source, self._options.deadline_seconds)
+                self._owned.insert(0, self._group)
         self._is_joined = True
 
     def _inputs(
@@ -454,6 +450,11 @@ class Publisher(ClosedOnExit):
         fleet, again = (self._fleet, None) if of is None else (self._fleet.only(of), self._published)
         if of is not None and again is None:
             raise ValueError(f"version {self.version} was not sent whole to any engine: publish a new version")
+        if again is not None and self._options.install == "streaming" and not again.is_stored:
+            raise ValueError(
+                f"version {self.version} can't be sent again: with install='streaming' an engine is written to before "
+                "all of it is known to be unchanged, and no store keeps it: publish a new version"
+            )
         source = self._source if stored is None else stored
         regions: Regions = {}
         stream: TensorStream | None = None
@@ -492,7 +493,13 @@ class Publisher(ClosedOnExit):
                     raise OSError(exc.errno, reason) from exc
                 raise
             keeps_versions = self._transport.keeps_versions
-            self._connections = Connections(sender, listener, device, keeps_versions=keeps_versions)
+            self._connections = Connections(
+                sender,
+                listener,
+                device,
+                keeps_versions=keeps_versions,
+                has_several_ranks=self._group is not None,
+            )
             self._process = os.getpid()
             self._owned.insert(-1, self._connections)
             # Again: this process may have been forked since this publisher was made.
@@ -505,14 +512,12 @@ class Publisher(ClosedOnExit):
                 "call add_engine first (a store, file:///DIR, needs none)"
             )
 
-        def spread() -> Origins:
-            # A client's own sender copies buckets, which must all be on this rank; staged buckets are host memory,
-            # counted once for each host, and so are those of weights on a CPU.
-            is_brought = self._has_brought_senders
-            is_on_host = self._options.install == "staged" or device.type == "cpu"
-            if is_brought or (self._transport.origins == "devices" and is_on_host):
-                return "one"
-            return self._transport.origins
+        def maps_buckets() -> bool:
+            # Those that clients' own senders give, where no others are packed, are in host memory.
+            is_brought = bool(len(fleet)) and all(isinstance(member.client, BringsSender) for member in fleet)
+            if device.type == "cpu" or (is_brought and not self._transport.keeps_versions):
+                return True
+            return self._transport.mappable_on_gpu in ("always", self._options.install)
 
         return PublishInputs(
             start,
@@ -523,9 +528,8 @@ class Publisher(ClosedOnExit):
             fleet,
             again,
             url=self._url,
-            spread=spread,
-            # The digests of all tensors are taken where their buckets are sent from.
-            num_origins=1 if self._options.verify == "installed" else self._options.origins or MAX_ORIGINS,
+            maps_buckets=maps_buckets,
+            checks_finite=self._options.check_finite,
             engine_dtypes=self._engine_dtypes if stored is None else None,
         )
 

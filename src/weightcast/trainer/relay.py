@@ -60,6 +60,8 @@ class Relay:
         self.given = RelayedTensors()
         self.missing: list[str] = []
         self._committed: WeightVersion | None = None
+        self._engines = {engine.rstrip("/") if isinstance(engine, str) else engine.name: engine for engine in engines}
+        self._is_streaming = options is not None and options.install == "streaming"
         self._make_publisher = functools.partial(
             Publisher,
             self.given,
@@ -88,6 +90,12 @@ class Relay:
     def catch_up(self) -> PublishReport:
         """Send what was published last to each that is missing. Raises PublishError that names those that fail."""
         assert self._publisher is not None
+        if self._is_streaming:
+            # The publisher that the others have it from keeps nothing that could be sent again.
+            with self._make_publisher(engines=[self._engines[name] for name in self.missing]) as publisher:
+                report = publisher.publish(self._publisher.version)
+            self.missing = [name for name, result in report.engines.items() if not result.ok]
+            return _whole(report)
         engines: dict[str, EngineResult] = {}
         for name in list(self.missing):
             report = self._publisher.sync(name)

@@ -30,18 +30,19 @@ class SentDigests:
         """`regions`: what this rank holds of the source, by which a block that differs is found."""
         self._layout = layout
         self._regions = regions
-        self._by_bucket: dict[int, list[str]] = {}
+        self.by_bucket: dict[int, list[str]] = {}
+        """Of the pieces of each bucket that was added, here or by another trainer rank."""
 
     def add(self, index: int, payload: torch.Tensor) -> None:
         """Read bucket `index`, which is packed; on a GPU this waits for it. Again for the same one: replaces it."""
         views = zip(self._layout.entries[index], self._layout.views(index, payload), strict=True)
-        self._by_bucket[index] = [tensor_digest(view, e.piece.region, e.record.shape) for e, view in views]
+        self.by_bucket[index] = [tensor_digest(view, e.piece.region, e.record.shape) for e, view in views]
         self._layout.forget_views()  # the transport's memory is not to be kept by them
 
     def by_name(self) -> dict[str, tuple[TensorRecord, str]]:
         """Each tensor's record and digest, under every name that it has."""
         digests: dict[int, list[str]] = {}
-        for index, found in self._by_bucket.items():
+        for index, found in self.by_bucket.items():
             for entry, digest in zip(self._layout.entries[index], found, strict=True):
                 digests.setdefault(entry.tensor, []).append(digest)
         return {

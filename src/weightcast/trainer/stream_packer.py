@@ -18,6 +18,7 @@ from weightcast.format.manifest import TensorRecord, WeightVersion
 from weightcast.host.copy import copy_all
 from weightcast.trainer.finite import require_finite
 from weightcast.trainer.packer import Shard
+from weightcast.trainer.sent_digests import SentDigests
 
 _SHARED_OUT_BYTES = 1 << 20
 """A copy of so much is worth a table; for a smaller one that costs more than it brings."""
@@ -33,6 +34,7 @@ class StreamPacker:
 
         `check_finite`: look for NaN and infinity in each tensor before it is packed.
         """
+        self.sent: SentDigests | None = None
         self._checks_finite = check_finite
         self._layout = layout
         self._records = iter(layout.manifest.tensors)
@@ -64,6 +66,8 @@ class StreamPacker:
         if self._num_filled == len(manifest.buckets):
             self._take(self._tensors, None)
             self._tensors, self._tensor = None, torch.empty(0)
+        if self.sent is not None:
+            self.sent.add(index, payload)
         return queued_digest(payload[: manifest.buckets[index]])
 
     def _take(self, tensors: Iterator[tuple[str, torch.Tensor]], wanted: TensorRecord | None) -> None:
@@ -88,10 +92,6 @@ class StreamPacker:
 
     def others(self) -> Sequence[Digest]:
         return ()
-
-    def trial(self, version: WeightVersion, device: torch.device) -> Sequence[Digest]:
-        """Raises UpdateAbortedError."""
-        raise _gone(version)
 
     def forget_views(self) -> None:
         self._layout.forget_views()

@@ -16,7 +16,7 @@ import torch
 from weightcast.errors import PeerDiedError, StaleVersionError, WeightcastError
 from weightcast.host import device as host_device
 from weightcast.seams.transport import Transport
-from weightcast.transports.kept_memory import allocate
+from weightcast.transports.kept_memory import MemoryToSend
 from weightcast.transports.receiving import PUBLISHER, ArenaReceiver, MappedArena
 from weightcast.transports.sending import ArenaSender, ConnectedPeer, OwnedArena
 
@@ -38,7 +38,7 @@ class MemoryArena(OwnedArena, MappedArena):
     """Both ends of an arena."""
 
     def __init__(self, generation: int, size_bytes: int, device: torch.device) -> None:
-        super().__init__(generation, allocate(size_bytes, device, "sending this update"), device)
+        super().__init__(generation, MemoryToSend(device, "sending this update").allocate(size_bytes), device)
 
     def reset(self) -> None:
         """What was queued by an update that was given up may still read it."""
@@ -151,4 +151,5 @@ TRANSPORT = Transport(
     receiver=MemoryReceiver,
     same_host=True,
     default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 512 << 20, "cache": 8 << 20},
+    mappable_on_gpu="staged",
 )

@@ -531,7 +531,7 @@ TRANSPORT = Transport(
     receiver=StoreReceiver,
     keeps_versions=True,
     joined_sender=JoinedStoreSender,
-    origins="hosts",
+    origins="any",
     # Packed, digested and written while it is in a core's cache.
     default_bucket_size_bytes={"cpu": 2 << 20, "cuda": 64 << 20},
     same_host=False,

@@ -17,7 +17,6 @@ from concurrent import futures
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -73,7 +72,13 @@ class Rendezvous:
                     epoch = self._arrive()
             finally:
                 arrived.set()
-            return self._group("gloo", f"{epoch}/gloo", None)
+            return ProcessGroup(
+                "gloo",
+                PrefixStore(f"{epoch}/gloo", self._store),
+                rank=self.group_rank,
+                size=len(self.ranks),
+                timeout_seconds=self._deadline_seconds,
+            )
 
         with on_failure(self.leave):
             group = self._within(self._deadline_seconds, connect, ProcessGroup.close, arrived)
@@ -99,10 +104,6 @@ class Rendezvous:
             return self._within(patience_seconds, call_roll, lambda ranks: None)
         return None
 
-    def nccl(self, device: torch.device) -> ProcessGroup:
-        """A second group of the same ranks for bytes on GPUs. Every rank calls it."""
-        return self._group("nccl", f"{self._announced}/nccl", device)
-
     def late(self, ranks: Sequence[int]) -> PeerTimeoutError:
         """The error for ranks that did not come, for those that wait for them."""
         who = f"{named(ranks)} did not publish" if ranks else "the trainer ranks did not publish at one time"
@@ -111,16 +112,6 @@ class Rendezvous:
             each = "each of them" if len(ranks) != 1 else "it"
             what = f"{each} has published before, and has ended or stalled since, or left the loop; see its log"
         return PeerTimeoutError(f"{who} within {self._deadline_seconds:g} s: {what}", peer=named(ranks))
-
-    def _group(self, backend: str, prefix: str, device: torch.device | None) -> ProcessGroup:
-        return ProcessGroup(
-            backend,
-            PrefixStore(prefix, self._store),
-            rank=self.group_rank,
-            size=len(self.ranks),
-            timeout_seconds=self._deadline_seconds,
-            device=device,
-        )
 
     def _arrive(self) -> int:
         """Be in the first epoch that has not broken, until all are; return its number."""

@@ -6,40 +6,32 @@ it; only typed records and raw bytes travel, through host memory.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
-import msgspec
 import torch
 
 from weightcast.errors import IncompatibleWeightsError, ManifestError
 from weightcast.format.bucket import TORCH_DTYPES, narrow
 from weightcast.format.geometry import Region, check_tiling
-from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, decode, encode
+from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec
 from weightcast.seams.source import TensorPart
-from weightcast.trainer.group.exchange import TrainerRanks
+from weightcast.trainer.group import records
+from weightcast.trainer.group.group import Group
 
 
-class _HeldParts(msgspec.Struct, frozen=True):
-    """A rank to all: the tensors that it gathers, and which regions of each it holds."""
-
-    specs: list[TensorSpec]
-    regions: list[list[Region]]
-
-
-def gather_whole(ranks: TrainerRanks, parts: Sequence[TensorPart]) -> list[torch.Tensor]:
+def gather_whole(group: Group, parts: Sequence[TensorPart]) -> list[torch.Tensor]:
     """See `Gather`. Memory: the tensors, and on the host as many messages as ranks of the largest one's size.
 
     Raises IncompatibleWeightsError, on every rank, if ranks gather different tensors or do not hold all of one.
     """
-    own = _HeldParts([part.spec for part in parts], [[region for region, _ in part.held] for part in parts])
-    held: list[_HeldParts] = [decode(row, _HeldParts) for row in ranks.gather(encode(own))]
+    own = records.HeldParts([part.spec for part in parts], [[region for region, _ in part.held] for part in parts])
+    held: list[records.HeldParts] = group.exchange(own)
     for rank, other in enumerate(held):
         if other.specs != held[0].specs:
             first, theirs = ([spec.name for spec in each.specs] for each in (held[0], other))
-            raise _named(
-                f"trainer ranks {ranks.ranks[0]} and {ranks.ranks[rank]} do not have the same adapters: {first[:4]} "
-                f"and {theirs[:4]}; shard the same model on every rank"
+            raise IncompatibleWeightsError(
+                f"trainer ranks {group.ranks[0]} and {group.ranks[rank]} do not have the same adapters: {first[:4]} "
+                f"and {theirs[:4]}; shard the same model on every rank",
             )
     senders: list[list[tuple[int, Region]]] = [[] for _ in held]
     for number, spec in enumerate(own.specs):
@@ -51,36 +43,28 @@ def gather_whole(ranks: TrainerRanks, parts: Sequence[TensorPart]) -> list[torch
             check_tiling(list(holders), spec.shape, spec.name)
         except ManifestError as exc:
             what = f"the ranks of trainer_group do not hold all of {spec.name!r}: {exc}"
-            raise _named(f"{what}; pass the group of all ranks of the model") from exc
+            raise IncompatibleWeightsError(f"{what}; pass the group of all ranks of the model") from exc
         for region, rank in holders.items():
             senders[rank].append((number, region))
-    sizes = [sum(r.numel * ITEMSIZE_BYTES[own.specs[n].dtype] for n, r in each) for each in senders]
+    sizes = [sum(_num_bytes(own.specs[number], region) for number, region in each) for each in senders]
     rows = torch.zeros(len(held), max(sizes), dtype=torch.uint8)
-    message = rows[ranks.group_rank].clone()
-    mine = [dict(part.held) for part in parts]
-    sent = senders[ranks.group_rank]
-    for (number, region), view in zip(sent, _views(message, sent, own.specs), strict=True):
-        view.copy_(mine[number][region].contiguous().reshape(-1).view(torch.uint8))
+    message, mine = rows[group.group_rank].clone(), [dict(part.held) for part in parts]
+    if senders[group.group_rank]:
+        found = [mine[number][region].contiguous().reshape(-1) for number, region in senders[group.group_rank]]
+        message[: sizes[group.group_rank]] = torch.cat([values.view(torch.uint8) for values in found]).cpu()
     if max(sizes):
-        ranks.all_gather(rows, message)
+        group.all_gather(rows, message)
     wholes = [torch.empty(p.spec.shape, dtype=TORCH_DTYPES[p.spec.dtype], device=p.device) for p in parts]
     for row, sent in zip(rows, senders, strict=True):
-        for (number, region), view in zip(sent, _views(row, sent, own.specs), strict=True):
+        start = 0
+        for number, region in sent:
+            end = start + _num_bytes(own.specs[number], region)
             # A copy of its own, since a dtype's view wants its elements aligned.
-            values = view.clone().view(wholes[number].dtype).view(region.sizes)
+            values = row[start:end].clone().view(wholes[number].dtype).view(region.sizes)
             narrow(wholes[number], region).copy_(values)
+            start = end
     return wholes
 
 
-def _views(
-    message: torch.Tensor, sent: Sequence[tuple[int, Region]], specs: Sequence[TensorSpec]
-) -> list[torch.Tensor]:
-    """The bytes of each region in a rank's message."""
-    ends = list(itertools.accumulate((r.numel * ITEMSIZE_BYTES[specs[number].dtype] for number, r in sent), initial=0))
-    return [message[start:end] for start, end in itertools.pairwise(ends)]
-
-
-def _named(message: str) -> IncompatibleWeightsError:
-    error = IncompatibleWeightsError(message)
-    error.names_trainer_ranks = True  # type: ignore[attr-defined]
-    return error
+def _num_bytes(spec: TensorSpec, region: Region) -> int:
+    return region.numel * ITEMSIZE_BYTES[spec.dtype]

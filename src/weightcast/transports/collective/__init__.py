@@ -6,6 +6,8 @@ one host share them, `records` what is said beside the broadcasts.
 
 from __future__ import annotations
 
+import dataclasses
+
 from weightcast.seams.transport import Transport
 from weightcast.transports.collective.receiver import CollectiveReceiver
 from weightcast.transports.collective.sender import CollectiveSender
@@ -16,8 +18,8 @@ NCCL = Transport(
     same_host=False,
     # Two or three of them lie in each engine's GPU memory, beside caches that have left little of it.
     default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 64 << 20},
-    origins="hosts",
+    origins="any",
 )
-GLOO = NCCL
+GLOO = dataclasses.replace(NCCL, mappable_on_gpu="always")
 
 __all__ = ["GLOO", "NCCL", "CollectiveReceiver", "CollectiveSender"]

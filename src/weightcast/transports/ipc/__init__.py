@@ -14,7 +14,8 @@ TRANSPORT = Transport(
     receiver=IpcReceiver,
     same_host=True,
     default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 512 << 20, "cache": 8 << 20},
-    origins="devices",
+    origins="host",
+    mappable_on_gpu="staged",
 )
 
 __all__ = ["TRANSPORT", "IpcReceiver", "IpcSender"]

@@ -17,6 +17,7 @@ from weightcast.errors import ClosedError, UnsupportedError, UpdateAbortedError,
 from weightcast.format.bucket import BucketBuffer, slot_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
+from weightcast.host.memory import SealedMemory
 from weightcast.integrations.sglang.stock.buckets import FlatBuckets, FlatTensor
 from weightcast.integrations.sglang.stock.route_distributed import DistributedRoute
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute
@@ -54,6 +55,7 @@ class StockSender(Sender):
         if scheme not in _ROUTES:
             raise UnsupportedError(f"stock SGLang takes no weights over {scheme}://: use file, {', '.join(_ROUTES)}")
         self.address = context.url
+        self._has_several_ranks = context.has_several_ranks
         self._route: Route = _ROUTES[scheme](context)
         self.is_staged = False
         self._known: dict[str, SglangStockServer] = {}
@@ -88,7 +90,10 @@ class StockSender(Sender):
         if self._flat is None or (self._flat.manifest, self._flat.names) != (manifest, names):
             self._flat = self._buffer = None
             size_bytes, device = slot_size_bytes(manifest), self._route.device
-            memory = host_device.empty(size_bytes, device, "a bucket for SGLang", "use smaller buckets")
+            if self._has_several_ranks:
+                memory = SealedMemory.allocate(size_bytes, "a bucket for SGLang").tensor()
+            else:
+                memory = host_device.empty(size_bytes, device, "a bucket for SGLang", "use smaller buckets")
             self._buffer = BucketBuffer.of(memory)
             self._flat = FlatBuckets(manifest, names, self._route.allocate)
         self._route.open(self._servers, version.number)

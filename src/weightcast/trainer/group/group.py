@@ -1,0 +1,265 @@
+"""The trainer ranks that publish together: how they agree, and how one's failure becomes everyone's.
+
+Invariants: every rank makes the same exchanges in the same order; an error that one rank brings to an exchange is
+raised there by all; a rank that loses another closes its group at once, which ends the others' waits; nothing but typed
+records and raw bytes travels. Group rank 0 is the publishing rank, which says what is done next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from weightcast.errors import ManifestError, PeerDiedError, PeerError, thrown
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode, encode
+from weightcast.process_group import ProcessGroup, wait
+from weightcast.trainer.group.records import Failure, RankStatus, Record, Row, Wait
+from weightcast.trainer.group.rendezvous import Rendezvous, named
+
+_ROW_BYTES = 512
+"""Of what every rank brings to an exchange; longer records go in a second step."""
+_SIZE_BYTES = 4
+_ROLL_CALL_SECONDS = 2.0
+_MAX_SILENCE_SECONDS = 10.0
+"""The longest time that the publishing rank sends nothing.
+
+Other ranks of origins give their receivers a sign of life only when they hear from it: this is well below the
+receivers' deadlines.
+"""
+
+
+class _GivenUpError(PeerDiedError):
+    """Another rank had closed its side of the group before this publish began."""
+
+
+class _ErrorAtNextExchange:
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
+        if error is None:
+            return False
+        self._group.error = error
+        return True
+
+
+class Group:
+    """This rank's connections to the others. One thread calls it, besides `keeping_alive`."""
+
+    def __init__(self, trainer_group: Any, deadline_seconds: float) -> None:
+        """`trainer_group` as for `Rendezvous`. Nothing is connected before the first `start`."""
+        self._rendezvous = Rendezvous(trainer_group, deadline_seconds)
+        self.ranks = self._rendezvous.ranks
+        self.group_rank = self._rendezvous.group_rank
+        self.size = len(self.ranks)
+        self.is_publishing = self.group_rank == 0
+        self.version = -1
+        """On the publishing rank: what it says at each exchange. On the others: what it said last."""
+        self.error: BaseException | None = None
+        """This rank's, which it brings to its next exchange."""
+        self._deadline_seconds = deadline_seconds
+        self._lock = threading.RLock()
+        self._group: ProcessGroup | None = None
+        self._verdict: BaseException | None = None
+        """How this publish has failed on every rank."""
+        self._is_kept = False
+        self._last_exchange = 0.0
+        self._rows = torch.zeros(self.size, _ROW_BYTES, dtype=torch.uint8)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether this rank has a group that has not broken."""
+        return self._group is not None
+
+    # --- agree ---
+
+    def error_at_next_exchange(self) -> _ErrorAtNextExchange:
+        """An error inside is not raised there: this rank's next exchange raises it, on every rank."""
+        return _ErrorAtNextExchange(self)
+
+    def start(self, record: Record) -> list[Any]:
+        """The first exchange of a publish; connects where there is no group. Blocks until all ranks publish.
+
+        A group that another rank has given up before is replaced, once.
+        """
+        with self._lock:
+            self._verdict, error = None, self.error
+            if self.is_connected:
+                self._is_kept = True
+                try:
+                    return self.exchange(record)
+                except _GivenUpError:
+                    self._verdict, self.error = None, error
+                finally:
+                    self._is_kept = False
+            self._group = self._rendezvous.join()
+            return self.exchange(record)
+
+    def exchange(self, record: Record) -> list[Any]:
+        """Every rank's record, by group rank; blocks until all have come.
+
+        Raises on every rank the error that a rank has brought: there its own, elsewhere one that names that rank. What
+        all ranks have found alike is raised as it is.
+        Raises PeerError if a rank dies or stalls; the ranks connect again at the next `start`.
+        """
+        with self._lock:
+            error, self.error = self.error, None
+            if self._verdict is not None:
+                raise self._verdict
+            with self._unbroken() as group:
+                data = encode(Row(self.version, record if error is None else Failure.of(error)))
+                rows: list[Row] = [decode(row, Row) for row in self._all(group, data)]
+                if not self.is_publishing:
+                    self.version = rows[0].version
+                self._last_exchange = time.monotonic()
+                records = [row.record for row in rows]
+                failing, failure = next(((n, r) for n, r in enumerate(records) if isinstance(r, Failure)), (0, None))
+                if failure is None:
+                    return records
+                is_known = failing == self.group_rank or str(error) == failure.record.message
+                verdict = error if error is not None and is_known else failure.error(self.ranks[failing])
+                self._verdict = verdict
+            if error is None or error is verdict:
+                raise verdict
+            raise verdict from error
+
+    def _all(self, group: ProcessGroup, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by group rank, by way of the publishing rank.
+
+        gloo's all-gather goes from rank to rank and takes three times as long.
+        """
+        rows = self._rows
+        head = len(data).to_bytes(_SIZE_BYTES, "little") + data[: _ROW_BYTES - _SIZE_BYTES]
+        rows[self.group_rank, : len(head)] = _tensor(head)
+        self._collect(group, dict(enumerate(rows)), rows)
+        found = [row.tobytes() for row in rows.numpy()]
+        sizes = [int.from_bytes(row[:_SIZE_BYTES], "little") for row in found]
+        if max(sizes) > MAX_MESSAGE_BYTES:
+            raise ManifestError(f"records of {sizes} bytes from the trainer ranks; the limit is {MAX_MESSAGE_BYTES}")
+        long = [rank for rank, size in enumerate(sizes) if size > _ROW_BYTES - _SIZE_BYTES]
+        parts: Mapping[int, torch.Tensor] = {}
+        if long:
+            whole = torch.empty(sum(sizes[rank] for rank in long), dtype=torch.uint8)
+            ends = itertools.accumulate(sizes[rank] for rank in long)
+            parts = {rank: whole[end - sizes[rank] : end] for rank, end in zip(long, ends, strict=True)}
+            if self.group_rank in parts:
+                parts[self.group_rank].copy_(_tensor(data))
+            self._collect(group, parts, whole)
+        return [
+            parts[rank].numpy().tobytes() if rank in parts else row[_SIZE_BYTES : _SIZE_BYTES + sizes[rank]]
+            for rank, row in enumerate(found)
+        ]
+
+    def _collect(self, group: ProcessGroup, parts: Mapping[int, torch.Tensor], whole: torch.Tensor) -> None:
+        """Have the parts of `whole` that these ranks have be there on every rank."""
+        if self.is_publishing:
+            works = [group.receive(part, rank) for rank, part in parts.items() if rank]
+            try:
+                while works:
+                    wait(works.pop())
+            finally:
+                works.clear()
+        elif self.group_rank in parts:
+            wait(group.send(parts[self.group_rank], 0))
+        wait(group.broadcast(whole, root=0))
+
+    def exchange_when_idle(self, instruction: Record) -> list[Any]:
+        """The publishing rank's exchange, repeated until no rank is busy: only then the instruction counts.
+
+        Returns the records of that exchange. Blocks as long as a rank is busy: with what, has deadlines of its own.
+        """
+        while True:
+            records = self.exchange(instruction)
+            if not is_any_busy(records):
+                return records
+
+    def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> None:
+        """Every rank's bytes, each a row by group rank; `own` is this rank's, and as long as a row on every rank."""
+        with self._lock, self._unbroken() as group:
+            wait(group.all_gather(list(rows.unbind()), own))
+
+    # --- the publishing rank's signs of life ---
+
+    def uninterrupted(self) -> contextlib.AbstractContextManager[Any]:
+        """Held for exchanges that follow one another without a sign of life from `keeping_alive` between them."""
+        return self._lock
+
+    @contextlib.contextmanager
+    def keeping_alive(self) -> Iterator[None]:
+        """On the publishing rank: tell the others to wait on, as often as it takes, in a thread of its own."""
+        over = threading.Event()
+        interval = min(self._deadline_seconds / 3, _MAX_SILENCE_SECONDS)
+
+        def keep_alive() -> None:
+            # What fails here fails the caller's next exchange.
+            with self.error_at_next_exchange():
+                while not over.wait(max(0.0, self._last_exchange + interval - time.monotonic())):
+                    with self._lock:
+                        if not over.is_set() and self._last_exchange + interval <= time.monotonic():
+                            self.exchange(Wait())
+
+        thread = threading.Thread(target=keep_alive, name="weightcast-ranks", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    # --- the end ---
+
+    def give_up(self) -> None:
+        """Disconnect after a failure that can't be reported to the other ranks, unless all know of one already."""
+        self.error = None
+        if self._verdict is None and self.is_connected:
+            self.close()
+            self._rendezvous.leave()
+
+    def close(self) -> None:
+        """Disconnect, without a word. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    @contextlib.contextmanager
+    def _unbroken(self) -> Iterator[ProcessGroup]:
+        """On any exception, close the group: ranks may disagree on the next message. `start` connects again."""
+        if self._group is None:
+            raise self._verdict or PeerError("the trainer ranks are not connected")
+        try:
+            yield self._group
+        except BaseException as exc:
+            self.close()
+            self._rendezvous.leave()
+            self._verdict = self._explained(exc) if isinstance(exc, PeerError) else exc
+            if self._verdict is exc:
+                raise
+            raise self._verdict from thrown(exc)
+
+    def _explained(self, exc: PeerError) -> PeerError:
+        """The loss of another rank, with who that was, as far as the others' signs say it."""
+        if self._is_kept and isinstance(exc, PeerDiedError):
+            return _GivenUpError(str(exc))
+        missing = self._rendezvous.missing(min(_ROLL_CALL_SECONDS, self._deadline_seconds / 4))
+        if missing and self._is_kept:
+            return self._rendezvous.late(missing)
+        names = named(missing or ())
+        sign = f"no sign of life from {names}" if missing else "all ranks are alive"
+        lost = "the rendezvous store, usually on trainer rank 0, does not answer" if missing is None else sign
+        return type(exc)(f"connection between trainer ranks lost ({lost}): {exc}", peer=names or "trainer")
+
+
+def is_any_busy(records: Sequence[Record]) -> bool:
+    return any(isinstance(record, RankStatus) and record.is_busy for record in records)
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

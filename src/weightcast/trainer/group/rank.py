@@ -1,0 +1,285 @@
+"""One trainer rank: what it holds, what of that it packs where, and so what it digests.
+
+Invariants: ranks that differ raise the same error, all of them; nothing is exchanged beyond the first record of a
+publish while nothing has changed on any rank; each element is packed by one rank, straight into its place in a bucket
+of its origin; what a rank fills alone it digests while it packs, the rest is digested by the rank that leads the origin
+once every rank has said that its part is there; once a rank has said so, it writes to that bucket no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from weightcast.errors import IncompatibleWeightsError, UnsupportedError
+from weightcast.format.bucket import Digest, narrow
+from weightcast.format.geometry import ALIGNMENT_BYTES, relative
+from weightcast.format.manifest import TensorSpec
+from weightcast.host.memory import MemoryLocation, SealedMemory, host_identity, map_shared, shared_memory_of
+from weightcast.native.tables import Chunks, Sums, added, digest
+from weightcast.seams.source import CollectiveSource, Regions, Source
+from weightcast.trainer.engine_dtypes import cast_by_name
+from weightcast.trainer.finite import require_finite
+from weightcast.trainer.group import records
+from weightcast.trainer.group.assignment import assign_all, leaders_of, require_reach
+from weightcast.trainer.group.group import Group
+from weightcast.trainer.group.records import NextBucket
+from weightcast.trainer.group.whole_tensors import gather_whole
+from weightcast.trainer.packer import HeldRegion, PartPacker, SeenRegions, Shard, ShardSlices, held_shards
+
+_NOTHING = assign_all((), [()], [0], ALIGNMENT_BYTES)
+
+
+class Rank:
+    """One rank's part in publishing together, kept from publish to publish. `run`: the publishing rank's."""
+
+    def __init__(self, trainer_group: Any, source: Source, deadline_seconds: float) -> None:
+        """`trainer_group`: None is the default one."""
+        self.group = Group(trainer_group, deadline_seconds)
+        self.is_publishing = self.group.is_publishing
+        self.run = ""
+        self._source = source
+        self._deadline_seconds = deadline_seconds
+        self._regions: SeenRegions | None = None
+        self._specs: Sequence[TensorSpec] = ()
+        self._cast_specs: Sequence[TensorSpec] = ()
+        """As they are published."""
+        self._digest = ""
+        self._shards: list[Shard] = []
+        self._parts: list[HeldRegion] = []
+        self._has_agreed = False
+        """Nothing has changed here since the ranks have agreed."""
+        self._assignment = _NOTHING
+        self._leader = 0
+        self._span = range(0)
+        """The buckets of this rank's origin."""
+        self._part = PartPacker(_NOTHING.layout, ())
+        self._contributors: dict[int, ShardSlices] = {}
+        """What the other ranks of the origin bring that this rank leads."""
+        self._unfilled: dict[tuple[int, int], Chunks] = {}
+        """By rank and bucket, the chunks that another rank does not fill alone."""
+        self._mapped: tuple[MemoryLocation, torch.Tensor] | None = None
+        """The memory of the origin's buckets, which another rank leads."""
+        self._payloads: dict[tuple[int, int], torch.Tensor] = {}
+        """Of buckets there, by number and first byte: the same tensor as long as it stays there."""
+        self._sums: Sums = 0, 0
+        self._missing: Chunks | None = None
+        """Of the bucket that was packed last, in host memory: see `PartPacker.pack`."""
+        self._filled: Digest = b""
+        """Of the bucket that was packed last, on a GPU."""
+
+    def close(self) -> None:
+        """Disconnect from the other ranks, without a word, and drop what refers to buckets. Idempotent."""
+        self.group.close()
+        self.forget_views()
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Ranks that have lost each other in between agree again when they meet again."""
+        try:
+            yield
+        except BaseException as exc:
+            self._end_update(f"{type(exc).__name__}: {exc}")
+            self.group.give_up()
+            raise
+        finally:
+            if not self.group.is_connected:
+                self._has_agreed = False
+
+    def _end_update(self, reason: str) -> None:
+        """The publish has failed."""
+
+    # --- what it holds ---
+
+    def _read_regions(self, regions: Regions) -> None:
+        """See what this rank holds now. No communication. Raises IncompatibleWeightsError."""
+        if self._regions is not None and self._regions.is_of(regions):
+            return
+        self._regions = None
+        specs = self._source.specs()
+        if specs is not self._specs:
+            self._specs, self._has_agreed = specs, False
+            data = msgspec.json.encode([[s.name, s.dtype, s.shape, s.aliases, s.group] for s in specs])
+            self._digest = hashlib.sha256(data).hexdigest()
+        shards = held_shards(specs, regions)
+        parts = [HeldRegion(shard.tensor, shard.region) for shard in shards]
+        if parts != self._parts:
+            self._parts, self._has_agreed = parts, False
+        self._shards, self._regions = shards, SeenRegions(regions)
+        if self._has_agreed:
+            self._part.rebind(self._own_parts())
+
+    def _own_parts(self) -> list[Shard]:
+        """What was assigned to this rank, and its memory."""
+        shards = []
+        for part, region in self._assignment.assigned[self.group.group_rank]:
+            shard = self._shards[part]
+            data = shard.data if region == shard.region else narrow(shard.data, relative(region, shard.region))
+            shards.append(Shard(shard.tensor, region, data))
+        return shards
+
+    def _device(self) -> torch.device:
+        devices = (shard.data.device for shard in self._shards)
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+    # --- agree ---
+
+    def _start(self, *, is_changed: bool) -> list[records.Start]:
+        """The first exchange of a publish. Raises on every rank alike unless all have the same specs."""
+        group, source = self.group, self._source
+        num_gathers = source.num_gathers if isinstance(source, CollectiveSource) else 0
+        started: list[records.Start] = group.start(records.Start(is_changed, self._digest, num_gathers))
+        if any(start.specs != started[0].specs for start in started):
+            self._has_agreed = False
+            differs = group.is_publishing or self._digest != started[0].specs
+            found = group.exchange(records.Specs(list(self._specs)) if differs else records.Acknowledged())
+            other = next(rank for rank, start in enumerate(started) if start.specs != started[0].specs)
+            group.error = _difference(found[0].specs, found[other].specs, group.ranks[0], group.ranks[other])
+            group.exchange(records.Acknowledged())
+        return started
+
+    def _agree(self, settings: records.Settings) -> list[records.Agreed]:
+        """Have all ranks know who brings what to which origin, and prepare this rank's part. Raises on all alike."""
+        group, own = self.group, self.group.group_rank
+        self._has_agreed = False
+        self.forget_views()
+        probe, mappable, agreed = None, records.Mappable(()), records.Agreed("")
+        with group.error_at_next_exchange():
+            probe = SealedMemory.allocate(1, "finding out which ranks share memory", "probe")
+        location = None if probe is None else probe.location
+        held: list[records.Held] = group.exchange(records.Held(self._parts, host_identity(), location))
+        with group.error_at_next_exchange():
+            near = [rank for rank in range(own) if held[rank].host == held[own].host]
+            mappable = records.Mappable(tuple(rank for rank in near if _can_map(held[rank].probe)))
+        reach: list[records.Mappable] = group.exchange(mappable)
+        del probe
+        with group.error_at_next_exchange():
+            self._cast_specs = cast_by_name(self._specs, settings.dtypes)
+            leading = leaders_of([each.ranks for each in reach], maps_buckets=settings.maps_buckets)
+            parts = [each.parts for each in held]
+            self._assignment = assignment = assign_all(self._cast_specs, parts, leading, settings.bucket_size_bytes)
+            require_reach(settings.url, assignment, [each.host for each in held], group.ranks)
+            agreed = records.Agreed(assignment.layout.manifest.digest(), self._prepare(settings))
+            self.run = settings.run
+        found: list[records.Agreed] = group.exchange(agreed)
+        if len(digests := {each.manifest_digest for each in found}) > 1:
+            raise IncompatibleWeightsError(
+                f"the trainer ranks have made {len(digests)} different plans of buckets from equal specs: install "
+                "the same weightcast on every trainer rank"
+            )
+        origin = assignment.origins[own]
+        self._leader, self._span = assignment.leaders[origin], assignment.layout.manifest.spans[origin]
+        self._part = PartPacker(assignment.layout, self._own_parts())
+        others = [rank for rank in range(group.size) if assignment.origins[rank] == origin and rank != own]
+        self._contributors, self._unfilled = {}, {}
+        if own == self._leader:
+            self._contributors = {rank: ShardSlices(assignment.layout, assignment.parts_of(rank)) for rank in others}
+        self._has_agreed = True
+        return found
+
+    def _prepare(self, settings: records.Settings) -> str:
+        """Make ready to send what was assigned; return the address of this rank's sender, if it leads an origin."""
+        return ""
+
+    def _complete(self, started: Sequence[records.Start]) -> None:
+        """Have every value computed that takes several ranks. Raises on every rank alike."""
+        group, counts = self.group, [start.num_gathers for start in started]
+        if not any(counts):
+            return
+        with group.error_at_next_exchange():
+            if len(set(counts)) > 1:
+                raise IncompatibleWeightsError(
+                    "the trainer ranks do not have the same adapters in sharded layers (calls to gather them, by rank: "
+                    f"{dict(zip(group.ranks, counts, strict=True))}): have the same adapters active on every rank"
+                )
+            assert isinstance(self._source, CollectiveSource)
+            self._source.complete(functools.partial(gather_whole, group))
+        group.exchange(records.Acknowledged())
+
+    def _check_finite(self) -> None:
+        """Look for NaN and infinity in what this rank brings; the next exchange raises NotFiniteError."""
+        with self.group.error_at_next_exchange():
+            require_finite(self._cast_specs, self._own_parts())
+
+    # --- pack ---
+
+    def _next_bucket(self, number: int, payload: torch.Tensor) -> NextBucket:
+        """What the other ranks of an origin that this rank leads are told of its next bucket."""
+        memory = shared_memory_of(payload) if self._contributors else None
+        return NextBucket(number, int(payload.storage_offset()), None if memory is None else memory.location)
+
+    def _pack(self, bucket: NextBucket | None, number: int, payload: torch.Tensor | None = None) -> None:
+        """Write this rank's part of its origin's bucket, if that is one of this round; else do nothing.
+
+        `payload`: of the origin that this rank leads. What goes wrong is raised at the next exchange.
+        """
+        if bucket is None or bucket.number != number:
+            return
+        with self.group.error_at_next_exchange():
+            index = self._span[number]
+            if payload is None:
+                payload = self._payload(index, bucket)
+            if payload.is_cuda:
+                self._filled = self._part.fill(index, payload)
+            else:
+                self._sums, self._missing = self._part.pack(index, payload)
+
+    def _payload(self, index: int, bucket: NextBucket) -> torch.Tensor:
+        """A bucket's payload, in memory of the rank that leads the origin. Raises UnsupportedError."""
+        if self._mapped is None or self._mapped[0] != bucket.memory:
+            self.forget_views()
+            memory = None if bucket.memory is None else map_shared(bucket.memory)
+            if bucket.memory is None or memory is None:
+                raise UnsupportedError(
+                    f"buckets of trainer rank {self.group.ranks[self._leader]} can't be mapped: it has ended, or they "
+                    "are not in memory that other ranks can map (`SealedMemory`), which several trainer ranks need"
+                )
+            self._mapped = bucket.memory, memory
+        start, end = bucket.offset_bytes, bucket.offset_bytes + self._assignment.layout.manifest.buckets[index]
+        if (index, start) not in self._payloads:
+            self._payloads[index, start] = self._mapped[1][start:end]
+        return self._payloads[index, start]
+
+    def _digest_of(self, number: int, payload: torch.Tensor, packed: Sequence[Any]) -> Digest:
+        """The digest of a bucket of this rank's origin, once all have packed it, as their statuses `packed` say."""
+        if payload.is_cuda:
+            return self._filled
+        assert self._missing is not None
+        index, sums, missing = self._span[number], [self._sums], self._missing
+        for rank, slices in self._contributors.items():
+            if (rank, index) not in self._unfilled:
+                self._unfilled[rank, index] = slices.unfilled(index)
+            sums.append(packed[rank].sums)
+            missing = missing & self._unfilled[rank, index]
+        payload = payload[: self._assignment.layout.manifest.buckets[index]]
+        # The other ranks wait meanwhile, and their cores with them.
+        return added(*sums, digest(payload, missing, threads=1 + len(self._contributors)))
+
+    def forget_views(self) -> None:
+        """Drop every view of buckets, and unmap other ranks' memory."""
+        self._part.forget_views()
+        self._payloads.clear()
+        self._mapped = None
+
+
+def _can_map(probe: MemoryLocation | None) -> bool:
+    return probe is not None and map_shared(probe) is not None
+
+
+def _difference(
+    theirs: Sequence[TensorSpec], ours: Sequence[TensorSpec], their_rank: int, our_rank: int
+) -> IncompatibleWeightsError:
+    pairs = enumerate(itertools.zip_longest(theirs, ours))
+    number, (their, our) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+    return IncompatibleWeightsError(
+        f"the trainer ranks do not describe the same model: tensor {number} is {their or 'missing'} on trainer rank "
+        f"{their_rank} and {our or 'missing'} on trainer rank {our_rank}; specs() must be of the whole model, the same "
+        "on every rank"
+    )

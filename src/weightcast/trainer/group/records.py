@@ -1,0 +1,215 @@
+"""What trainer ranks say to each other: a record for each phase of a publish.
+
+A publish begins with `Start`. If anything has changed on any rank, `Settings`, `Held`, `Mappable` and `Agreed` follow.
+Then the publishing rank gives one instruction after the other (`Wait` to `End`), to each of which every other rank
+sends its `RankStatus`. A round, which is the next bucket of each origin, is `Pack` and `Packed`. Where all have to be
+through with something before they go on, or one of them reports, the others send `Acknowledged`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from weightcast.errors import (
+    MAX_TEXT_CHARACTERS,
+    ErrorRecord,
+    PublishReport,
+    from_record,
+    to_record,
+)
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import RunId, TensorSpec
+from weightcast.host.memory import MemoryLocation
+from weightcast.trainer.packer import HeldRegion
+
+
+class _Record(msgspec.Struct, frozen=True, tag=True, omit_defaults=True): ...
+
+
+class Acknowledged(_Record, frozen=True):
+    """Nothing besides."""
+
+
+class Start(_Record, frozen=True):
+    """Every rank's first. `is_changed`: since the ranks have agreed. `specs`: their digest.
+
+    `num_gathers`: of its source, see `CollectiveSource`.
+    """
+
+    is_changed: bool
+    specs: str
+    num_gathers: int
+
+
+class Specs(_Record, frozen=True):
+    """The specs of the publishing rank, and of each rank whose specs are others."""
+
+    specs: list[TensorSpec]
+
+
+# --- who brings what ---
+
+
+class Settings(_Record, frozen=True):
+    """The publishing rank's: what it takes to make the same plan. `url`: of its transport.
+
+    `maps_buckets`: ranks may pack into each other's buckets. `dtypes`: what tensors are cast to, by name, in the place
+    of the specs' dtypes.
+    """
+
+    run: RunId
+    url: str
+    bucket_size_bytes: int
+    maps_buckets: bool
+    dtypes: dict[str, str] = {}
+
+
+class Held(_Record, frozen=True):
+    """Every rank's regions, by number of the specs; its host, and memory of its own that others try to map."""
+
+    parts: list[HeldRegion]
+    host: str
+    probe: MemoryLocation | None
+
+
+class Mappable(_Record, frozen=True):
+    """The group ranks before this one whose memory it can map."""
+
+    ranks: tuple[int, ...]
+
+
+class Agreed(_Record, frozen=True):
+    """Every rank's: the digest of the plan that it has made, and the address of its sender if it leads an origin."""
+
+    manifest_digest: str
+    address: str = ""
+
+
+class HeldParts(_Record, frozen=True):
+    """The tensors that a rank gathers whole (see `whole_tensors`), and which regions of each it holds."""
+
+    specs: list[TensorSpec]
+    regions: list[list[Region]]
+
+
+# --- the publishing rank's instructions ---
+
+
+class Wait(_Record, frozen=True):
+    """Nothing to do."""
+
+
+class Check(_Record, frozen=True):
+    """Look for NaN and infinity."""
+
+
+class Open(_Record, frozen=True):
+    """An update begins, or goes on, for these peers. `place`: see `Sender.share`."""
+
+    peers: tuple[str, ...]
+    staged: bool
+    place: str = ""
+
+
+class NextBucket(msgspec.Struct, frozen=True):
+    """The round of an origin's next bucket, and where its payload begins in which memory; None: no other rank's."""
+
+    number: int
+    offset_bytes: int
+    memory: MemoryLocation | None
+
+
+class Pack(_Record, frozen=True):
+    """Pack your parts of this round. `bucket`: the publishing rank's own origin's. `proves`: digest tensors, too."""
+
+    number: int
+    bucket: NextBucket | None = None
+    proves: bool = False
+
+
+class Packed(_Record, frozen=True):
+    """The publishing rank has packed its part; all have, once all have brought a status to this."""
+
+    number: int
+
+
+class AskSenders(_Record, frozen=True):
+    """Report what your sender knows, also of these peers; with `digests`, those of the buckets that it has sent."""
+
+    peers: tuple[str, ...]
+    digests: bool
+
+
+class End(_Record, frozen=True):
+    """The publish is over."""
+
+    report: PublishReport
+
+
+# --- the others' answers ---
+
+
+class RankStatus(_Record, frozen=True):
+    """`sums`: what this rank fills alone of the bucket that it packed last brings to that bucket's digest.
+
+    Of a rank that leads an origin: `is_busy` with what it was told before; `is_lost`: its sender has lost peers;
+    `num_failures` of its sender; `next_round`: that of its next bucket; `bucket`: None while that can't be packed.
+    """
+
+    sums: tuple[int, int] = (0, 0)
+    is_busy: bool = False
+    is_lost: bool = False
+    num_failures: int = 0
+    next_round: int = 0
+    bucket: NextBucket | None = None
+
+
+class OriginReport(_Record, frozen=True):
+    """What the sender of another origin knows, from the rank that leads it.
+
+    `connected`: the peers that are. `failures`: by peer. `survivors`: those for whom an update that has lost peers can
+    go on, else None. `digests`: of its buckets that were packed last. `sent`: by bucket, its tensors' digests.
+    """
+
+    connected: tuple[str, ...]
+    failures: dict[str, ErrorRecord]
+    survivors: tuple[str, ...] | None
+    digests: list[str]
+    sent: dict[int, list[str]]
+
+
+class Failure(_Record, frozen=True):
+    """An error of one rank, in the place of what it was to bring."""
+
+    record: ErrorRecord
+    builtin: Literal["", "ValueError", "TypeError"] = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        record = to_record(error)
+        if not isinstance(error, (ValueError, TypeError)):
+            return cls(record)
+        record = msgspec.structs.replace(record, message=str(error)[:MAX_TEXT_CHARACTERS])
+        return cls(record, "ValueError" if isinstance(error, ValueError) else "TypeError")
+
+    def error(self, trainer_rank: int) -> Exception:
+        """The error as the other ranks raise it; `trainer_rank` is where it happened."""
+        record = msgspec.structs.replace(self.record, message=f"trainer rank {trainer_rank}: {self.record.message}")
+        if self.builtin:
+            return ValueError(record.message) if self.builtin == "ValueError" else TypeError(record.message)
+        return from_record(record)
+
+
+Agreement: TypeAlias = Start | Specs | Settings | Held | Mappable | Agreed | HeldParts
+Instruction: TypeAlias = Wait | Check | Open | Pack | Packed | AskSenders | End
+Answer: TypeAlias = Acknowledged | RankStatus | OriginReport | Failure
+Record: TypeAlias = Agreement | Instruction | Answer
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank brings to an exchange. `version`: the publishing rank's last."""
+
+    version: int
+    record: Record

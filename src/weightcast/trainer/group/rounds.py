@@ -1,0 +1,499 @@
+"""Several trainer ranks as one publisher: the publishing rank leads, the others follow, all end alike.
+
+When a bucket leaves: in a round each origin sends its next bucket. All ranks pack their parts of it (`Pack`); once all
+have said that they have (`Packed`), the rank that leads an origin digests the bucket and sends it: the publishing rank
+when its publish run calls `send`, another one in a thread of its own. A rank whose sender still waits for workers says
+that it is busy, and no round begins before none is. Where a sender has lost peers, the update is opened again for the
+survivors on every origin: those that are ahead sit rounds out.
+
+Invariants: an error on any rank, the publishing one's engines included, ends the publish on every rank; the publishing
+rank is never silent for longer than a deadline; whichever way a publish ends, the ranks are in step for the next, or
+have disconnected and meet again; a sender that was made is kept, with the workers that are connected to it, as long as
+the run lasts.
+"""
+
+from __future__ import annotations
+
+import socket
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from typing import Any
+
+import torch
+
+from weightcast import registry
+from weightcast.engines.gate import require_no_step
+from weightcast.errors import PeersLostError, PublishReport, WeightcastError, from_record, listed, to_record
+from weightcast.format.bucket import RAW, BucketBuffer, Digest, as_bytes
+from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.host import device as host_device
+from weightcast.seams.source import Source
+from weightcast.seams.transport import Sender
+from weightcast.trainer.group import records
+from weightcast.trainer.group.group import is_any_busy
+from weightcast.trainer.group.rank import Rank
+from weightcast.trainer.packer import finish
+from weightcast.trainer.publish_run import PublishInputs, PublishRun
+from weightcast.trainer.sent_digests import SentDigests
+
+
+class PublishingRank(Rank, Sender):
+    """The first rank. Implements `Fill` and `Sender` for the publish run, which knows of no other rank.
+
+    As a sender it speaks for the senders of all origins; its own closes with it, the others' with their ranks.
+    `address`: its own's, empty before it has one.
+    """
+
+    _sender: Sender
+
+    def __init__(self, trainer_group: Any, source: Source, deadline_seconds: float) -> None:
+        super().__init__(trainer_group, source, deadline_seconds)
+        self.address = ""
+        self.sent: SentDigests | None = None
+        self._settings: records.Settings | None = None
+        self._others: Sequence[int] = ()
+        """The ranks that lead the other origins."""
+        self._reports: dict[int, records.OriginReport] = {}
+        """Of these, when they were asked last."""
+        self._next_rounds: dict[int, int] = {}
+        """Which round each of these goes on from."""
+        self._num_sent = 0
+        self._are_all_sent = False
+        self._place = ""
+
+    def publish(
+        self, run: str, version: int, inputs: Callable[[], PublishInputs], publish_run: PublishRun
+    ) -> PublishReport:
+        """Publish from all ranks. `run`: this publisher's; `version`: its last; `inputs`: of this rank alone."""
+        group = self.group
+        self.run, group.version = run, version
+        prepared: PublishInputs | None = None
+        report: PublishReport | None = None
+        with group.error_at_next_exchange():
+            prepared = inputs()
+            self._read_regions(prepared.regions)
+        with self._in_step():
+            started = self._start(is_changed=prepared is None or not self._is_agreed(prepared))
+            assert prepared is not None, "an exchange with an error raises"
+            # Another rank may have lost the group, and forgotten what was agreed, where this one has not.
+            self._has_agreed = not any(start.is_changed for start in started)
+            self._agree_on(prepared)
+            self._complete(started)
+
+            def engines_known() -> None:
+                """Which kind of server an engine is, and so what it takes, may be known only now."""
+                if prepared.engine_dtypes is not None:
+                    specs = self._source.specs()
+                    prepared.engine_dtypes.ask(prepared.fleet, specs, is_again=prepared.again is not None)
+                    prepared.pack_plan.specs = prepared.engine_dtypes.cast(specs)
+                self._agree_on(prepared)
+                if prepared.checks_finite and prepared.again is None:
+                    with group.uninterrupted():
+                        group.exchange_when_idle(records.Check())
+                        self._check_finite()
+                        group.exchange(records.Wait())
+
+            with group.error_at_next_exchange(), group.keeping_alive():
+                try:
+                    report = publish_run.run(prepared, engines_known)
+                finally:
+                    group.version = max(version, publish_run.number)
+            error = group.error
+            try:
+                group.exchange(records.Wait() if report is None else records.End(report))
+            finally:
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+            assert report is not None, "an exchange with an error raises"
+            return report
+
+    def _settings_of(self, prepared: PublishInputs) -> records.Settings:
+        dtypes = {} if prepared.engine_dtypes is None else dict(prepared.engine_dtypes.by_name)
+        size = prepared.pack_plan.bucket_size_bytes
+        return records.Settings(self.run, prepared.url, size, prepared.maps_buckets(), dtypes)
+
+    def _is_agreed(self, prepared: PublishInputs) -> bool:
+        """Whether all ranks have agreed on these settings and this plan."""
+        is_same = self._assignment.layout is prepared.pack_plan.layout and self._settings_of(prepared) == self._settings
+        return self._has_agreed and is_same
+
+    def _agree_on(self, prepared: PublishInputs) -> None:
+        """Have every rank know its part under the present settings, unless all do; have the publish run pack by it."""
+        plan, connections, group = prepared.pack_plan, prepared.connections, self.group
+        if not self._is_agreed(prepared):
+            settings = self._settings_of(prepared)
+            with group.uninterrupted():
+                group.exchange_when_idle(settings)
+                agreed = self._agree(settings)
+                self._others = self._assignment.leaders[1:]
+            connections.origins = tuple(agreed[rank].address for rank in self._others if agreed[rank].address)
+            plan.lay_out(self._assignment.layout)
+            self._settings = settings
+        plan.use(prepared.regions, self)
+        if connections.sender is not self:
+            self._sender, self.address = connections.sender, connections.sender.address
+            connections.sender = self
+        self._num_sent = 0
+
+    # --- as a `Fill` ---
+
+    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
+        """Have all ranks pack round `index`, and this rank's bucket of it into `payload`; return that one's digest.
+
+        Waits until every rank has packed its part, each wait at most for the deadline. Raises what any rank raised, on
+        all of them, PeersLostError if another origin's sender has lost peers, and PeerError.
+        """
+        self.group.version = version.number
+        bucket = self._next_bucket(index, payload)
+        self._begin_round(index, bucket)
+        self._pack(bucket, index, payload)
+        digest = self._digest_of(index, payload, self.group.exchange(records.Packed(index)))
+        if self.sent is not None:
+            self.sent.add(index, payload)
+        return digest
+
+    def others(self) -> list[bytes]:
+        """The digests of other origins' buckets, once all were sent."""
+        self._ask((), digests=True)
+        for report in self._reports.values():
+            if self.sent is not None:
+                self.sent.by_bucket |= report.sent
+        return [bytes.fromhex(digest) for report in self._reports.values() for digest in report.digests]
+
+    def _begin_round(self, number: int, bucket: records.NextBucket | None) -> None:
+        pack = records.Pack(number, bucket, proves=self.sent is not None)
+        self._require_peers(self.group.exchange_when_idle(pack))
+
+    def _fill_others(self, rounds: range) -> None:
+        """Rounds in which this rank has no bucket. Raises as `fill`."""
+        for number in rounds:
+            self._begin_round(number, None)
+            self.group.exchange(records.Packed(number))
+
+    # --- as a `Sender` ---
+
+    @property
+    def failures(self) -> Mapping[str, WeightcastError]:
+        """Of all origins. Of the others' as of the last round; once all were sent, as of now."""
+        if self._are_all_sent:
+            self._ask(())
+        failures = dict(self._sender.failures)
+        for report in self._reports.values():
+            failures |= {name: from_record(record) for name, record in report.failures.items()}
+        return failures
+
+    @property
+    def memory_seconds(self) -> float:
+        """Of this rank's own."""
+        return self._sender.memory_seconds
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
+        """Begin an update on every origin, or go on with it. Raises what any of their ranks raises."""
+        self.group.version = version.number
+        self._are_all_sent = False
+        self._reports.clear()
+        self._place = self._sender.share(manifest, version)
+        if self._others:
+            self.group.exchange_when_idle(records.Open(tuple(peers), staged, self._place))
+        if not 0 < self._num_sent == len(self._span):
+            # Else this origin has sent all, and another one has lost peers since.
+            self._num_sent = self._sender.open(manifest.of_origin(0), version, peers=peers, staged=staged)
+        self._await_others()
+        self._fill_others(range(min((self._num_sent, *self._next_rounds.values())), self._num_sent))
+        if self._num_sent == len(self._span):
+            self._send_others()
+        return self._num_sent
+
+    def buffer(self, index: int) -> BucketBuffer:
+        """This rank's own place for its bucket."""
+        return self._sender.buffer(index)
+
+    def send(self, index: int, num_bytes: int) -> None:
+        """Send this rank's own bucket; with its last one, see to what other origins have still to send."""
+        self._sender.send(index, num_bytes)
+        self._num_sent = index + 1
+        if self._num_sent == len(self._span):
+            self._send_others()
+
+    def _send_others(self) -> None:
+        num_rounds = max(map(len, self._assignment.layout.manifest.spans))
+        self._fill_others(range(max((self._num_sent, *self._next_rounds.values())), num_rounds))
+        self._await_others()
+        if self._place:
+            self._sender.seal(self.others())
+        self._are_all_sent = True
+
+    def _await_others(self) -> None:
+        """Wait until every other origin has opened the update, or sent what it has. Raises as `fill`."""
+        if self._others:
+            statuses = self.group.exchange_when_idle(records.Wait())
+            self._require_peers(statuses)
+            self._next_rounds = {rank: statuses[rank].next_round for rank in self._others}
+
+    def _ask(self, peers: Sequence[str], *, digests: bool = False) -> None:
+        """Have the ranks of other origins report what their senders know, and which of these peers they have."""
+        if self._others:
+            with self.group.uninterrupted():
+                self.group.exchange_when_idle(records.AskSenders(tuple(peers), digests))
+                reports = self.group.exchange(records.Acknowledged())
+            self._reports = {rank: reports[rank] for rank in self._others}
+
+    def _require_peers(self, statuses: Sequence[Any]) -> None:
+        """Raises PeersLostError if another origin's sender has lost peers; asks for others' failures."""
+        known = {rank: len(report.failures) for rank, report in self._reports.items()}
+        if any(statuses[rank].is_lost or statuses[rank].num_failures > known.get(rank, 0) for rank in self._others):
+            self._ask(())
+        if not any(statuses[rank].is_lost for rank in self._others):
+            return
+        of_each = [set(report.survivors) for report in self._reports.values() if report.survivors is not None]
+        lost = listed([f"{name}: {error}" for name, error in self.failures.items()]) or "nobody; its group broke"
+        raise PeersLostError(f"another trainer rank's sender has lost {lost}", sorted(set.intersection(*of_each)))
+
+    def connected(self, peers: Sequence[str]) -> list[str]:
+        """Those that are connected to every origin."""
+        self._ask(peers)
+        found = self._sender.connected(peers)
+        return [name for name in found if all(name in report.connected for report in self._reports.values())]
+
+    def newest_version(self) -> int:
+        """That of this rank's own, which alone decides what version is kept."""
+        return self._sender.newest_version()
+
+    def commit(self) -> None:
+        """Keep the version that all origins have sent."""
+        self._sender.commit()
+
+    def abort(self, reason: str) -> None:
+        """End the update here. The other origins end it when they learn how the publish ended."""
+        self._are_all_sent = False
+        self._sender.abort(reason)
+
+    def release(self) -> None:
+        """Give back the memory of this rank's own, if there is one."""
+        if self.address:
+            self._sender.release()
+
+    def close(self) -> None:
+        """Disconnect, and free this rank's own sender. Idempotent."""
+        super().close()
+        if self.address:
+            self._sender.close()
+
+
+class FollowingRank(Rank):
+    """Another rank.
+
+    If it leads an origin, it has a sender, whose calls may wait for workers: they are made in a thread of their own,
+    one after the other; this rank takes part in every exchange meanwhile, and says that it is busy. Peers that are lost
+    are what the publishing rank asks for; what else goes wrong in the thread is raised at the next exchange.
+
+    Memory: the sender's slots or arena, stated there.
+    """
+
+    def __init__(self, trainer_group: Any, source: Source, deadline_seconds: float) -> None:
+        super().__init__(trainer_group, source, deadline_seconds)
+        self._sender: Sender | None = None
+        self._calls = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-origin")
+        self._call: futures.Future[None] | None = None
+        """The sender's last one."""
+        self._stream: Any = None
+        self._is_open = False
+        self._lost: PeersLostError | None = None
+        self._next = 0
+        self._buffer: BucketBuffer | None = None
+        """Of the next bucket, once the sender has room for it."""
+        self._digests: dict[int, str] = {}
+        self._sent = SentDigests(self._assignment.layout, {})
+        self._proves = False
+
+    def publish(
+        self, run: str, version: int, inputs: Callable[[], PublishInputs], publish_run: PublishRun
+    ) -> PublishReport:
+        """Do what the publishing rank asks for, until it says how the publish ended. `version`: the last one here."""
+        group = self.group
+        group.version = version
+        with group.error_at_next_exchange():
+            require_no_step("publish or sync")
+            self._read_regions(self._source.regions())
+        with self._in_step():
+            started = self._start(is_changed=not self._has_agreed)
+            if any(start.is_changed for start in started):
+                self._agree(group.exchange(records.RankStatus())[0])
+            self._complete(started)
+            while True:
+                status = records.RankStatus()
+                with group.error_at_next_exchange():
+                    status = self._status()
+                found = group.exchange(status)
+                if isinstance(found[0], records.End):
+                    self._is_open, self._buffer = False, None
+                    return found[0].report
+                if not is_any_busy(found):
+                    self._obey(found)
+                elif self._call is not None:
+                    # At most for a quarter of the deadline: the others wait meanwhile.
+                    futures.wait([self._call], self._deadline_seconds / 4)
+
+    def _obey(self, found: Sequence[Any]) -> None:
+        match found[0]:
+            case records.Settings() as settings:
+                self._agree(settings)
+            case records.Check():
+                self._check_finite()
+            case records.Open() as opening:
+                self._open(opening)
+            case records.AskSenders() as question:
+                self._report(question)
+            case records.Pack(number, _, proves) if not any(getattr(each, "is_lost", False) for each in found):
+                bucket = found[self._leader].bucket
+                self._proves = proves
+                with host_device.beside(self._stream, self._device()):
+                    self._pack(bucket, number, None if self._buffer is None else self._buffer.payload)
+            case records.Packed(number):
+                self._send(number, found)
+
+    def _status(self) -> records.RankStatus:
+        """What this rank brings to an exchange. Raises what went wrong in the update in progress."""
+        if self._sender is None:
+            return records.RankStatus(self._sums)
+        if self._call is not None and not self._call.done():
+            return records.RankStatus(is_busy=True)
+        if self._call is not None and self._is_open:
+            try:
+                self._call.result()
+            except PeersLostError as exc:
+                self._lost, self._buffer = exc, None
+        bucket = None if self._buffer is None else self._next_bucket(self._next, self._buffer.payload)
+        num_failures = len(self._sender.failures)
+        return records.RankStatus((0, 0), False, self._lost is not None, num_failures, self._next, bucket)
+
+    # --- its sender ---
+
+    def _prepare(self, settings: records.Settings) -> str:
+        """Have a sender, if this rank leads an origin. One that was made for the same run is kept."""
+        is_leading = self.group.group_rank in self._assignment.leaders
+        if not (is_leading and self.run == settings.run):
+            self._close_sender()
+        if is_leading and self._sender is None:
+            device, run, seconds = self._device(), settings.run, self._deadline_seconds
+            transport = registry.transport(settings.url)
+            make = transport.joined_sender or transport.sender
+            self._sender = make(_own_url(settings.url), run=run, device=device, deadline_seconds=seconds)
+            self._stream = host_device.stream(device)
+        self._digests.clear()
+        self._sent = SentDigests(self._assignment.layout, {})
+        return "" if self._sender is None else self._sender.address
+
+    def _open(self, opening: records.Open) -> None:
+        """Begin the update, or go on with it where this origin has not sent all of it yet."""
+        sender = self._sender
+        if sender is None:
+            return
+        if self._is_open and self._lost is None and self._next == len(self._span):
+            return
+        if self._lost is not None:
+            # The sender may go on in other memory.
+            self.forget_views()
+        self._is_open, self._lost, self._buffer = True, None, None
+        manifest, origin = self._assignment.layout.manifest, self._assignment.origins[self.group.group_rank]
+        version = WeightVersion(self.run, self.group.version)
+
+        def open_sender() -> None:
+            if opening.place:
+                sender.join(manifest, origin, opening.place)
+            plan = manifest.of_origin(origin)
+            self._next = sender.open(plan, version, peers=opening.peers, staged=opening.staged)
+            self._await_buffer(sender)
+
+        self._begin(open_sender)
+
+    def _send(self, number: int, packed: Sequence[Any]) -> None:
+        """All ranks have packed the round's buckets, and brought `packed` since: send this rank's, if it has one."""
+        sender, buffer = self._sender, self._buffer
+        if sender is None or buffer is None or self._next != number:
+            return
+        with self.group.error_at_next_exchange(), host_device.on(self._stream):
+            index = self._span[number]
+            digest = self._digest_of(number, buffer.payload, packed)
+            manifest, version = self._assignment.layout.manifest, WeightVersion(self.run, self.group.version)
+            num_bytes, digest = finish(digest, RAW, manifest, version, index, buffer)
+            self._digests[number] = as_bytes(digest).hex()
+            if self._proves:
+                self._sent.add(index, buffer.payload)
+        if self.group.error is not None:
+            return
+        self._next, self._buffer = number + 1, None
+
+        def send() -> None:
+            sender.send(number, num_bytes)
+            self._await_buffer(sender)
+
+        self._begin(send)
+
+    def _begin(self, call: Callable[[], None]) -> None:
+        def run() -> None:
+            with host_device.on(self._stream):
+                call()
+
+        self._call = self._calls.submit(run)
+
+    def _await_buffer(self, sender: Sender) -> None:
+        """Wait already for the place of the next bucket, while others are busy with theirs."""
+        if self._next < len(self._span):
+            self._buffer = sender.buffer(self._next)
+
+    def _report(self, question: records.AskSenders) -> None:
+        answer: records.Record = records.Acknowledged()
+        with self.group.error_at_next_exchange():
+            if self._sender is not None:
+                failures = {name: to_record(error) for name, error in self._sender.failures.items()}
+                survivors = None if self._lost is None else tuple(self._lost.survivors)
+                connected = tuple(self._sender.connected(question.peers))
+                digests = [self._digests[number] for number in sorted(self._digests)] if question.digests else []
+                sent = self._sent.by_bucket if question.digests and self._proves else {}
+                answer = records.OriginReport(connected, failures, survivors, digests, sent)
+        self.group.exchange(answer)
+
+    def _end_update(self, reason: str) -> None:
+        sender, was_open = self._sender, self._is_open
+        self._is_open, self._buffer = False, None
+        if sender is not None and was_open:
+            self._begin(lambda: sender.abort(reason))
+
+    def release(self) -> None:
+        """As `Sender.release`, after what is under way."""
+        if self._sender is not None:
+            self._buffer = None
+            self.forget_views()
+            self._calls.submit(self._sender.release).result()
+
+    def close(self) -> None:
+        """Disconnect and free everything; waits for what is under way. Idempotent."""
+        super().close()
+        self._calls.shutdown(wait=True)
+        self._close_sender()
+
+    def _close_sender(self) -> None:
+        sender, self._sender, self._buffer = self._sender, None, None
+        if self._call is not None:
+            futures.wait([self._call])
+        if sender is not None:
+            sender.close()
+
+
+def _own_url(url: str) -> str:
+    """The URL of a sender on this host: the publishing rank's, with the address by which this host reaches that one.
+
+    Its port is the same one, so that it is known which to let through. Raises OSError if that host has no address.
+    """
+    scheme, transport = registry.scheme(url), registry.transport(url)
+    if transport.same_host or transport.joined_sender is not None:
+        return url
+    host, port = registry.host(url), urllib.parse.urlsplit(url).port or 0
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        # Of a datagram socket this sends nothing, and only looks the route up.
+        probe.connect(address)
+        own = probe.getsockname()[0]
+    return f"{scheme}://[{own}]:{port}" if ":" in own else f"{scheme}://{own}:{port}"
