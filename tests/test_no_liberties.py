@@ -72,15 +72,6 @@ PERMITTED: dict[tuple[str, str], str] = {
     ("bench.model", "sets os.environ"): PROGRAM,
     ("bench.model", "torch.distributed.init_process_group"): PROGRAM,
     ("bench.workers", "torch.cuda.set_device"): PROGRAM,
-    ("checkpoint.adapters", "sets an item of a namespace"): "of a twin of the model, whose modules are its own",
-    (
-        "checkpoint.adapters",
-        "warnings.catch_warnings",
-    ): "PEFT warns of what the twin has on purpose; its `with` ends at once",
-    ("checkpoint.adapters", "warnings.simplefilter"): "within that `with`",
-    ("checkpoint.adapters", "changes a namespace"): "of the twin's modules",
-    ("checkpoint.adapters", "sets .data of parameter"): "of the twin's parameters",
-    ("checkpoint.adapters", "sets .data of made.twin"): "of the twin's parameters",
     ("checkpoint.conversion", "torch.utils._python_dispatch.TorchDispatchMode"): (
         "for a `with` around transformers' own conversion; torch compiles nothing in the process meanwhile"
     ),
