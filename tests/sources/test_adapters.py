@@ -53,6 +53,11 @@ class Plain(nn.Module):
         return x
 
 
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(4, 6, 3), nn.Conv2d(6, 4, 1), nn.Conv3d(4, 3, 2))
+
+
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -128,6 +133,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "tied": (lambda: llama(tie_word_embeddings=True), lora()),
     "conv1d": (gpt2, lora(target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)),
     "conv2d": (Plain, lora(target_modules=["conv", "linear"])),
+    "convolutions": (convolutions, lora(target_modules=["0", "1", "2"], lora_bias=True)),
     "parameters": (experts, lora(target_modules=["gate"], target_parameters=["stack.up", "stack.down"])),
 }
 

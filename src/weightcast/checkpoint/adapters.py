@@ -139,7 +139,10 @@ class MergedModel:
             elif isinstance(module, peft.utils.ModulesToSaveWrapper):
                 active = [adapter for adapter in module.active_adapters if adapter in module.modules_to_save]
                 module = module.modules_to_save[active[0]] if active else module.original_module
-            elif isinstance(module, tuners.BaseTunerLayer) and not _unloads_itself(module):
+            elif isinstance(module, peft.tuners.lora.ParamWrapper) or (
+                # Of others with such a method the base alone is not the merged layer.
+                isinstance(module, tuners.BaseTunerLayer) and not hasattr(module, "unload_and_optionally_merge_module")
+            ):
                 self._add(module, name)
                 module = module.base_layer
             else:
@@ -287,7 +290,7 @@ class _Layer:
             return
         for target, tensor in zip(self.targets, self.tensors.values(), strict=True):
             sharding.local_tensor(target).copy_(sharding.local_tensor(tensor))
-        whole = _WholeLayer(self.layer, self.adapters, wholes)
+        whole = _WholeLayer(self.layer, wholes)
         try:
             for adapter in self.adapters:
                 delta = type(self.layer).get_delta_weight(whole, adapter)
@@ -304,21 +307,17 @@ class _Layer:
 class _WholeLayer:
     """For peft's `get_delta_weight`: a live LoRA layer, but for its adapters' weights, which are whole tensors."""
 
-    def __init__(self, layer: Any, adapters: Sequence[str], wholes: Mapping[int, torch.Tensor]) -> None:
-        def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    def __init__(self, layer: Any, wholes: Mapping[int, torch.Tensor]) -> None:
+        def whole(tensor: Any) -> Any:
             return None if tensor is None else wholes.get(id(tensor), sharding.local_tensor(tensor))
 
         def linears(register: Any) -> dict[str, SimpleNamespace]:
-            parts = {name: register[name] for name in adapters if name in register}
-            return {n: SimpleNamespace(weight=whole(p.weight), bias=whole(p.bias)) for n, p in parts.items()}
-
-        def embeddings(register: Any) -> dict[str, torch.Tensor | None]:
-            return {name: whole(register[name]) for name in adapters if name in register}
+            return {n: SimpleNamespace(weight=whole(p.weight), bias=whole(p.bias)) for n, p in register.items()}
 
         self._layer = layer
         self.lora_A, self.lora_B = linears(layer.lora_A), linears(layer.lora_B)
-        self.lora_embedding_A = embeddings(layer.lora_embedding_A)
-        self.lora_embedding_B = embeddings(layer.lora_embedding_B)
+        self.lora_embedding_A = {name: whole(part) for name, part in layer.lora_embedding_A.items()}
+        self.lora_embedding_B = {name: whole(part) for name, part in layer.lora_embedding_B.items()}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -330,11 +329,6 @@ def _refused(name: str, module: nn.Module, what: str, remedy: str = _REMEDY) -> 
         f"{name or 'the model'!r} is a {kind.__name__} of {kind.__module__} {what}, and only LoRA adapters are merged "
         f"here: {remedy}"
     )
-
-
-def _unloads_itself(layer: nn.Module) -> bool:
-    """Whether peft has more to do with a merged layer than to take its base."""
-    return _kind(layer).__name__ != "ParamWrapper" and hasattr(layer, "unload_and_optionally_merge_module")
 
 
 def _kind(module: nn.Module) -> type:
