@@ -69,15 +69,6 @@ TESTS = "for tests, and undone when its `with` ends"
 KEY = "tells storages without memory apart; nothing is read there"
 PERMITTED: dict[tuple[str, str], str] = {
     ("__init__", "sets an item of a namespace"): "its own exports, imported when they are asked for",
-    ("checkpoint.adapters", "sets an item of a namespace"): "of a twin of the model, whose modules are its own",
-    (
-        "checkpoint.adapters",
-        "warnings.catch_warnings",
-    ): "PEFT warns of what the twin has on purpose; its `with` ends at once",
-    ("checkpoint.adapters", "warnings.simplefilter"): "within that `with`",
-    ("checkpoint.adapters", "changes a namespace"): "of the twin's modules",
-    ("checkpoint.adapters", "sets .data of parameter"): "of the twin's parameters",
-    ("checkpoint.adapters", "sets .data of made.twin"): "of the twin's parameters",
     ("checkpoint.conversion", "torch.utils._python_dispatch.TorchDispatchMode"): (
         "for a `with` around transformers' own conversion; torch compiles nothing in the process meanwhile"
     ),

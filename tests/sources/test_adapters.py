@@ -53,6 +53,11 @@ class Plain(nn.Module):
         return x
 
 
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(4, 6, 3), nn.Conv2d(6, 4, 1), nn.Conv3d(4, 3, 2))
+
+
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -119,29 +124,47 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "lora": (llama, lora()),
     "all-linear": (llama, lora(target_modules="all-linear")),
     "rslora": (llama, lora(use_rslora=True)),
-    "dora": (llama, lora(use_dora=True)),
     "bias": (llama, lora(bias="all")),
     "lora-bias": (llama, lora(target_modules=["q_proj"], lora_bias=True)),
     "dropout": (llama, lora(lora_dropout=0.5)),
     "modules-to-save": (llama, lora(modules_to_save=["lm_head", "embed_tokens"])),
     "tied-modules-to-save": (lambda: llama(tie_word_embeddings=True), lora(modules_to_save=["embed_tokens"])),
     "embeddings": (llama, lora(target_modules=["embed_tokens", "lm_head"])),
-    "embeddings-dora": (llama, lora(target_modules=["embed_tokens"], use_dora=True)),
-    "tokens": (llama, lora(trainable_token_indices=[1, 4])),
-    "tied-tokens": (lambda: llama(tie_word_embeddings=True), lora(trainable_token_indices=[1, 4])),
     "tied": (lambda: llama(tie_word_embeddings=True), lora()),
     "conv1d": (gpt2, lora(target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)),
     "conv2d": (Plain, lora(target_modules=["conv", "linear"])),
-    "multihead": (Plain, lora(target_modules=["attention"])),
+    "convolutions": (convolutions, lora(target_modules=["0", "1", "2"], lora_bias=True)),
     "parameters": (experts, lora(target_modules=["gate"], target_parameters=["stack.up", "stack.down"])),
-    "ia3": (llama, IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
-    "loha": (llama, peft.LoHaConfig(r=2, target_modules=["q_proj"])),
-    "lokr": (llama, peft.LoKrConfig(r=2, target_modules=["q_proj"])),
-    "oft": (llama, peft.OFTConfig(oft_block_size=4, target_modules=["q_proj"])),
-    "vera": (llama, peft.VeraConfig(r=2, target_modules=["q_proj"])),
-    "norms": (llama, peft.LNTuningConfig(target_modules=["input_layernorm"])),
-    "adalora": (llama, peft.AdaLoraConfig(total_step=9, init_r=3, target_r=2, target_modules=["q_proj"])),
 }
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "dora": (llama, lora(use_dora=True), "q_proj' is a Linear of peft.tuners.lora.layer whose adapter 'default'"),
+    "embeddings-dora": (
+        llama,
+        lora(target_modules=["embed_tokens"], use_dora=True),
+        "embed_tokens' is an? Embedding of",
+    ),
+    "ia3": (
+        llama,
+        IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+        "k_proj' is a Linear of peft.tuners.ia3",
+    ),
+    "loha": (llama, peft.LoHaConfig(r=2, target_modules=["q_proj"]), "q_proj' is a Linear of peft.tuners.loha"),
+    "lokr": (llama, peft.LoKrConfig(r=2, target_modules=["q_proj"]), "q_proj' is a Linear of peft.tuners.lokr"),
+    "oft": (
+        llama,
+        peft.OFTConfig(oft_block_size=4, target_modules=["q_proj"]),
+        "q_proj' is a Linear of peft.tuners.oft",
+    ),
+    "vera": (llama, peft.VeraConfig(r=2, target_modules=["q_proj"]), "q_proj' is a Linear of peft.tuners.vera"),
+    "norms": (llama, peft.LNTuningConfig(target_modules=["input_layernorm"]), "input_layernorm' is a LNTuningLayer of"),
+    "adalora": (
+        llama,
+        peft.AdaLoraConfig(total_step=9, init_r=3, target_r=2, target_modules=["q_proj"]),
+        "q_proj' is a SVDLinear of peft.tuners.adalora",
+    ),
+}
+"""Adapters of another kind than LoRA, with the layer that a message names."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -211,8 +234,7 @@ def test_only_merged_layers_take_memory() -> None:
     model = adapted(target_modules=["q_proj"])
     live = {parameter.data_ptr() for parameter in model.parameters()}
     copied = {name for name, tensor in taken(ModuleSource(model)).items() if tensor.data_ptr() not in live}
-    kinds = ("weight", "bias")
-    assert copied == {f"model.layers.{n}.self_attn.q_proj.{kind}" for n in range(2) for kind in kinds}
+    assert copied == {f"model.layers.{n}.self_attn.q_proj.weight" for n in range(2)}
 
 
 def test_adapters_injected_into_a_transformers_model() -> None:
@@ -372,6 +394,28 @@ def quantised() -> nn.Module:
     return model
 
 
+def grouped() -> nn.Module:
+    return get_peft_model(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)), LoraConfig(r=2, target_modules=["0"]))
+
+
+BIASED = LoraConfig(r=2, target_modules=["0"], lora_bias=True)
+
+
+def nested() -> nn.Module:
+    """LoRA of a layer, around LoHa of the same."""
+    model = peft.PeftMixedModel(llama(), peft.LoHaConfig(r=2, target_modules=["q_proj"]), "loha")
+    model.add_adapter("lora", LoraConfig(r=2, target_modules=["q_proj"]))
+    model.set_adapter(["loha", "lora"])
+    return model
+
+
+def shared_base() -> nn.Module:
+    """Two layers with adapters of their own and one base, as replicated layers have."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["0", "1"]))
+
+
 def tuned(config: Any, **options: Any) -> Callable[[], nn.Module]:
     return lambda: get_peft_model(llama(**options), config)
 
@@ -387,12 +431,24 @@ def tuned(config: Any, **options: Any) -> Callable[[], nn.Module]:
             "embed_tokens.*lm_head.* are one tensor",
         ),
         (tuned(lora(target_modules=["lm_head"]), tie_word_embeddings=True), "lm_head.*embed_tokens.* are one tensor"),
-        (quantised, r"layers.1.self_attn.q_proj.base_layer.weight' is a Parameter of torch.uint8"),
+        (quantised, r"layers.1.self_attn.q_proj' is a Linear .* has a 'weight' that is a Parameter of torch.uint8"),
         (Stubborn, "'base_layer.weight' is a part of a layer with a PEFT adapter"),
         (
             tuned(lora(target_modules=["q_proj"], alora_invocation_tokens=[1], task_type="CAUSAL_LM")),
-            "q_proj.* can't merge",
+            "q_proj.* whose adapter 'default' is not plain LoRA",
         ),
+        (tuned(lora(trainable_token_indices=[1, 4])), "embed_tokens' is a TrainableTokensWrapper of peft"),
+        (
+            lambda: get_peft_model(Plain(), lora(target_modules=["attention"])),
+            "'attention' is a MultiheadAttention of peft.tuners.lora.layer",
+        ),
+        (grouped, "'0' is a Conv2d of peft.tuners.lora.layer with groups"),
+        (
+            lambda: get_peft_model(nn.Sequential(nn.Linear(2, 2, bias=False)), BIASED),
+            "'0' is a .* has no 'bias' of its own",
+        ),
+        (nested, "q_proj' is a Linear of peft.tuners.lora.layer around a Linear of peft.tuners.loha"),
+        (shared_base, "'0.weight' and '1.weight' are one tensor"),
     ],
 )
 def test_what_has_no_merged_form_is_refused_by_name(build: Callable[[], nn.Module], message: str) -> None:
@@ -400,6 +456,19 @@ def test_what_has_no_merged_form_is_refused_by_name(build: Callable[[], nn.Modul
     train(model)
     with untouched(model), pytest.raises(ValueError, match=message):
         ModuleSource(model).regions()
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_adapters_of_other_kinds_are_refused_by_name_until_the_trainer_has_merged_them(case: str) -> None:
+    build, config, message = OTHERS[case]
+    model = get_peft_model(build(), copy.deepcopy(config))
+    train(model)
+    with untouched(model), pytest.raises(ValueError, match=f"{message}.*call merge_adapter"):
+        ModuleSource(model)
+    expected = merged_by_peft(model)
+    model.merge_adapter()
+    with untouched(model):
+        same(taken(ModuleSource(model)), expected)
 
 
 def test_adapters_can_be_refused() -> None:

@@ -1,20 +1,18 @@
-"""A model with PEFT adapters as the model that they make of its base: what `merge_and_unload` gives on a copy.
+"""A model with LoRA adapters of PEFT as the model that they make of its base: what `merge_and_unload` gives on a copy.
 
-peft's own layers merge themselves, in a twin of the model: modules of its own on the way to an adapter, and tensors of
-its own for what merging writes. A layer whose tensors are sharded over ranks merges in `Merging.complete`, where its
-adapters are gathered whole; of the outcome each rank keeps its own shards. Invariants: everything else in the twin is
-the model's live memory, which merging does not change; what peft can't merge, or what a merge would change elsewhere
-too, is a ValueError that names it. peft is never imported here: a model that has adapters has brought it.
+The merged weight of an adapted layer lies in memory of its own: the base's weight, to which the delta of each active
+adapter, which peft computes, is added. A layer whose adapters are sharded over ranks is merged in `Merging.complete`:
+they are gathered whole, and each rank adds to its own shards of the base. Invariants: the live model is only read;
+everything else is its live memory; an adapter of another kind is a ValueError that names it, unless the trainer has
+merged it. peft is never imported here: a model that has adapters has brought it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import sys
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,14 +25,14 @@ from weightcast.seams.source import Gather
 MERGEABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 """Dtypes of base weights: quantised ones mean nothing without their scales."""
 
-_CANT = "can't be merged here"
 _REMEDY = (
     "call merge_adapter() on the model before publish and unmerge_adapter() after it, or publish merge_and_unload()"
 )
+_UNLOAD = "publish what merge_and_unload() makes of a copy"
 _GATHERED_BYTES = 64 << 20
-"""How much of sharded layers is gathered in one call: whole layers, at least one."""
-_ADDING = frozenset({"Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d", "ParamWrapper"})
-"""Of peft.tuners.lora.layer: merging adds to each element of the base a value that depends on the adapter alone."""
+"""How much of sharded adapters is gathered in one call: whole layers, at least one."""
+_LAYERS = frozenset({"Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d", "ParamWrapper"})
+"""Of peft.tuners.lora.layer: merging adds to each element of one tensor a value that depends on the adapter alone."""
 _SEGMENTS = ("base_layer", "original_module", "modules_to_save")
 _PREFIXES = ("lora_", "ia3_l", "hada_w", "lokr_w", "vera_lambda", "trainable_tokens_")
 
@@ -62,17 +60,150 @@ def require_none(module: nn.Module) -> None:
         raise ValueError(f"{name or type(module).__name__!r} has PEFT adapters: merge them, or use adapters='merge'")
 
 
+class MergedModel:
+    """A model as its base with merged adapters: modules and tensors that stand in the place of the model's own.
+
+    Raises ValueError for what can't be merged.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._bases: dict[int, nn.Module] = {}
+        self._names: dict[int, list[str]] = {}
+        """Of each tensor of the base, one for each module that holds it."""
+        self.merged: dict[int, torch.Tensor] = {}
+        """By the ids of the base's own tensors."""
+        self.layers: list[_Layer] = []
+        """Those to merge."""
+        self._visit(model, "")
+        adapted = set[str]()
+        for layer in self.layers:
+            for name, tensor in layer.tensors.items():
+                if other := next((n for n in self._names[_key(tensor)] if n != name or n in adapted), None):
+                    raise ValueError(
+                        f"{name!r} and {other!r} are one tensor, but their adapters make different ones of it: a "
+                        "merged checkpoint can't be tied. Load the model with tie_word_embeddings=False, or give "
+                        "neither an adapter"
+                    )
+                adapted.add(name)
+
+    def base(self, module: nn.Module) -> nn.Module:
+        """The base's module in the place of one of the model."""
+        return self._bases[id(module)]
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The merged tensor in the place of one of the base; the tensor itself if no adapter changes it."""
+        return self.merged.get(id(tensor), tensor)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers, detached, by the names of the base."""
+
+        def collect(module: nn.Module, prefix: str) -> None:
+            base = self.base(module)
+            for name, tensor in _tensors(base).items():
+                if name not in base._non_persistent_buffers_set:
+                    found[prefix + name] = self.tensor(tensor).detach()
+            for name, child in base._modules.items():
+                if child is not None:
+                    collect(child, f"{prefix}{name}.")
+
+        found: dict[str, torch.Tensor] = {}
+        collect(self._model, "")
+        return found
+
+    def _visit(self, module: nn.Module, name: str) -> None:
+        if id(module) in self._bases:
+            return
+        base = self._bases[id(module)] = self._base(module, name)
+        if base is not module and id(base) in self._bases:
+            return
+        self._bases[id(base)] = base
+        for key, tensor in _tensors(base).items():
+            self._names.setdefault(_key(tensor), []).append(_join(name, key))
+        for key, child in base._modules.items():
+            if child is not None:
+                self._visit(child, _join(name, key))
+
+    def _base(self, module: nn.Module, name: str) -> nn.Module:
+        """The module of the base in the place of this one. Layers with adapters to merge on the way are added."""
+        peft: Any = sys.modules["peft"]
+        tuners: Any = sys.modules["peft.tuners.tuners_utils"]
+        while _is_pefts(module):
+            if isinstance(module, (peft.PeftModel, peft.PeftMixedModel)):
+                for key, beside in module.named_children():
+                    if key != "base_model" and list(beside.parameters()):
+                        raise _refused(name, module, f"with {key!r} beside its layers", _UNLOAD)
+                module = module.base_model
+            elif isinstance(module, tuners.BaseTuner):
+                module = module.model
+            elif isinstance(module, peft.utils.ModulesToSaveWrapper):
+                active = [adapter for adapter in module.active_adapters if adapter in module.modules_to_save]
+                module = module.modules_to_save[active[0]] if active else module.original_module
+            elif isinstance(module, peft.tuners.lora.ParamWrapper) or (
+                # Of others with such a method the base alone is not the merged layer.
+                isinstance(module, tuners.BaseTunerLayer) and not hasattr(module, "unload_and_optionally_merge_module")
+            ):
+                self._add(module, name)
+                module = module.base_layer
+            else:
+                raise _refused(name, module, "which has no merged form here", _UNLOAD)
+        return module
+
+    def _add(self, layer: Any, name: str) -> None:
+        """Have the layer's active adapters merged that are not. What the trainer has merged is read in place."""
+        kind = _kind(layer)
+        is_lora = kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ in _LAYERS
+        due = [adapter for adapter in layer.active_adapters if adapter not in layer.merged_adapters]
+        if is_lora:
+            due = [adapter for adapter in due if adapter in layer.lora_A or adapter in layer.lora_embedding_A]
+        if not due:
+            return
+        if not is_lora or any(adapter in layer.lora_variant for adapter in due):
+            raise _refused(name, layer, f"whose adapter {due[0]!r} is not plain LoRA")
+        base, is_of_parameter = layer.get_base_layer(), kind.__name__ == "ParamWrapper"
+        if _is_pefts(layer.base_layer) and not (is_of_parameter and _kind(layer.base_layer) is kind):
+            inner = _kind(layer.base_layer)
+            raise _refused(name, layer, f"around a {inner.__name__} of {inner.__module__}")
+        if kind.__name__.startswith("Conv") and base.groups > 1:
+            raise _refused(name, layer, "with groups, which peft can't merge")
+        keys = [layer.parameter_name if is_of_parameter else "weight"]
+        if any(layer.lora_bias[adapter] for adapter in due):
+            keys.append("bias")
+        held, tensors = _tensors(base), dict[str, torch.Tensor]()
+        for key in keys:
+            if key not in held:
+                raise _refused(name, layer, f"whose base has no {key!r} of its own")
+            local = sharding.local_tensor(held[key])
+            if type(local) not in (torch.Tensor, nn.Parameter) or DTYPE_NAMES.get(local.dtype) not in MERGEABLE:
+                raise _refused(
+                    name, layer, f"whose base has a {key!r} that is a {type(local).__name__} of {local.dtype}"
+                )
+            tensors[_join(name, key)] = held[key]
+        name = _join(name, layer.parameter_name) if is_of_parameter else name  # one module has several of these
+        adapters = {
+            f"{name}.{register}.{key}": tensor
+            for register in layer.adapter_layer_names
+            for key, tensor in getattr(layer, register).named_parameters()
+            if key.partition(".")[0] in due
+        }
+        for key, tensor in {**tensors, **adapters}.items():
+            if tuple(getattr(tensor, "ds_shape", tensor.shape)) != tuple(tensor.shape):
+                raise ValueError(f"{key!r} is partitioned by ZeRO-3: publish inside deepspeed.zero.GatheredParameters")
+        sharded = {key: tensor for key, tensor in adapters.items() if sharding.is_sharded(tensor)}
+        self.layers.append(_Layer(name, layer, due, tensors, sharded))
+
+
 class Merging:
     """Merges one model's adapters, again and again, into the same memory.
 
-    Memory: the base tensors of the layers whose adapters are to be merged (of sharded ones this rank's shards), and for
-    the time of a merge what peft needs for one layer, which for a sharded layer is whole, with the adapters of as many
-    layers as are gathered at once. Kept until this object goes; what is merged already, or has no adapter, takes none.
+    Memory: the base tensors that adapters change (of sharded ones this rank's shards), and for the time of a merge one
+    layer's delta, which is whole, with the adapters of as many layers as are gathered at once. Kept until this object
+    goes; tensors that no adapter changes, and what is merged already, take none.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
-        self._batches: list[list[_ShardedLayer]] = []
+        self._batches: list[list[_Layer]] = []
 
     @property
     def num_gathers(self) -> int:
@@ -80,82 +211,52 @@ class Merging:
         return len(self._batches)
 
     @torch.no_grad()
-    def merged(self, model: nn.Module) -> nn.Module:
-        """The model's base with its active adapters merged as they are now, by the names of the base.
+    def merge(self, model: nn.Module) -> MergedModel:
+        """The model with its active adapters merged as they are now.
 
         Adapters that are merged already (`merge_adapter`) are left as they are. Disabled ones are merged, as
-        `merge_and_unload` does. Where layers are sharded, their weights have values only after `complete`. Raises
-        ValueError.
+        `merge_and_unload` does. Layers whose adapters are sharded have values only after `complete`. Raises ValueError.
         """
-        with _merging():
-            twin = _Twin(self._kept, model)
-            base = twin.base()
-            self._batches = list(_batches(twin.sharded))
-        return base
+        if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
+            raise ValueError(
+                "the model is wrapped by FSDP1, whose flattened weights can't be merged here: shard it by FSDP2 "
+                "(fully_shard)"
+            )
+        found, kept = MergedModel(model), self._kept
+        self._kept = {}
+        with torch.inference_mode(False):
+            for layer in found.layers:
+                for name, tensor in layer.tensors.items():
+                    local = sharding.local_tensor(tensor)
+                    fresh = torch.empty_like(local, device="meta")
+                    memory = kept.get(name)
+                    if memory is None or _geometry(memory) != (*_geometry(fresh)[:-1], local.device):
+                        memory = torch.empty_like(local, requires_grad=False)
+                    self._kept[name] = memory
+                    outcome = sharding.with_local(tensor, memory) if sharding.is_sharded(tensor) else memory
+                    layer.targets.append(outcome)
+                    found.merged[id(tensor)] = outcome
+                if not layer.sharded:
+                    layer.merge({})
+        self._batches = list(_batches(layer for layer in found.layers if layer.sharded))
+        return found
 
     @torch.no_grad()
     def complete(self, gather: Gather) -> None:
-        """Merge the sharded layers, as their adapters are now. Every rank calls it. Raises ValueError."""
-        written = dict[int, str]()
+        """Merge the layers whose adapters are sharded, as they are now. Every rank calls it. Raises ValueError."""
         for batch in self._batches:
-            tensors = [(layer, tensor) for layer in batch for tensor in layer.gathered.values()]
-            names = [f"{layer.name}.{name}" for layer in batch for name in layer.gathered]
-            with _merging():
-                parts = [sharding.part(name, tensor) for name, (_, tensor) in zip(names, tensors, strict=True)]
-            wholes = {id(t): whole for (_, t), whole in zip(tensors, gather(parts), strict=True)}
-            for layer in batch:
-                with _merging():
-                    layer.merge(wholes, written)
+            sharded = {name: tensor for layer in batch for name, tensor in layer.sharded.items()}
+            wholes = gather([sharding.part(name, tensor) for name, tensor in sharded.items()])
+            by_id = {id(tensor): whole for tensor, whole in zip(sharded.values(), wholes, strict=True)}
+            with torch.inference_mode(False):
+                for layer in batch:
+                    layer.merge(by_id)
 
 
-@contextlib.contextmanager
-def _merging() -> Iterator[None]:
-    with warnings.catch_warnings(), torch.inference_mode(False):
-        # peft's advice on merging for good; what is wrong here is an error.
-        warnings.simplefilter("ignore")
-        yield
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _ShardedLayer:
-    """An adapted layer that is merged once its tensors were gathered.
-
-    `live`: the layer; `base`: its base in the twin, where tensors of these ids, `kept`, are not live ones. `gathered`:
-    its sharded tensors that a merge reads whole; `own`: those of which it reads, and writes, each element for itself.
-    """
-
-    name: str
-    live: nn.Module
-    base: nn.Module
-    kept: Collection[int]
-    gathered: Mapping[str, torch.Tensor]
-    own: Sequence[torch.Tensor]
-
-    def merge(self, wholes: Mapping[int, torch.Tensor], written: dict[int, str]) -> None:
-        """`wholes`: of what was `gathered`, by the id of the sharded tensor. `written`: by which layer."""
-        wholes = {**wholes, **{id(tensor): sharding.in_whole(tensor) for tensor in self.own}}
-        merged = _Twin({}, self.live, wholes).layer(self.live, self.name)
-        found = {**dict(merged.named_parameters()), **dict(merged.named_buffers())}
-        for name, target in (*self.base.named_parameters(), *self.base.named_buffers()):
-            if id(target) not in self.kept:
-                continue
-            outcome = found.get(name)
-            if outcome is None or (outcome.shape, outcome.dtype) != (target.shape, target.dtype):
-                what = "nothing" if outcome is None else f"{outcome.dtype}{list(outcome.shape)}"
-                raise ValueError(
-                    f"peft's merge made {what} of {self.name!r}'s {name!r}, which is {target.dtype}"
-                    f"{list(target.shape)}: a sharded layer of this kind {_CANT}: {_REMEDY}"
-                )
-            if written.setdefault(id(target), self.name) == self.name:
-                sharding.copy_part(target, outcome)
-            elif not sharding.is_part(target, outcome):
-                raise _tied(written[id(target)], self.name)
-
-
-def _batches(layers: Iterable[_ShardedLayer]) -> Iterator[list[_ShardedLayer]]:
-    batch, num_bytes = list[_ShardedLayer](), 0
+def _batches(layers: Iterable[_Layer]) -> Iterator[list[_Layer]]:
+    batch, num_bytes = list[_Layer](), 0
     for layer in layers:
-        size = sum(tensor.numel() * tensor.itemsize for tensor in layer.gathered.values())
+        size = sum(tensor.numel() * tensor.itemsize for tensor in layer.sharded.values())
         if batch and num_bytes + size > _GATHERED_BYTES:
             yield batch
             batch, num_bytes = [], 0
@@ -165,304 +266,95 @@ def _batches(layers: Iterable[_ShardedLayer]) -> Iterator[list[_ShardedLayer]]:
         yield batch
 
 
-class _Twin:
-    """One merge. `kept`: memory for what merging writes, by the name of what it was made for.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Layer:
+    """A LoRA layer with adapters to merge.
 
-    `wholes`: what stands for sharded tensors, by their ids.
+    `tensors`: those of its base that change, by name: the adapted one, then the bias, if its adapters have one.
+    `sharded`: tensors of its adapters of which this rank may hold a part only. `targets`: memory for `tensors`, merged.
     """
 
-    def __init__(
-        self, kept: dict[str, torch.Tensor], model: nn.Module, wholes: Mapping[int, torch.Tensor] | None = None
-    ) -> None:
-        self._tuners: Any = sys.modules["peft.tuners.tuners_utils"]
-        self._kept, self._used = kept, set[str]()
-        self._adapted: dict[int, bool] = {}
-        self._twins: dict[int, nn.Module] = {}
-        self._unloaded: dict[int, nn.Module] = {}
-        self._copies: dict[int, _Copy] = {}
-        self._live = {_storage(parameter) for parameter in model.parameters()}
-        self._model = model
-        self._wholes = wholes or {}
-        self._originals: dict[int, nn.Module] = {}
-        """By the twin of a module."""
-        self._copied: set[int] = set()
-        """Live tensors, sharded ones too, whose place in the twin merging may write to."""
-        self._made: set[int] = set()
-        """The ids of tensors in memory that is kept."""
-        self.sharded: list[_ShardedLayer] = []
-        """Layers that are still to be merged."""
-
-    def layer(self, live: nn.Module, name: str) -> nn.Module:
-        """The base of one adapted layer, its adapters merged."""
-        return self._merge(self._twin(live, "", copied=False, inside=False), name)
-
-    def base(self) -> nn.Module:
-        """The twin, its adapters merged and gone."""
-        if any(type(part).__name__ == "FullyShardedDataParallel" for part in self._model.modules()):
-            raise ValueError(
-                f"the model is wrapped by FSDP1, whose flattened weights {_CANT}: shard it by FSDP2 (fully_shard)"
-            )
-        root = self._twin(self._model, "", copied=False, inside=False)
-        self._own = {id(twin) for twin in self._twins.values()}
-        root = self._unload(root, "")
-        for name, part in root.named_modules():
-            if _is_pefts(part):
-                raise ValueError(
-                    f"{name or 'the model'!r} is a {type(part).__name__} of peft, which {_CANT}: {_REMEDY}"
-                )
-        self._keep_ties(root)
-        for name in self._kept.keys() - self._used:
-            del self._kept[name]
-        return root
-
-    # --- the twin of a part ---
-
-    def _twin(self, module: nn.Module, name: str, *, copied: bool, inside: bool) -> nn.Module:
-        """A part with the same tensors, but for those to be `copied`. `inside`: it belongs to an adapted layer."""
-        if id(module) in self._twins:
-            return self._twins[id(module)]
-        if not inside and not self._is_adapted(module):
-            return module
-        twin = self._twins[id(module)] = object.__new__(type(module))
-        self._originals[id(twin)] = module
-        is_layer = self._is_layer(module)
-        inside = inside or is_layer
-        for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and copied:
-                value = value.clone()
-            twin.__dict__[key] = copy.copy(value) if type(value) in (dict, list, set) else value
-        for register in ("_parameters", "_buffers"):
-            twin.__dict__[register] = {
-                key: self._tensor(tensor, _join(name, key), copied=copied) if tensor is not None and inside else tensor
-                for key, tensor in getattr(module, register).items()
-            }
-        children = twin.__dict__["_modules"] = dict(module._modules)
-        for key, child in module._modules.items():
-            if child is not None:
-                # What lies below `base_layer` is of the base; all else in an adapted layer is of its adapters.
-                written = (copied or bool(_due(module))) and key == "base_layer" if is_layer else copied
-                children[key] = self._twin(child, _join(name, key), copied=written, inside=inside)
-        return twin
-
-    def _is_layer(self, module: nn.Module | None) -> bool:
-        return isinstance(module, self._tuners.BaseTunerLayer)
-
-    def _is_adapted(self, module: nn.Module) -> bool:
-        if id(module) not in self._adapted:
-            inner = [self._is_adapted(child) for child in module.children()]
-            self._adapted[id(module)] = _is_pefts(module) or any(inner)
-        return self._adapted[id(module)]
-
-    def _tensor(self, tensor: torch.Tensor, name: str, *, copied: bool) -> torch.Tensor:
-        """A tensor object of the twin's own: peft assigns to `data`, of adapters too."""
-        is_parameter = isinstance(tensor, nn.Parameter)
-        if copied:
-            self._copied.add(id(tensor))
-        if id(tensor) in self._wholes:
-            whole = self._wholes[id(tensor)]
-            return nn.Parameter(whole, requires_grad=False) if is_parameter else whole
-        is_sharded = sharding.is_sharded(tensor)
-        if is_sharded and not (copied and is_parameter):
-            return tensor
-        local = sharding.local_tensor(tensor)
-        if tuple(getattr(local, "ds_shape", local.shape)) != tuple(local.shape):
-            raise ValueError(f"{name!r} is partitioned by ZeRO-3: publish inside deepspeed.zero.GatheredParameters")
-        if not is_parameter:
-            if not copied:
-                return local.detach()
-            buffer = self._memory(name, local).copy_(local).view(local.shape)
-            self._made.add(id(buffer))
-            return buffer
-        if not copied:
-            return nn.Parameter(local.detach(), requires_grad=False)
-        if type(local) not in (torch.Tensor, nn.Parameter) or DTYPE_NAMES.get(local.dtype) not in MERGEABLE:
-            raise ValueError(f"{name!r} is a {type(local).__name__} of {local.dtype}, which {_CANT}: {_REMEDY}")
-        memory = self._memory(name, local)
-        twin = nn.Parameter(
-            sharding.with_local(tensor, memory) if is_sharded else memory.copy_(local), requires_grad=False
-        )
-        self._copies[id(twin)] = _Copy(name, tensor if is_sharded else local, memory, twin)
-        self._made.add(id(twin))
-        return twin
-
-    def _memory(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Memory kept from the last merge, if it still fits."""
-        self._used.add(name)
-        fresh = torch.empty_like(like, device="meta")
-        kept = self._kept.get(name)
-        if kept is None or _geometry(kept) != (*_geometry(fresh)[:-1], like.device):
-            kept = self._kept[name] = torch.empty_like(like)
-        return kept
-
-    # --- without adapters ---
-
-    def _unload(self, module: nn.Module, name: str) -> nn.Module:
-        if id(module) in self._unloaded:
-            return self._unloaded[id(module)]
-        without = module
-        if any(cls.__name__ in ("PeftModel", "PeftMixedModel") for cls in type(module).__mro__):
-            without = self._unwrapped(module, name, "base_model")
-        elif isinstance(module, self._tuners.BaseTuner):
-            without = self._unwrapped(module, name, "model")
-        elif self._is_layer(module) or hasattr(type(module), "unload_and_optionally_merge_module"):
-            without = self._merged(module, name)
-        elif id(module) in self._own:
-            for key, child in module._modules.items():
-                if child is not None:
-                    module._modules[key] = self._unload(child, _join(name, key))
-        self._unloaded[id(module)] = without
-        return without
-
-    def _unwrapped(self, module: Any, name: str, key: str) -> nn.Module:
-        """What a model of peft's wraps."""
-        inner = module._modules.get(key)
-        beside = [k for k, child in module._modules.items() if k != key and child is not None]
-        if key == "model" or not any(True for k in beside for _ in module._modules[k].parameters()):
-            beside = []
-        if inner is None or beside:
-            what = f"with {', '.join(map(repr, beside))} beside its layers" if beside else "without a model of its own"
-            raise ValueError(f"{name or 'the model'!r} is a {type(module).__name__} {what}, which {_CANT}: {_REMEDY}")
-        if key == "model":
-            try:
-                module._check_merge_allowed()
-            except Exception as exc:
-                raise ValueError(f"peft can't merge the adapters of a {type(module).__name__}: {exc}") from exc
-        return self._unload(inner, name)
-
-    def _merged(self, layer: nn.Module, name: str) -> nn.Module:
-        """The base of an adapted layer, in memory that is kept; where it is sharded, still to be merged."""
-        due = {adapter for part in layer.modules() if self._is_layer(part) for adapter in _due(part)}
-        if not due or not any(map(sharding.is_sharded, (*layer.parameters(), *layer.buffers()))):
-            base = self._merge(layer, name)
-            self._settle(base, name)
-            return base
-        base, live = self._merge(layer, name, merges=False), self._originals[id(layer)]
-        adds = all(not self._is_layer(part) or _adds(part) for part in layer.modules())
-        gathered, own = dict[str, torch.Tensor](), list[torch.Tensor]()
-        for key, tensor in (*live.named_parameters(), *live.named_buffers()):
-            is_copied = id(tensor) in self._copied
-            if sharding.is_sharded(tensor) and is_copied and adds:
-                own.append(tensor)
-            elif sharding.is_sharded(tensor) and (is_copied or due.intersection(key.split("."))):
-                gathered[key] = tensor
-        self.sharded.append(_ShardedLayer(name, live, base, self._made, gathered, own))
-        return base
-
-    def _merge(self, layer: Any, name: str, *, merges: bool = True) -> nn.Module:
-        """The base of an adapted layer, by the steps of peft's `merge_and_unload`; without `merges` as it is."""
-        chain = [layer]
-        while self._is_layer(chain[-1]._modules.get("base_layer")):
-            chain.append(chain[-1].base_layer)
-        due = {id(part): _due(part) if merges else [] for part in layer.modules() if self._is_layer(part)}
-        try:
-            if hasattr(layer, "unload_and_optionally_merge_module"):
-                base: nn.Module = layer.unload_and_optionally_merge_module(
-                    merge=any(due.values()), safe_merge=False, adapter_names=None
-                )
-            else:
-                for part in (*chain[1:], chain[0]):
-                    if due[id(part)]:
-                        part.merge()
-                base = layer.get_base_layer()
-        except Exception as exc:
-            raise ValueError(f"{name!r} ({type(layer).__name__}): peft can't merge its adapter: {exc}") from exc
-        left = [adapter for part in chain for adapter in set(due.get(id(part), ())) - set(part.merged_adapters)]
-        if left:
-            raise ValueError(
-                f"{name!r} is a {type(layer).__name__} that did not merge its adapter {left[0]!r}: {_REMEDY}"
-            )
-        return base
-
-    def _settle(self, base: nn.Module, name: str) -> None:
-        """Have what merging has put elsewhere lie in memory that is kept."""
-        kept = {tensor.data_ptr() for tensor in self._kept.values()}
-        for key, parameter in base.named_parameters():
-            if parameter.is_meta or not parameter.numel() or sharding.is_sharded(parameter):
-                continue
-            if parameter.data_ptr() in kept or _storage(parameter) in self._live:
-                continue
-            made = self._copies.get(id(parameter))
-            if made is not None and _geometry(made.memory) == _geometry(parameter):
-                memory = made.memory
-            else:
-                memory = self._memory(f"{_join(name, key)} (merged)", parameter)
-            memory.copy_(parameter)
-            parameter.data = memory
-
-    def _keep_ties(self, root: nn.Module) -> None:
-        """Tensors that were one stay one. Raises ValueError if merging has made them different."""
-        firsts: dict[int, _Copy] = {}
-        found = dict(root.named_parameters())
-        left = {id(parameter) for parameter in found.values()}
-        copies = [made for made in self._copies.values() if id(made.twin) in left and not made.twin.is_meta]
-        sharded: dict[int, _Copy] = {}
-        for made in copies:
-            if sharding.is_sharded(made.live) and sharded.setdefault(id(made.live), made) is not made:
-                # `complete` finds out whether their merges are equal.
-                for part in root.modules():
-                    part._parameters.update(
-                        {k: sharded[id(made.live)].twin for k, p in part._parameters.items() if p is made.twin}
-                    )
-        for name, parameter in found.items():
-            if id(parameter) in sharded:
-                raise _tied(sharded[id(parameter)].name, name)
-        for made in copies:
-            if sharding.is_sharded(made.live):
-                continue
-            first = firsts.setdefault(made.live.data_ptr(), made)
-            if first is not made:
-                if not torch.equal(first.twin, made.twin):
-                    raise _tied(first.name, made.name)
-                made.twin.data = first.twin.data
-        for name, parameter in found.items():
-            if sharding.as_dtensor(parameter) is None and parameter.data_ptr() in firsts and parameter.numel():
-                raise _tied(firsts[parameter.data_ptr()].name, name)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Copy:
-    """A tensor of the twin that merging may write: of which live one, and the memory that was made for it."""
-
     name: str
-    live: torch.Tensor
-    memory: torch.Tensor
-    twin: nn.Parameter
+    layer: Any
+    adapters: Sequence[str]
+    tensors: Mapping[str, torch.Tensor]
+    sharded: Mapping[str, torch.Tensor]
+    targets: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+    def merge(self, wholes: Mapping[int, torch.Tensor]) -> None:
+        """Write to `targets` what peft's `merge` would make of `tensors`.
+
+        `wholes`: of `sharded`, by the id of the sharded tensor. Raises ValueError.
+        """
+        if any(sharding.local_tensor(target).is_meta for target in self.targets):
+            return
+        for target, tensor in zip(self.targets, self.tensors.values(), strict=True):
+            sharding.local_tensor(target).copy_(sharding.local_tensor(tensor))
+        whole = _WholeLayer(self.layer, wholes)
+        try:
+            for adapter in self.adapters:
+                delta = type(self.layer).get_delta_weight(whole, adapter)
+                if _kind(self.layer).__name__ == "Embedding":
+                    delta = delta.to(self.targets[0].dtype)  # others are added in the wider of both dtypes
+                sharding.add_whole(self.targets[0], delta)
+                if whole.lora_bias[adapter]:
+                    sharding.add_whole(self.targets[1], whole.lora_B[adapter].bias * whole.scaling[adapter])
+        except Exception as exc:
+            kind = type(self.layer).__name__
+            raise ValueError(f"{self.name!r} ({kind}): peft can't merge its adapter: {exc!r}") from exc
 
 
-def _tied(adapted: str, other: str) -> ValueError:
+class _WholeLayer:
+    """For peft's `get_delta_weight`: a live LoRA layer, but for its adapters' weights, which are whole tensors."""
+
+    def __init__(self, layer: Any, wholes: Mapping[int, torch.Tensor]) -> None:
+        def whole(tensor: Any) -> Any:
+            return None if tensor is None else wholes.get(id(tensor), sharding.local_tensor(tensor))
+
+        def linears(register: Any) -> dict[str, SimpleNamespace]:
+            return {n: SimpleNamespace(weight=whole(p.weight), bias=whole(p.bias)) for n, p in register.items()}
+
+        self._layer = layer
+        self.lora_A, self.lora_B = linears(layer.lora_A), linears(layer.lora_B)
+        self.lora_embedding_A = {name: whole(part) for name, part in layer.lora_embedding_A.items()}
+        self.lora_embedding_B = {name: whole(part) for name, part in layer.lora_embedding_B.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def _refused(name: str, module: nn.Module, what: str, remedy: str = _REMEDY) -> ValueError:
+    kind = _kind(module)
     return ValueError(
-        f"{adapted!r} and {other!r} are one tensor, but their adapters make different ones of it: a merged checkpoint "
-        "can't be tied. Load the model with tie_word_embeddings=False, or give neither an adapter"
+        f"{name or 'the model'!r} is a {kind.__name__} of {kind.__module__} {what}, and only LoRA adapters are merged "
+        f"here: {remedy}"
     )
 
 
-def _due(layer: Any) -> list[str]:
-    """The adapters that are active and not merged."""
-    named = (getattr(layer, name, None) for name in (*layer.adapter_layer_names, *layer.other_param_names))
-    registers: list[Any] = [register for register in named if hasattr(register, "keys")]
-    here = {adapter for register in registers for adapter in register}
-    return [a for a in layer.active_adapters if a not in layer.merged_adapters and (a in here or not registers)]
-
-
-def _adds(layer: nn.Module) -> bool:
-    """Whether merging it adds to each element of its base a value that depends on its adapters alone."""
-    # FSDP2 makes a class of its own of a layer's.
-    kind = next(cls for cls in type(layer).__mro__ if not cls.__module__.startswith("torch."))
-    is_known = kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ in _ADDING
-    variants = getattr(layer, "lora_variant", None)  # DoRA and the like
-    return is_known and variants is not None and not any(adapter in variants for adapter in _due(layer))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return sharding.local_tensor(tensor).untyped_storage().data_ptr()
-
-
-def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+def _kind(module: nn.Module) -> type:
+    """Its class, of which FSDP2 may have made one of its own."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, fsdp))
 
 
 def _is_pefts(module: nn.Module) -> bool:
     return any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__)
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    held = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that are tied."""
+    local = sharding.local_tensor(tensor)
+    is_known = not sharding.is_sharded(tensor) and not local.is_meta and local.numel() > 0
+    return local.data_ptr() if is_known else id(tensor)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _join(prefix: str, name: str) -> str:

@@ -24,6 +24,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from weightcast.checkpoint import adapters, conversion, flat_shards, sharding
+from weightcast.checkpoint.adapters import MergedModel
 from weightcast.checkpoint.flat_shards import FlattenedOf
 from weightcast.checkpoint.sharding import Block, Blocks
 from weightcast.errors import listed
@@ -80,12 +81,18 @@ _WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSp
 
 
 def checkpoint_tensors(
-    module: nn.Module, *, buffers: Buffers = "persistent", names: Names | None = None, blocks: Blocks | None = None
+    module: nn.Module,
+    *,
+    buffers: Buffers = "persistent",
+    names: Names | None = None,
+    blocks: Blocks | None = None,
+    merged: MergedModel | None = None,
 ) -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor]]:
     """The records of a module in checkpoint form, and for each record's name a view of the live memory.
 
     Sharded parameters go into `blocks`, and their views are of a stand-in without data; without `blocks` they are an
-    error. No data is touched, so a module on the meta device will do. Raises ValueError for what has no such form:
+    error. `merged`: take its modules and tensors in the place of the module's own. No data is touched, so a module on
+    the meta device will do. Raises ValueError for what has no such form:
     partial sums, tensor subclasses, doubled names, conversions that are no view, weights outside of parameters and
     buffers.
     """
@@ -98,12 +105,12 @@ def checkpoint_tensors(
             "plain parameters; or, if engines need none of these, TensorSource with the other tensors of "
             "model.state_dict()"
         )
-    model = module
+    model = module if merged is None else merged.base(module)
     while len(inner := [child for name, child in model.named_children() if _is_wrapping(model, name)]) == 1:
-        model = inner[0]
+        model = inner[0] if merged is None else merged.base(inner[0])
     wrappers = _fsdp1_wrappers(module)
     flattened = flat_shards.flattened(wrappers) if wrappers else {}
-    kept, doubles = _split_tied(model, dict(_live_tensors(model, buffers, blocks, flattened)))
+    kept, doubles = _split_tied(model, dict(_live_tensors(model, buffers, blocks, flattened, merged)))
     views = kept
     if conversion.is_pretrained(model):
         views = conversion.checkpoint_views(model, kept)
@@ -200,9 +207,15 @@ def _fsdp1_wrappers(module: nn.Module) -> list[Any]:
 
 
 def _live_tensors(
-    module: nn.Module, buffers: Buffers, blocks: Blocks | None, flattened: FlattenedOf, prefix: str = ""
+    module: nn.Module,
+    buffers: Buffers,
+    blocks: Blocks | None,
+    flattened: FlattenedOf,
+    merged: MergedModel | None,
+    prefix: str = "",
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every name of the state dict with its plain tensor, in order; tied ones under each of their names."""
+    module = module if merged is None else merged.base(module)
     flat = flattened.get(module, {})
     for name, entry in flat.items():
         if entry is None:
@@ -220,18 +233,18 @@ def _live_tensors(
     for name, parameter in module._parameters.items():
         if parameter is not None and name not in flat:
             require_here(prefix + name, parameter)
-            tensor = _plain(prefix + name, parameter, blocks)
+            tensor = _plain(prefix + name, parameter if merged is None else merged.tensor(parameter), blocks)
             if type(module) in (nn.Linear, nn.Embedding) and name == "weight":
                 _require_declared(prefix + name, module, tensor)
             yield prefix + name, tensor
     for name, buffer in module._buffers.items():
         wanted = buffers == "all" or (buffers == "persistent" and name not in module._non_persistent_buffers_set)
         if buffer is not None and wanted:
-            yield prefix + name, _plain(prefix + name, buffer, blocks)
+            yield prefix + name, _plain(prefix + name, buffer if merged is None else merged.tensor(buffer), blocks)
     for name, child in module._modules.items():
         if child is not None:
             inner = prefix if _is_wrapping(module, name) else f"{prefix}{name}."
-            yield from _live_tensors(child, buffers, blocks, flattened, inner)
+            yield from _live_tensors(child, buffers, blocks, flattened, merged, inner)
 
 
 def _require_shape(name: str, tensor: torch.Tensor) -> None:
@@ -454,16 +467,20 @@ class LiveCheckpoint:
         blocks = Blocks()
         self._fsdp2_modules = sharding.fsdp_parts(self._module, "FSDPModule") if self._sharded else []
         self._reshard()
-        module = self._module
-        self._is_adapted = self._on_adapters is not None and adapters.has_adapters(module)
+        merged = None
+        self._is_adapted = self._on_adapters is not None and adapters.has_adapters(self._module)
         if self._is_adapted:
             if self._on_adapters == "refuse":
-                adapters.require_none(module)
-            module = self._merging.merged(module)
+                adapters.require_none(self._module)
+            merged = self._merging.merge(self._module)
         if self._on_adapters is not None:
-            require_uncomputed(module)
+            require_uncomputed(self._module)
         specs, views = checkpoint_tensors(
-            module, buffers=self._buffers, names=self._names, blocks=blocks if self._sharded else None
+            self._module,
+            buffers=self._buffers,
+            names=self._names,
+            blocks=blocks if self._sharded else None,
+            merged=merged,
         )
         self._fsdp1_wrappers = _fsdp1_wrappers(self._module)
         self._fsdp1_states = self._read_fsdp1_states()

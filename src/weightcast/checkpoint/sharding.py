@@ -74,29 +74,14 @@ def part(name: str, tensor: torch.Tensor) -> TensorPart:
     return TensorPart(TensorSpec(name, DTYPE_NAMES[own.local.dtype], tuple(tensor.shape)), own.local.device, own.boxes)
 
 
-def in_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the global shape with what this rank holds in its places, and zeros elsewhere."""
-    own = block("", tensor)
-    whole = torch.zeros(tuple(tensor.shape), dtype=own.local.dtype, device=own.local.device)
-    for region, memory in own.boxes:
-        narrow(whole, region).copy_(memory)
-    return whole
-
-
-def copy_part(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy to what this rank holds of `target`, which may be sharded, from its places in `whole`."""
+def add_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Add to what this rank holds of `target`, which may be sharded, the values at its places in `whole`."""
     if not is_sharded(target):
-        local_tensor(target).detach().copy_(whole)
+        local_tensor(target).add_(whole)
         return
+    whole = whole.expand(target.shape)
     for region, memory in block("", target).boxes:
-        memory.copy_(narrow(whole, region))
-
-
-def is_part(target: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether `copy_part` would change nothing."""
-    if not is_sharded(target):
-        return torch.equal(local_tensor(target), whole)
-    return all(torch.equal(memory, narrow(whole, region)) for region, memory in block("", target).boxes)
+        memory.add_(narrow(whole, region))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

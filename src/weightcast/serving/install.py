@@ -267,7 +267,8 @@ class Install:
         self.has_lent_views = True
         last = self._joined_part(assembly, is_last=True)
         has_rest = any(part.rest for part in (*parts, last))
-        self._load([*parts, last], assembly)
+        if has_rest or self._map is None:
+            self._load([*parts, last], assembly)
         for copies in (kept and kept[1], last.copies):
             if copies is not None:
                 copies.run(is_bound=not has_rest)

@@ -35,18 +35,18 @@ class ModuleSource:
 
     `dtype`: what half, bfloat16, single and double precision tensors are cast to while they are packed; others stay.
     "engine": each to the dtype that the engines have it in, which they are asked for (`specs` have the module's).
-    `adapters`: a model with PEFT adapters (a `PeftModel`, or one into which they were injected) is published "merge"d:
-    what `merge_and_unload` gives on a copy, bit for bit, under the names of its base; "refuse" makes it an error. The
-    trainer's tensors stay as they are. Memory: a copy of the base tensors of adapted layers, on their device, made here
-    and kept; `regions` merges into it each time. Disabled adapters are merged too, as peft does. Layers that the
-    trainer has merged itself (`merge_adapter`) are read in place. In layers that are sharded over ranks `complete`
-    merges: adapters are gathered, some layers at a time, and each rank keeps its shards of the outcome. Memory: a copy
-    of this rank's shards of adapted layers; while a publish begins, what peft needs for the largest of these layers,
-    whole (about three times its weight), and up to 64 MiB of adapters.
+    `adapters`: a model with LoRA adapters of PEFT (a `PeftModel`, or one into which they were injected) is published
+    "merge"d: what `merge_and_unload` gives on a copy, bit for bit, under the names of its base; "refuse" makes it an
+    error. The trainer's tensors stay as they are. Memory: a copy of the base tensors that adapters change, on their
+    device, made here and kept; `regions` merges into it each time. Disabled adapters are merged too, as peft does.
+    Layers that the trainer has merged itself (`merge_adapter`), with adapters of any kind, are read in place. In layers
+    whose adapters are sharded over ranks `complete` merges: adapters are gathered, some layers at a time, and each rank
+    adds to its shards of the base. Memory: a copy of this rank's shards of adapted weights; while a publish begins, the
+    whole delta of the largest of these (about twice its weight), and up to 64 MiB of adapters.
     `names` renames checkpoint names; `buffers` are by default those of the state dict.
     Raises TypeError for what is no module or dtype; ValueError for what can't be seen in checkpoint form without a copy
     (see `checkpoint`), for packed weights and extra state, which are no tensors of the module, for weights that torch
-    computes from others (parametrizations, weight norm, pruning), and for adapters that can't be merged, here and, if
+    computes from others (parametrizations, weight norm, pruning), and for adapters other than LoRA, here and, if
     the module changes, in `specs` and `regions`. Both cost about 0.5 us per tensor while nothing has changed; but for
     adapters, neither copies, communicates nor waits for a device. A model on the meta device has specs, but no regions.
     """

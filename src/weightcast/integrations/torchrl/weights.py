@@ -35,9 +35,7 @@ def extract(strategy: WeightStrategy, weights: Any, merging: Merging | None = No
     or that came without their model.
     """
     if isinstance(weights, nn.Module):
-        if has_adapters(weights):
-            weights = (merging or Merging()).merged(weights)
-        tensors = _of_module(strategy, weights)
+        tensors = _of_module(strategy, weights, merging or Merging())
     else:
         if not isinstance(weights, TensorDictBase) and hasattr(weights, "state_dict"):
             weights = strategy.extract_weights(weights)
@@ -76,7 +74,7 @@ def _collect(weights: Any, prefix: str, found: dict[str, torch.Tensor]) -> None:
             raise TypeError(f"{name!r} is a {found_type}, no tensor: leave it out of the weights")
 
 
-def _of_module(strategy: WeightStrategy, module: nn.Module) -> dict[str, torch.Tensor]:
+def _of_module(strategy: WeightStrategy, module: nn.Module, merging: Merging) -> dict[str, torch.Tensor]:
     require_uncomputed(module)
     packed = [name for name in saved_besides(module) if not name.endswith("_extra_state")]
     if packed:
@@ -84,7 +82,8 @@ def _of_module(strategy: WeightStrategy, module: nn.Module) -> dict[str, torch.T
             f"{listed(packed)}: the module's state dict has these beside its parameters and buffers (packed or "
             "quantised weights), and they would be left out: send those of a module that holds plain parameters"
         )
-    if hasattr(module, "merge_and_unload"):
+    is_adapted = has_adapters(module)
+    if not is_adapted and hasattr(module, "merge_and_unload"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that it is experimental: the user has not asked for it
             # No PEFT model, but one that merges by itself: only this strategy asks it to.
@@ -93,7 +92,7 @@ def _of_module(strategy: WeightStrategy, module: nn.Module) -> dict[str, torch.T
         # A state dict of FSDP1 is gathered.
         if strategy.extract_as != "state_dict" or not getattr(parameter, "_fsdp_flattened", False):
             require_here(name, parameter)
-    extracted = strategy.extract_weights(module)
+    extracted = merging.merge(module).state_dict() if is_adapted else strategy.extract_weights(module)
     if isinstance(extracted, TensorDictBase):
         extracted = extracted.exclude("__extra_state__")
     else:
