@@ -458,8 +458,8 @@ class HttpConnection:
         """
         self.has_answered = False
         fields = {"host": self._host, "content-length": str(len(body)), **headers}
-        parts = [h11.Request(method=method, target=target, headers=list(fields.items())), h11.Data(body)]
-        data = b"".join(self._protocol.send(part) or b"" for part in (*parts, h11.EndOfMessage()))
+        request = h11.Request(method=method, target=target, headers=list(fields.items()))
+        data = b"".join(filter(None, map(self._protocol.send, (request, h11.Data(body), h11.EndOfMessage()))))
         # A server may refuse a request before it has read all of it, and close: its answer is still to be read.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.settimeout(_remaining_seconds(deadline))

@@ -62,7 +62,7 @@ class LimitedConnection(H11Protocol):
             first.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._has_come()
         super().connection_lost(exc)
 
     def _order(self) -> tuple[int, float]:
@@ -70,15 +70,13 @@ class LimitedConnection(H11Protocol):
         return min(self._num_requests, 1), 0.0 if self._timer is None else self._timer.when()
 
     def _expect_within(self, seconds: float) -> None:
-        self._stop_timer()
+        """End the connection unless the request, or the rest of it, has come by then."""
+        self._has_come()
         self._owes_request = True
         self._timer = self.loop.call_later(seconds, self.transport.abort)
 
     def _has_come(self) -> None:
         self._owes_request = False
-        self._stop_timer()
-
-    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -95,18 +93,14 @@ class LimitedConnection(H11Protocol):
                 self._has_come()
             return message
 
-        async def send_answer(message: _Message) -> None:
-            self._has_come()
-            await send(message)
-
-        names = {name for name, _ in scope["headers"]}
+        headers = dict(scope["headers"])
         self._num_requests += 1
-        if names.isdisjoint((b"content-length", b"transfer-encoding")):
+        if headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers:
             self._has_come()
         else:
             self._expect_within(_BODY_SECONDS)
         try:
-            await self._serve(scope, receive_body, send_answer)
+            await self._serve(scope, receive_body, send)
         finally:
             if not self.transport.is_closing():
                 self._expect_within(KEEP_ALIVE_SECONDS + _HEADER_SECONDS)
