@@ -166,6 +166,7 @@ class Install:
         self._primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
         self._parts: dict[int, Part] = {}
         self._staged: tuple[list[Part], BlockCopies] | None = None
+        self._without_elements = [record for record in layout.manifest.tensors if not record.pieces]
         spanning = _spanning_groups(layout.manifest.tensors)
         # By bucket, entries by their position in it.
         self._whole: list[list[tuple[str, int]]] = [[] for _ in layout.entries]
@@ -322,8 +323,7 @@ class Install:
         """What was put together from several buckets and, with the last, the tensors that are in none."""
         part, whole = Part(self._map, self.copied, []), assembly.take_whole()
         if is_last:
-            empty = (record for record in self.layout.manifest.tensors if not record.pieces)
-            whole += ((record, torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype])) for record in empty)
+            whole += ((r, torch.empty(r.shape, dtype=TORCH_DTYPES[r.dtype])) for r in self._without_elements)
         for record, tensor in whole:
             for name in self._names(record):
                 part.add(name, tensor)
