@@ -33,10 +33,10 @@ class Engine(Protocol):
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take tensors in checkpoint form, whole load groups. They are valid only during the call; don't write to them.
 
-        Called once per install when staged, once per bucket when streaming, never while the engine generates; into an
-        engine that is `Mapped` only where there is something that is not copied. What it queues on a GPU has to be on
-        the calling thread's stream, or over when it returns: that stream is waited for before the tensors' memory is
-        used again, and before `commit`.
+        Called once per install when staged, once per bucket when streaming, never while the engine generates; with no
+        tensors where an engine that is `Mapped` has all of them copied. What it queues on a GPU has to be on the
+        calling thread's stream, or over when it returns: that stream is waited for before the tensors' memory is used
+        again, and before `commit`.
         """
 
     def commit(self, version: WeightVersion) -> None:

@@ -268,8 +268,7 @@ class Install:
         self.has_lent_views = True
         last = self._joined_part(assembly, is_last=True)
         has_rest = any(part.rest for part in (*parts, last))
-        if has_rest or self._map is None:
-            self._load([*parts, last], assembly)
+        self._load([*parts, last], assembly)
         for copies in (kept and kept[1], last.copies):
             if copies is not None:
                 copies.run(is_bound=not has_rest)
@@ -280,15 +279,17 @@ class Install:
         part = self._part(index, payload)
         for position, entry in self._joined[index]:
             assembly.add(entry, part.views[position])
-        self._load_now([part, self._joined_part(assembly)], assembly)
+        self._load_now([part, self._joined_part(assembly)], assembly, is_called=self._map is not None)
 
     def load_end(self, assembly: Assembly) -> None:
         """Streaming, after the last bucket: load what is in none, tensors without elements."""
         self._load_now([self._joined_part(assembly, is_last=True)], assembly)
 
-    def _load_now(self, parts: Sequence[Part], assembly: Assembly) -> None:
-        if any(part.rest for part in parts):
-            self.has_lent_views = True
+    def _load_now(self, parts: Sequence[Part], assembly: Assembly, *, is_called: bool = False) -> None:
+        """`is_called`: the engine's `load` is called also where all is copied, once for each bucket."""
+        has_rest = any(part.rest for part in parts)
+        self.has_lent_views |= has_rest
+        if has_rest or is_called:
             self._load(parts, assembly)
         for part in parts:
             if part.copies is not None:
