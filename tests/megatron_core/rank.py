@@ -28,6 +28,7 @@ from megatron_core.cases import CASES, TOKENS, Case
 from megatron_core.shards import centred
 from weightcast.process_group import ProcessGroup
 from weightcast.sources.megatron.source import MegatronSource
+from weightcast.trainer.group.group import _ROW_BYTES
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
@@ -199,7 +200,7 @@ def _count(counts: dict[str, int]) -> None:
         original = getattr(owner, name)
 
         def counting(*args: Any, **kwargs: Any) -> Any:
-            is_row = owner is ProcessGroup and args[1].dtype == torch.int64
+            is_row = owner is ProcessGroup and args[1].shape[-1:] == (_ROW_BYTES,)
             counts[f"{key} row" if is_row else key] = counts.get(f"{key} row" if is_row else key, 0) + 1
             return original(*args, **kwargs)
 
