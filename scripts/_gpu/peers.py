@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -298,21 +298,20 @@ class EngineCommands(Commands):
 
         So it is in the model, and its load is not over.
         """
-        load = self.engine.load_mapped
+        from weightcast.serving.install import BlockCopies
 
-        def held(tensors: Any, mapped: Any, copy: Callable[[], None], *, is_last: bool) -> None:
-            def copy_and_hold() -> None:
-                copy()
-                section.hold(self.device, milliseconds)
-                print(json.dumps({"held": True}), flush=True)
-                if self.device.type == "cpu":
-                    time.sleep(milliseconds / 1e3)
-                copy()
+        run = BlockCopies.run
 
-            self.engine.load_mapped = load
-            load(tensors, mapped, copy_and_hold, is_last=is_last)
+        def held(copies: BlockCopies, **options: bool) -> None:
+            BlockCopies.run = run  # type: ignore[method-assign]
+            run(copies, **options)
+            section.hold(self.device, milliseconds)
+            print(json.dumps({"held": True}), flush=True)
+            if self.device.type == "cpu":
+                time.sleep(milliseconds / 1e3)
+            run(copies, **options)
 
-        self.engine.load_mapped = held
+        BlockCopies.run = held  # type: ignore[method-assign]
         return {}
 
     def held(self) -> dict[str, Any]:
