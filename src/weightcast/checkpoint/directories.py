@@ -78,7 +78,7 @@ class CheckpointDirectories:
         return newest if is_newer else None
 
     def is_unchanged(self, directory: CompleteDirectory) -> bool:
-        """Whether its files are those that were found."""
+        """Return whether its files are those that were found."""
         try:
             return self._files(directory.path) == directory.files
         except OSError:
@@ -135,6 +135,6 @@ class CheckpointDirectories:
         return tuple(states)
 
     def _is_marked(self, files: tuple[FileState, ...]) -> bool:
-        """Whether a marker was written after everything else."""
+        """Return whether a marker was written after everything else."""
         marked_ns = max((changed_ns for name, *_, changed_ns in files if name in self._markers), default=-1)
         return marked_ns >= max((changed_ns for *_, changed_ns in files), default=0)

@@ -24,7 +24,7 @@ from weightcast.format.tensor_digest import tensor_digest
 
 
 class InstallMap:
-    """Where an engine's tensors lie in live memory. Of this class itself: each is one tensor there, of the same shape.
+    """The places of an engine's tensors in live memory. In this base class each is one live tensor of the same shape.
 
     Calls come from one thread at a time.
     """

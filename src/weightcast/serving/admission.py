@@ -1,4 +1,4 @@
-"""Whether an offer fits an engine: every name, shape and dtype, checked before anything moves."""
+"""Admission of offers: every name, shape and dtype is checked against the engine before anything moves."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def require_fit(
 
 
 def misfit_error(problems: Sequence[str], remedies: Sequence[str] = ()) -> IncompatibleWeightsError:
-    """What an engine refuses an offer with."""
+    """Return the error with which an engine refuses an offer."""
     tensors = "tensor does" if len(problems) == 1 else "tensors do"
     remedy = f". Remedy: {'; '.join(remedies)}" if remedies else ""
     return IncompatibleWeightsError(
@@ -84,7 +84,7 @@ def dtype_remedies(misfits: Collection[tuple[str, str]], held: Collection[str]) 
 
 
 def _prefix_remedies(unknown: Collection[str], missing: Collection[str]) -> list[str]:
-    """What to do where names differ by a prefix: all that one side lacks are of the other side, but for the prefix."""
+    """Return remedies where names differ by a prefix: one side has all that the other lacks, but for the prefix."""
     for longer, shorter, remedy in (
         (unknown, missing, "publish the module that has the names without it, or leave it out with names="),
         (missing, unknown, "publish the module around it, or add it with names="),

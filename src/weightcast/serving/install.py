@@ -60,7 +60,7 @@ class BlockCopies:
 
 
 class Part:
-    """What some tensors, or pieces of them, add to an install. `views`: of the bucket that all of them are in, or none.
+    """The copies and loads of some tensors, or pieces of them. `views`: of the bucket that all of them are in, or none.
 
     `rest`: what `Engine.load` gets. `to_prove`: those of them that are copied once they are proven.
     """
@@ -75,6 +75,7 @@ class Part:
         self._copied = copied
 
     def add(self, name: str, tensor: torch.Tensor, piece: Region | None = None) -> None:
+        """Add a tensor, or that `piece` of one that is copied piece by piece."""
         if self._install_map is not None:
             if name in self._copied:
                 self.blocks.append((name, piece))
@@ -87,6 +88,7 @@ class Part:
 
     @functools.cached_property
     def copies(self) -> BlockCopies | None:
+        """The copies, prepared at their first run; None for an engine without a map."""
         return BlockCopies(self._install_map, self.blocks, self.sources) if self._install_map is not None else None
 
 
@@ -140,7 +142,7 @@ class Assembly:
 
 
 class Install:
-    """What the buckets of one layout are to an engine: made once for the layout and the engine's map, and kept.
+    """The way of one layout's buckets into an engine: made once for the layout and the engine's map, and kept.
 
     `copied`: the names of the tensors that are copied, not loaded.
     """
@@ -190,8 +192,8 @@ class Install:
         self.straddling_bytes = sum(r.num_bytes for r in layout.manifest.tensors if r.name in straddling)
         """Memory of its own that a staged update needs for tensors with pieces of several origins."""
         self.has_lent_views = True
-        """Whether the engine's loader may have written into views of the former version's buckets, which it was given.
-        Nothing is known of what came before this install was made."""
+        """True if the engine's loader may have written into views of the former version's buckets, which it was given.
+        Starts True: nothing is known of what came before this install was made."""
 
     @property
     def is_current(self) -> bool:
@@ -200,11 +202,11 @@ class Install:
 
     @property
     def has_map(self) -> bool:
-        """Whether it goes by the engine's map, which `Mapped.begin` is to be told."""
+        """True if the engine's map is used: `Mapped.begin` is called then."""
         return self._map is not None
 
     def bound(self) -> Install:
-        """Look where the live tensors are, right before the first copy; this install, or one for what was found."""
+        """Look where the live tensors are, right before the first copy; return this install, or one made anew."""
         if self._map is None:
             return self
         is_bound = self._map.bind()
@@ -242,7 +244,7 @@ class Install:
         return num_bytes
 
     def assembly(self, *, is_staged: bool) -> Assembly:
-        """What one update carries from bucket to bucket."""
+        """Return a new assembly, for one update."""
         return Assembly(self._num_joined, is_staged=is_staged)
 
     def stage(self, index: int, payload: torch.Tensor, assembly: Assembly, *, is_here: bool = True) -> None:
@@ -309,7 +311,10 @@ class Install:
             self._map.prove(assembly.to_prove.items())
 
     def _part(self, index: int, payload: torch.Tensor) -> Part:
-        """What lies whole in this bucket, or is copied in pieces. Kept while the bucket is in the same memory."""
+        """Return the part of this bucket: tensors that lie whole in it, or are copied in pieces.
+
+        Kept while the bucket is in the same memory.
+        """
         views = self.layout.views(index, payload)
         part = self._parts.get(index)
         if part is None or part.views is not views:
@@ -321,7 +326,7 @@ class Install:
         return part
 
     def _joined_part(self, assembly: Assembly, *, is_last: bool = False) -> Part:
-        """What was put together from several buckets and, with the last, the tensors that are in none."""
+        """Return the part of tensors that were put together and, with the last, of those that are in no bucket."""
         part, whole = Part(self._map, self.copied, []), assembly.take_whole()
         if is_last:
             whole += ((r, torch.empty(r.shape, dtype=TORCH_DTYPES[r.dtype])) for r in self._without_elements)
