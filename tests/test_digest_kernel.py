@@ -150,7 +150,7 @@ print("the variants that were tried")
 
 def test_what_is_tried_at_the_first_use_is_what_every_bucket_runs(tmp_path: Path) -> None:
     """By Triton's own keys of the launches' arguments: another key is compiled within a publish, and may fail there."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, "-c", VARIANTS], env=environment, capture_output=True, text=True, timeout=110
