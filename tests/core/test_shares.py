@@ -170,12 +170,12 @@ def test_where_no_memory_is_to_be_found() -> None:
             with pytest.raises(UnsupportedError, match="ranks on one host"):
                 CommonMemory.find(place)
         found = CommonMemory.find(own.location)
-        found.map(100, private=False)[:3] = b"abc"
-        shown = own.map(1 << 20, private=True)
+        found.map(100, "this test", private=False)[:3] = b"abc"
+        shown = own.map(1 << 20, "this test", private=True)
         assert shown[:3] == b"abc"
         assert len(shown) == 1 << 20
         shown[:3] = b"xyz"
-        assert found.map(1, private=True)[:3] == b"abc"
+        assert found.map(1, "this test", private=True)[:3] == b"abc"
         found.close()
         found.close()
     finally:

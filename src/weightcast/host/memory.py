@@ -208,17 +208,17 @@ class CommonMemory:
         except OSError as exc:
             raise UnsupportedError(
                 f"the memory that an engine's ranks on one host share can't be reached: {exc}. Have these ranks in one "
-                "container, or send over ipc:// or gloo://"
+                "container, or send over ipc://"
             ) from exc
 
-    def map(self, size_bytes: int, *, private: bool) -> mmap.mmap:
-        """At least that much of it; what is written to a `private` mapping stays this process's own.
+    def map(self, size_bytes: int, what: str, *, private: bool) -> mmap.mmap:
+        """At least that much of it, for `what`. What is written to a `private` mapping stays this process's own.
 
         Raises InsufficientMemoryError if the host or a cgroup hasn't that much left.
         """
         status = os.fstat(self._descriptor)
         size_bytes = max(-(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, status.st_size)
-        require(size_bytes - 512 * status.st_blocks, "reading this version", LESS_AT_ONCE)
+        require(size_bytes - 512 * status.st_blocks, what, LESS_AT_ONCE)
         try:
             if size_bytes > status.st_size:
                 os.ftruncate(self._descriptor, size_bytes)

@@ -38,6 +38,8 @@ class KeptMemory:
 
     size_bytes: int
     arena_layout: ArenaLayout
+    shared: CommonMemory | None = None
+    """What others fill, too."""
 
     def __init__(self, device: torch.device, what: str, remedy: str = host_memory.LESS_AT_ONCE) -> None:
         """As for `allocate`."""
@@ -94,14 +96,18 @@ class FilledTogether(KeptMemory):
     What an engine writes into that view stays its own, so that no rank spoils another's bytes.
     """
 
-    def __init__(self, memory: CommonMemory) -> None:
-        self.memory = memory
+    shared: CommonMemory
+
+    def __init__(self, shared: CommonMemory, what: str) -> None:
+        """`what` needs the memory, for an error's text."""
+        self.shared = shared
         self._view: mmap.mmap | None = None
-        super().__init__(torch.device("cpu"), "reading this version")
+        super().__init__(torch.device("cpu"), what)
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        self._view = view = self.memory.map(size_bytes, private=True)
-        self._targets = Buffers(torch.frombuffer(self.memory.map(size_bytes, private=False), dtype=torch.uint8))
+        self._view = view = self.shared.map(size_bytes, self._what, private=True)
+        targets = self.shared.map(size_bytes, self._what, private=False)
+        self._targets = Buffers(torch.frombuffer(targets, dtype=torch.uint8))
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def prepare(self, arena_layout: ArenaLayout) -> None:

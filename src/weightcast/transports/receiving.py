@@ -291,8 +291,8 @@ class PeerReceiver(ReceivingEnd[V]):
     def _on_other(self, record: Any) -> None:
         """A record of the transport's own. Raises ManifestError for one that can't be."""
 
-    def _on_begun(self, wanted: V, begin: records.BeginUpdate, *, is_again: bool) -> None:
-        """The sender has begun what is wanted, or after a loss has begun it again, from `begin.first` on."""
+    def _on_begun(self, wanted: V) -> None:
+        """The sender has begun what is wanted, or after a loss has begun it again."""
 
     def _on_over(self) -> None:
         """The sender's update has ended here without an `end`: it was given up, or is not what is wanted."""
@@ -320,7 +320,7 @@ class PeerReceiver(ReceivingEnd[V]):
         if incoming is not None and incoming.begin.update == begin.update:
             incoming.begin = begin
             if wanted is not None and wanted.begun is incoming:
-                self._on_begun(wanted, begin, is_again=True)
+                self._on_begun(wanted)
             return
         former, self._incoming = self._incoming, IncomingUpdate(begin)
         is_again = wanted is not None and wanted.begun is former and begin.version == wanted.version.number
@@ -350,7 +350,7 @@ class PeerReceiver(ReceivingEnd[V]):
         if _is_unlike(wanted, incoming.begin):
             self._on_over()
         else:
-            self._on_begun(wanted, incoming.begin, is_again=False)
+            self._on_begun(wanted)
 
     def _be_done(self, incoming: IncomingUpdate) -> None:
         if not incoming.is_over:

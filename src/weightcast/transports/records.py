@@ -22,7 +22,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 
 
 class BeginUpdate(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
-    """An update that the receiver takes part in. The same `update` again: it goes on after a loss, from `first` on.
+    """An update that the receiver takes part in. The same `update` again: after a loss all buckets come once more.
 
     `num_given_up`: how often this receiver had given up this version before it began, as far as the sender had heard.
     """
@@ -31,7 +31,6 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
     update: Count
     staged: bool
     num_buckets: Count
-    first: Count = 0
     num_given_up: Count = 0
 
 

@@ -69,7 +69,7 @@ class SentUpdate:
     def begin(self, peer: ConnectedPeer) -> records.BeginUpdate:
         number = self.version.number
         given_up = peer.given_up.times if peer.given_up.version == number else 0
-        return records.BeginUpdate(number, self.number, self.staged, self.num_buckets, self.next, given_up)
+        return records.BeginUpdate(number, self.number, self.staged, self.num_buckets, given_up)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -352,8 +352,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             return False
         with self._condition:
             self._require_open()
-            if self._together is None or self._together.memory.location != share.memory:
-                self._together = FilledTogether(CommonMemory.find(share.memory))
+            if self._together is None or self._together.shared.location != share.memory:
+                self._together = FilledTogether(CommonMemory.find(share.memory), _READ_INTO[1])
             self._share = share
         return True
 

@@ -1,38 +1,30 @@
 """Where a receiver's buckets come in and from where they are handed out: memory of its own, or shared with others.
 
-Workers of one engine on one host share: the one that has joined the group receives into the arena of an ipc sender of
-its own, to which every worker, itself too, has a receiver. Invariants: the same index is the same buffer in every
-update while the manifest stays; what a group that was left may still write to is never handed out, and never waited
-for; an arena's mapping is private to each worker, so that no engine spoils another's bytes. The receiver's lock is
-never held here while somebody is waited for.
+Workers of one engine on one host share: the one that has joined the group receives into memory that the others map.
+Invariants: the same index is the same buffer in every update while the manifest stays; what a group that was left may
+still write to is never handed out, and never waited for; what an engine writes into a bucket stays its own, so that
+none spoils another's bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from weightcast import registry
-from weightcast.errors import PeerTimeoutError, detached
+from weightcast.errors import PeerTimeoutError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest
-from weightcast.host.closing import on_failure
-from weightcast.seams.transport import Receiver
-from weightcast.transports.kept_memory import KeptMemory, allocate
-from weightcast.transports.receiving import PeerUpdate
+from weightcast.host.memory import CommonMemory
+from weightcast.transports.kept_memory import FilledTogether, KeptMemory, allocate
 
 NUM_UNDER_WAY = 2
 """Broadcasts that a receiver waits for at once, at most: the next one follows without a pause."""
 NUM_SLOTS = 1 + NUM_UNDER_WAY
 """Streaming: one that is read, and those that arrive."""
-_SHARED, _HOST_MEMORY = "ipc://", torch.device("cpu")
+_HOST_MEMORY = torch.device("cpu")
 _WHAT = "receiving this update"
-_READERS_PATIENCE = 10.0
-"""A reader waits that many deadlines for the worker that receives: its own link says whether the publisher lives."""
 _STREAM_END_SECONDS = 5.0
 
 
@@ -67,156 +59,91 @@ class Writing:
         return not self.thread.is_alive()
 
 
-class SharedMemory:
-    """The receiving worker's arena. Used by one thread, that of the stream. Costs the whole version, once per host."""
-
-    def __init__(self, run: str, readers: Sequence[str], deadline_seconds: float) -> None:
-        self.readers = tuple(readers)
-        make = registry.transport(_SHARED).sender
-        self._sender = make(_SHARED, run=run, device=_HOST_MEMORY, deadline_seconds=deadline_seconds)
-        self.address: str = self._sender.address
-        self._update = 0
-        self._num_delivered = 0
-
-    def buffer(self, update: PeerUpdate, index: int) -> BucketBuffer | None:
-        """Where bucket `index`, the next one, is to arrive. Raises PeerError if a reader is missing.
-
-        None if the readers have been told of it: a stream may have been left while it did.
-        """
-        if update.number != self._update:
-            self._update, self._num_delivered = update.number, 0
-            self._sender.open(update.manifest, update.version, peers=self.readers, staged=True)
-            self._require_readers()
-        return None if index < self._num_delivered else self._sender.buffer(index)
-
-    def deliver(self, index: int, num_bytes: int) -> None:
-        """Bucket `index` is whole; once is enough. Raises PeerError if a reader was lost."""
-        if index >= self._num_delivered:
-            self._num_delivered = index + 1
-            self._sender.send(index, num_bytes)
-            self._require_readers()
-
-    def close(self) -> None:
-        self._sender.close()
-
-    def _require_readers(self) -> None:
-        for lost in self._sender.failures.values():
-            raise detached(lost)
-
-
-class SharedReading(NamedTuple):
-    """What a worker reads along with others: `reader`, connected to `address`; `memory`: its own, if it receives."""
-
-    reader: Receiver | None = None
-    memory: SharedMemory | None = None
-    address: str = ""
-
-    def close(self) -> None:
-        for end in (self.reader, self.memory):
-            if end is not None:
-                end.close()
-
-
 class ReceiveBuffers:
-    """`sharing` has a reader while another worker, or this one for others, receives into shared memory."""
+    """One set of them is used by one update after the other."""
 
-    def __init__(self, run: str, peer: str, device: torch.device, deadline_seconds: float) -> None:
-        self.sharing = SharedReading()
-        self._run, self._peer = run, peer
+    def __init__(self, peer: str, device: torch.device) -> None:
+        self._shared: CommonMemory | None = None
+        """What workers of this host read together, if they do, of staged updates."""
+        self._is_lent = False
+        self._peer = peer
         self._device = device
-        self._deadline_seconds = deadline_seconds
         self._memory = KeptMemory(device, _WHAT)
         self._replaced: dict[int, BucketBuffer] = {}
         """By slot: where its buckets arrive because a group that was left may still write to the slot."""
         self._left: list[Writing] = []
 
     def prepare(self, manifest: Manifest, *, staged: bool) -> None:
-        """Have memory for an update, unless it is shared. Raises InsufficientMemoryError."""
-        if self.sharing.reader is not None:
-            return
-        device = _HOST_MEMORY if staged else self._device
-        if device != self._memory.device or self._replaced:
+        """Have memory for an update. Raises InsufficientMemoryError."""
+        device, shared = _HOST_MEMORY if staged else self._device, self._shared if staged else None
+        if (device, shared) != (self._memory.device, self._memory.shared) or self._replaced:
             self.free()
-            self._memory = KeptMemory(device, _WHAT)
+            self._memory = KeptMemory(device, _WHAT) if shared is None else FilledTogether(shared, _WHAT)
         # Staged, a place for each bucket; streaming, slots in turn.
         self._memory.prepare(place(manifest, num_slots=NUM_SLOTS, staged=staged))
 
     def buffer(self, index: int) -> BucketBuffer:
-        """A bucket that has come in, in memory of our own."""
+        """A bucket that has come in, as this worker sees it."""
         return self._replaced.get(self._memory.arena_layout.slots[index]) or self._memory.buffer(index)
 
+    def reread(self, buffer: BucketBuffer) -> bool:
+        """Drop what this worker wrote over a bucket; False where every update arrives again."""
+        return self._memory.reread(buffer)
+
     def free(self) -> None:
-        """Free memory of our own; what was handed out stays as long as it is referred to."""
+        """Free it; what was handed out stays as long as it is referred to."""
         self._memory.free()
         self._replaced.clear()
 
-    # --- sharing ---
+    # --- which memory, from the next `prepare` on ---
 
-    def connect(self, readers: tuple[str, ...], address: str) -> SharedReading:
-        """Connect to the worker that receives at `address`, or receive for these `readers` too; for neither, nothing.
+    def keep_alone(self) -> str:
+        """Memory of this worker's own."""
+        self._share(None)
+        return ""
 
-        Waits for the other worker, so the receiver's lock must not be held. `use` or `discard` what it returns, which
-        is what is used already if that will do. Raises PeerError, OSError.
-        """
-        names, used = (self._peer, *readers), self.sharing
-        if address:
-            return used if used.address == address else SharedReading(self._reader_of(address), None, address)
-        if not readers:
-            return SharedReading()
-        if used.memory is not None and used.memory.readers == names:
-            return used
-        memory = SharedMemory(self._run, names, self._deadline_seconds)
-        with on_failure(memory.close):
-            return SharedReading(self._reader_of(memory.address), memory, memory.address)
+    def lend(self) -> str:
+        """Memory that others of this host map, too; return where they find it."""
+        if self._shared is None or not self._is_lent:
+            self._share(CommonMemory.create(), is_lent=True)
+        assert self._shared is not None
+        return self._shared.location
 
-    def _reader_of(self, address: str) -> Receiver:
-        patience = self._deadline_seconds * _READERS_PATIENCE
-        make = registry.transport(_SHARED).receiver
-        return make(address, run=self._run, peer=self._peer, device=_HOST_MEMORY, deadline_seconds=patience)
+    def read_along(self, location: str) -> None:
+        """What another worker lends. Raises UnsupportedError if this process can't reach it."""
+        if self._shared is None or self._shared.location != location:
+            self._share(CommonMemory.find(location))
 
-    def use(self, sharing: SharedReading) -> None:
-        """Read from there, and receive for those, from now on."""
-        if sharing is not self.sharing:
-            former, self.sharing = self.sharing, sharing
-            former.close()
-            if sharing.reader is not None:
-                self.free()
+    def _share(self, shared: CommonMemory | None, *, is_lent: bool = False) -> None:
+        if self._shared is not None:
+            self._shared.close()
+        self._shared, self._is_lent = shared, is_lent
 
-    def discard(self, sharing: SharedReading) -> None:
-        """Close what `connect` returned, unless it is used."""
-        if sharing is not self.sharing:
-            sharing.close()
-
-    def end_reader(self) -> None:
-        """Wake an iteration of what is shared."""
-        if self.sharing.reader is not None:
-            self.sharing.reader.end()
+    def close(self) -> None:
+        """Free it and map nothing more."""
+        self.free()
+        self._share(None)
 
     # --- the stream's thread ---
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether others read along: then one bucket is received after the other."""
-        return self.sharing.memory is not None
-
-    def target(self, update: PeerUpdate, index: int, *, is_here: bool) -> BucketTarget:
+    def target(self, manifest: Manifest, index: int, *, is_here: bool) -> BucketTarget:
         """Where bucket `index` is to be received. `is_here`: it is here already, and only passes by.
 
-        Raises PeerError: somebody who reads along was lost, or a broadcast that was left does not end.
+        Raises PeerTimeoutError: a broadcast that was left does not end.
         """
-        num_bytes = HEADER_BYTES + update.manifest.buckets[index]
-        buffer = None if is_here else self._place(update, index)
+        num_bytes = HEADER_BYTES + manifest.buckets[index]
+        buffer = None if is_here else self._place(index)
         if buffer is None or buffer.header.device != self._device:
             landing = BucketBuffer.of(allocate(num_bytes, self._device, "receiving this bucket"))
             return BucketTarget(index, landing, num_bytes, staging=buffer)
         return BucketTarget(index, buffer, num_bytes)
 
-    def _place(self, update: PeerUpdate, index: int) -> BucketBuffer | None:
+    def _place(self, index: int) -> BucketBuffer:
         self._left = [stream for stream in self._left if not stream.has_ended(0)]
-        if (memory := self.sharing.memory) is not None:
+        if self._memory.shared is not None:
             if not all(stream.has_ended(_STREAM_END_SECONDS) for stream in self._left):
                 raise PeerTimeoutError("a broadcast of a former group is still under way", peer=self._peer)
-            return memory.buffer(update, index)
+            return self._memory.target(index)
         buffer = self.buffer(index)
         # Another manifest's buckets may lie across.
         start, end = _span(buffer)
@@ -227,22 +154,9 @@ class ReceiveBuffers:
             self._replaced[slots[index]] = BucketBuffer.of(self._memory.allocate(HEADER_BYTES + largest))
         return self.buffer(index)
 
-    def deliver(self, target: BucketTarget) -> None:
-        """A bucket has come in, for the first time. Raises PeerError."""
-        if (memory := self.sharing.memory) is not None:
-            memory.deliver(target.index, target.num_bytes)
-
     def leave(self, stream: Writing) -> None:
         """A broadcast of this stream may go on for a while."""
         self._left.append(stream)
-
-    def close(self) -> None:
-        """Free everything; what was handed out stays as long as it is referred to."""
-        if self.is_shared:
-            for stream in self._left:
-                stream.has_ended(_STREAM_END_SECONDS)
-        self.use(SharedReading())
-        self.free()
 
 
 def _span(buffer: BucketBuffer) -> tuple[int, int]:

@@ -37,12 +37,11 @@ def engine_of(name: str) -> str:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class GroupMember(LinkedPeer):
-    """`joining`, `left`: its last word on the group that it was invited to. `whole_update`: it has all of that."""
+    """`joining`, `left`: its last word on the group that it was invited to. `progress`: of the present update in it."""
 
-    whole_update: int = 0
     joining: records.Joining = dataclasses.field(default_factory=lambda: records.Joining(epoch=0))
     left: records.JoinFailed = dataclasses.field(default_factory=lambda: records.JoinFailed(epoch=0, reason=""))
-    progress: records.Progress | None = None
+    progress: records.Progress = dataclasses.field(default_factory=records.Progress)
 
     @property
     def engine_rank(self) -> int:
@@ -92,7 +91,7 @@ class BroadcastGroup:
                 host=self._settings.host,
                 port=self._port,
                 timeout_seconds=min(self._settings.deadline_seconds * _RECEIVERS_PATIENCE, MAX_SECONDS),
-                readers=tuple(reader.name for reader in self.readers[member]),
+                is_read_along=bool(self.readers[member]),
             )
             member.link.send(join)
 
@@ -100,7 +99,7 @@ class BroadcastGroup:
         """Tell the others where to read, once those who joined have said so."""
         for member, readers in self.readers.items():
             for reader in readers:
-                reader.link.send(records.ReadAlong(self.number, member.joining.shared))
+                reader.link.send(records.ReadAlong(self.number, member.joining.memory))
 
     def connect(self) -> None:
         """Begin to connect, in a thread: gloo may take several deadlines to find out that a member has died."""

@@ -9,36 +9,26 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed import Work
 
 from weightcast import process_group
-from weightcast.errors import ManifestError, UnsupportedError, WeightcastError, detached
+from weightcast.errors import UnsupportedError, WeightcastError, detached
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.closing import awaited_at_exit, close_at_exit
 from weightcast.host.copy import copy_all
 from weightcast.process_group import ProcessGroup, join_store
-from weightcast.seams.transport import Bucket, Receiver
+from weightcast.seams.transport import Bucket
 from weightcast.transports.collective import records
-from weightcast.transports.collective.buffers import (
-    NUM_SLOTS,
-    NUM_UNDER_WAY,
-    BucketTarget,
-    ReceiveBuffers,
-    SharedReading,
-    Writing,
-)
+from weightcast.transports.collective.buffers import NUM_SLOTS, NUM_UNDER_WAY, BucketTarget, ReceiveBuffers, Writing
 from weightcast.transports.linked import LinkedReceiver, parse_address
 from weightcast.transports.receiving import PeerUpdate
-from weightcast.transports.records import BeginUpdate
 from weightcast.transports.sending import MAX_REASON_CHARACTERS
 
 
@@ -83,10 +73,10 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
                 "a property `devices` (see weightcast.seams.engine.OnDevice), or publish over gloo://"
             )
         self.device = torch.device("cpu") if device is None or self.backend != "nccl" else device
-        self._buffers = ReceiveBuffers(run, peer, self.device, deadline_seconds)
+        self._buffers = ReceiveBuffers(peer, self.device)
         self._stream: BroadcastStream | None = None
-        self._invitation: records.Join | records.ReadAlong | None = None
-        """The last one. Those before it are answered no more."""
+        self._epoch = 0
+        """Of the group that this worker was invited to last."""
         super().__init__(url, peer=peer, run=run, deadline_seconds=deadline_seconds, records=records.ToReceiver)
         close_at_exit(self)
         with _receivers_lock:
@@ -94,19 +84,14 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
 
     def reread(self, bucket: Bucket) -> bool:
         """With shared memory, what this worker wrote over a bucket is dropped; else every update arrives again."""
-        reader = self._buffers.sharing.reader
-        return reader is not None and reader.reread(bucket)
+        return self._buffers.reread(bucket.buffer)
 
     def release(self) -> None:
-        """As `Receiver.release`; not what workers of an engine share with each other."""
+        """As `Receiver.release`."""
         with self._condition:
             if not self._closed and self._wanted is None:
                 self._buffers.free()
                 host_device.empty_cache(self.device)
-
-    def close(self) -> None:
-        super().close()
-        self._buffers.close()
 
     def _want(self, manifest: Manifest, version: WeightVersion, staged: bool) -> BroadcastUpdate:
         self._buffers.prepare(manifest, staged=staged)
@@ -114,44 +99,19 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
 
     def _leave(self, wanted: BroadcastUpdate) -> None:
         super()._leave(wanted)
+        stream = self._stream
         # The sender may have invited to the next update's group, before this end has heard that this one was aborted.
-        if wanted.stream is self._stream and wanted.num_received < wanted.num_buckets:
+        if stream is not None and wanted.stream is stream and stream.num_received < wanted.num_buckets:
             self._leave_group()
-        self._buffers.end_reader()
 
     def _on_over(self) -> None:
         self._leave_group()
-        self._buffers.end_reader()
 
     def _disconnect(self) -> None:
         self._leave_group()
-        if self._buffers.sharing.reader is not None:
-            self._buffers.sharing.reader.close()
+        self._buffers.close()
 
     # --- buckets ---
-
-    def _buckets(self, wanted: BroadcastUpdate) -> Iterator[Bucket]:
-        if wanted.num_buckets == 0:
-            return
-        with self._condition:
-            self._await(wanted, lambda: wanted.begun)
-            reader = self._buffers.sharing.reader
-        yield from super()._buckets(wanted) if reader is None else self._shared_buckets(wanted, reader)
-
-    def _shared_buckets(self, wanted: BroadcastUpdate, reader: Receiver) -> Iterator[Bucket]:
-        try:
-            for bucket in reader:
-                wanted.num_taken += 1
-                yield bucket
-                del bucket
-        except WeightcastError:
-            with self._condition:
-                self._check_live(wanted)
-            raise
-        with self._condition:
-            self._check_live(wanted)
-            if self._stream is None:
-                self._on_received(wanted, wanted.num_buckets)
 
     def _next_bucket(self, wanted: BroadcastUpdate) -> Bucket | None:
         index = wanted.num_taken
@@ -172,69 +132,48 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
 
     # --- what the sender says, in the link's thread ---
 
-    def _on_begun(self, wanted: BroadcastUpdate, begin: BeginUpdate, *, is_again: bool) -> None:
-        wanted.stream = self._stream
-        if self._stream is not None and begin.first > wanted.num_received:
-            raise ManifestError(f"the publisher goes on at bucket {begin.first}, {wanted.num_received} have come here")
-        if self._buffers.sharing.reader is not None and not is_again:
-            self._buffers.sharing.reader.open(wanted.manifest, wanted.version, staged=True)
-        if self._stream is not None:
-            self._stream.position = begin.first
-        if wanted.num_received == wanted.num_buckets:
-            self._tell(records.AllReceived(begin.update))
+    def _on_begun(self, wanted: BroadcastUpdate) -> None:
+        wanted.stream = stream = self._stream
+        if stream is None:
+            self._tell_read_along(wanted)
+        else:
+            stream.position, stream.num_received = 0, 0
+        self._condition.notify_all()
 
     def _on_other(self, record: Any) -> None:
         match record:
             case records.Join() | records.ReadAlong():
                 self._leave_group()
-                self._invitation = record
-                # Another worker may not answer: neither the link's thread nor whoever ends this may wait for it.
-                awaited_at_exit(functools.partial(self._answer, record), "weightcast-join")
-            case records.Connect():
-                if self._stream is not None and self._stream.join.epoch == record.epoch:
-                    self._stream.start()
-            case records.ProgressQuestion():
-                wanted, stream = self._wanted, self._stream
-                is_whole = wanted is not None and wanted.num_received == wanted.num_buckets
-                is_waiting = stream is None or bool(stream.targets) or is_whole
-                self._tell(records.Progress(record.question, *self._progress(), is_waiting))
-
-    def _answer(self, invitation: records.Join | records.ReadAlong) -> None:
-        """Connect to the worker that is to be read along with, or share memory; then join. In a thread of its own."""
-        readers = invitation.readers if isinstance(invitation, records.Join) else ()
-        address = invitation.address if isinstance(invitation, records.ReadAlong) else ""
-        error: Exception | None = None
-        sharing = SharedReading()
-        try:
-            sharing = self._buffers.connect(readers, address)
-        except Exception as exc:
-            error = detached(exc)
-        with self._condition:
-            if self._closed or self._invitation is not invitation:
-                self._buffers.discard(sharing)
-                return
-            try:
-                if error is not None:
-                    raise error
-                self._buffers.use(sharing)
-                answer = records.Joining(invitation.epoch)
-                if isinstance(invitation, records.Join):
-                    answer = self._join(invitation, sharing)
+                self._epoch = record.epoch
+                try:
+                    answer: records.Joining | records.JoinFailed = self._answer(record)
+                except WeightcastError as exc:
+                    answer = records.JoinFailed(record.epoch, str(exc)[:MAX_REASON_CHARACTERS], is_own=True)
                 self._tell(answer)
-            except WeightcastError as exc:
-                self._tell(records.JoinFailed(invitation.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
+            case records.Connect():
+                if self._stream is not None and self._epoch == record.epoch:
+                    self._stream.start()
+            case records.Arrived(number, num_buckets):
+                wanted = self._wanted
+                if wanted is not None and wanted.number == number and self._stream is None:
+                    wanted.num_received = max(wanted.num_received, num_buckets)
+                    self._tell_read_along(wanted)
 
-    def _join(self, join: records.Join, sharing: SharedReading) -> records.Joining:
+    def _answer(self, invitation: records.Join | records.ReadAlong) -> records.Joining:
+        """Have the memory that it takes. Raises InsufficientMemoryError, UnsupportedError."""
+        buffers, memory = self._buffers, ""
+        if isinstance(invitation, records.ReadAlong):
+            buffers.read_along(invitation.memory)
+        else:
+            memory = buffers.lend() if invitation.is_read_along else buffers.keep_alone()
+            self._stream = BroadcastStream(self, invitation, self._link.local_host)
         wanted = self._wanted
         if wanted is not None and wanted.begun is None:
-            self._buffers.prepare(wanted.manifest, staged=wanted.staged)
-        self._stream = BroadcastStream(self, join, self._link.local_host)
-        return records.Joining(join.epoch, *self._progress(), sharing.address)
+            buffers.prepare(wanted.manifest, staged=wanted.staged)
+        return records.Joining(invitation.epoch, memory)
 
-    def _progress(self) -> tuple[int, int]:
-        """The update that is wanted, or 0, and how many buckets of it have come in."""
-        wanted = self._wanted
-        return (0, 0) if wanted is None else (wanted.number, wanted.num_received)
+    def _tell_read_along(self, wanted: BroadcastUpdate) -> None:
+        self._tell(records.Progress(self._epoch, wanted.number, wanted.num_received, wanted.num_buckets))
 
     def _leave_group(self) -> None:
         stream, self._stream = self._stream, None
@@ -253,7 +192,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         with self._condition:
             if wait:
                 self._condition.wait_for(lambda: stream.is_left or self._has_room(stream))
-            elif self._buffers.is_shared or not self._has_room(stream):
+            elif stream.join.is_read_along or not self._has_room(stream):
                 return None
             wanted, index = self._wanted, stream.position
             if stream.is_left or wanted is None or index is None:
@@ -263,7 +202,11 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             read = wanted.reads.get(index % NUM_SLOTS)
         if read is not None:
             host_device.queue_behind(read, self.device)
-        return self._buffers.target(wanted, index, is_here=is_here)
+        target = self._buffers.target(wanted.manifest, index, is_here=is_here)
+        with self._condition:
+            if not stream.is_left:
+                self._tell(stream.progress(wanted))
+        return target
 
     @property
     def is_among_several(self) -> bool:
@@ -289,18 +232,11 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             wanted = self._wanted
             if stream.is_left or wanted is None:
                 return
-        if target.index >= wanted.num_received:
-            self._buffers.deliver(target)
-        with self._condition:
-            if self._stream is stream and self._wanted is wanted:
-                self._heard_at = time.monotonic()
-                self._on_received(wanted, target.index + 1)
-
-    def _on_received(self, wanted: BroadcastUpdate, num_received: int) -> None:
-        wanted.num_received = max(wanted.num_received, num_received)
-        if wanted.num_received == wanted.num_buckets:
-            self._tell(records.AllReceived(wanted.number))
-        self._condition.notify_all()
+            self._heard_at = time.monotonic()
+            stream.num_received = target.index + 1
+            wanted.num_received = max(wanted.num_received, stream.num_received)
+            self._tell(stream.progress(wanted))
+            self._condition.notify_all()
 
     def on_broken(self, stream: BroadcastStream, error: WeightcastError, *, is_own: bool = False) -> None:
         """`is_own`: by this receiver's own failure. The sender finds out who was lost, and invites to another group."""
@@ -315,16 +251,21 @@ class BroadcastStream(Writing):
     """A receiver's part in one group: a thread that connects to it and takes its broadcasts in order, two at a time.
 
     `host`: the address of this host that the others reach. `position`: the bucket that comes next, once the sender has
-    said so. `is_in_group`: whether what fails now is the group's failure, and not this receiver's own.
+    said so; `num_received`: of the update, in this group. `is_in_group`: whether what fails now is the group's failure,
+    and not this receiver's own.
     """
 
     receiver: CollectiveReceiver
     join: records.Join
     host: str
     position: int | None = None
+    num_received: int = 0
     is_left: bool = False
     is_in_group: bool = True
     group: ProcessGroup | None = None
+
+    def progress(self, wanted: BroadcastUpdate) -> records.Progress:
+        return records.Progress(self.join.epoch, wanted.number, self.num_received, self.position or 0)
 
     def start(self) -> None:
         """Connect, and take what is broadcast. Idempotent."""

@@ -1,6 +1,7 @@
 """What sender and receivers of the collective transport say beside the broadcasts and the records of every transport.
 
-Nothing is said per bucket: the plan of the offer says what is broadcast.
+A bucket is broadcast only once every receiver has said that it waits for it, so that who keeps the others waiting is
+known. The plan of the offer says what is broadcast.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 class Join(msgspec.Struct, frozen=True, tag="join", tag_field="kind"):
     """Be of group `epoch`, whose store is at `host` and `port`, and connect when told to; leave the former group.
 
-    `readers`: the workers of the same engine and host that read along, from memory that this one shares with them.
+    `is_read_along`: other workers of the same engine and host read what this one receives.
     """
 
     epoch: Count
@@ -30,7 +31,7 @@ class Join(msgspec.Struct, frozen=True, tag="join", tag_field="kind"):
     host: ShortText
     port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
     timeout_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_SECONDS)]
-    readers: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=1 << 12)] = ()
+    is_read_along: bool = False
 
 
 class Connect(msgspec.Struct, frozen=True, tag="connect", tag_field="kind"):
@@ -40,19 +41,20 @@ class Connect(msgspec.Struct, frozen=True, tag="connect", tag_field="kind"):
 
 
 class ReadAlong(msgspec.Struct, frozen=True, tag="read_along", tag_field="kind"):
-    """Join no group: another worker of this host receives for both, and shares its memory at `address`."""
+    """Join no group: another worker of this host receives for both, into memory that is found at `memory`."""
 
     epoch: Count
-    address: ShortText
+    memory: ShortText
 
 
-class ProgressQuestion(msgspec.Struct, frozen=True, tag="ask", tag_field="kind"):
-    """How far are you?"""
+class Arrived(msgspec.Struct, frozen=True, tag="arrived", tag_field="kind"):
+    """To those who read along: the first `num_buckets` of `update` lie in the memory."""
 
-    question: Count
+    update: Count
+    num_buckets: Count
 
 
-ToReceiver: TypeAlias = Join | Connect | ReadAlong | ProgressQuestion | ToLinked
+ToReceiver: TypeAlias = Join | Connect | ReadAlong | Arrived | ToLinked
 
 
 # --- receiver -> sender -----------------------------------------------------------------------
@@ -61,13 +63,11 @@ ToReceiver: TypeAlias = Join | Connect | ReadAlong | ProgressQuestion | ToLinked
 class Joining(msgspec.Struct, frozen=True, tag="joining", tag_field="kind"):
     """The receiver is ready to connect to group `epoch`, or reads along with one that is.
 
-    Of `update` it has the first `num_received` buckets. `shared`: where others read along, if they were named.
+    `memory`: where others of its host find what it receives, if they are to read along.
     """
 
     epoch: Count
-    update: Count = 0
-    num_received: Count = 0
-    shared: ShortText = ""
+    memory: ShortText = ""
 
 
 class JoinFailed(msgspec.Struct, frozen=True, tag="join_failed", tag_field="kind"):
@@ -78,19 +78,15 @@ class JoinFailed(msgspec.Struct, frozen=True, tag="join_failed", tag_field="kind
     is_own: bool = False
 
 
-class AllReceived(msgspec.Struct, frozen=True, tag="whole", tag_field="kind"):
-    """Every bucket of `update` has arrived here."""
+class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="kind"):
+    """Of `update` the first `num_received` buckets have come in group `epoch`, and it waits for all before
+    `num_awaited`: those may be broadcast.
+    """
 
-    update: Count
-
-
-class Progress(msgspec.Struct, frozen=True, tag="answer", tag_field="kind"):
-    """To `ProgressQuestion`. `is_waiting`: it waits for its next bucket, and is not itself what the others wait for."""
-
-    question: Count
-    update: Count
-    num_received: Count
-    is_waiting: bool
+    epoch: Count = 0
+    update: Count = 0
+    num_received: Count = 0
+    num_awaited: Count = 0
 
 
-FromReceiver: TypeAlias = Joining | JoinFailed | AllReceived | Progress | FromLinked
+FromReceiver: TypeAlias = Joining | JoinFailed | Progress | FromLinked

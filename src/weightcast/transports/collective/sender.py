@@ -1,16 +1,17 @@
 """The publisher's end of the collective transport: one flat broadcast per bucket to every receiver at once.
 
-Invariants: a slot is rewritten only when its former broadcast is over, and never while a broken group may still read
-it; a group in which anything went wrong is left, and those that are to blame for it are lost, each with the reason, and
-all workers of its engine with it, since an engine is updated whole or not at all; the update is then opened again for
-the others, who go on from the first bucket that one of them lacks; what fails twice with nobody to blame is given up.
+Invariants: a bucket is broadcast once every receiver waits for it; a slot is rewritten only when its former broadcast
+is over, and never while a broken group may still read it; a group in which anything went wrong is left, and those that
+are to blame for it are lost, each with the reason, and all workers of its engine with it, since an engine is updated
+whole or not at all; the update then begins again for the others, in a new group and from the first bucket on; what
+fails twice with nobody to blame is given up.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -39,19 +40,16 @@ from weightcast.transports.linked import LinkedSender, parse_endpoint
 from weightcast.transports.records import UpdateAborted
 from weightcast.transports.sending import MAX_REASON_CHARACTERS, SentUpdate
 
-Blame: TypeAlias = Callable[[bool], dict[GroupMember, WeightcastError]]
-
 _NUM_SLOTS = 2
-_MAX_ANSWER_SECONDS = 5.0
+_MAX_WORD_SECONDS = 5.0
 _POLL_SECONDS = 0.002
 """How often a GPU is asked whether a broadcast is over; on a CPU it says so itself."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class GroupUpdate(SentUpdate):
-    """`num_fruitless`: how often it was interrupted with nobody to blame since `first`, where it began last."""
+    """`num_fruitless`: how often it was interrupted with nobody to blame since it lost somebody."""
 
-    first: int = 0
     num_fruitless: int = 0
 
 
@@ -80,19 +78,16 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         self._slots = MemoryToSend(device, "sending this update")
         self._slots_are_lost = False
         """A broadcast of a group that was left may still be reading the slots."""
-        self._num_questions = 0
         close_at_exit(self)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update, or begin it again after a loss: wait for `peers` to be connected, and for their group.
 
-        An update in progress that has lost nobody goes on too: another origin's sender may have.
+        An update in progress that has lost nobody begins again too: another origin's sender may have.
         """
         with self.condition:
-            former, group = self._update, self._group
+            former = self._update
             if former is not None and former.is_open and former.version == version and not former.is_whole:
-                if former.peers == set(peers) and group is not None and not self._is_in_trouble(former, group):
-                    return former.next
                 self._leave()
                 former.is_interrupted = True
             update = self._begin_open(version, peers)
@@ -102,22 +97,21 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
                 self._num_updates += 1
                 update = GroupUpdate(self._num_updates, version, manifest, staged, arena_layout, taking_part)
                 self._update = update
+            update.next = 0
             update.peers &= set(peers)
             self._have_group(update)
+            group = self._group
             if self._slots_are_lost:
                 self._slots.free()
                 self._slots_are_lost = False
             self._slots.prepare(update.arena_layout)
-            joined, members = ((), ()) if self._group is None else (self._group.joined, self._group.members)
-            have = [m.joining.num_received if m.joining.update == update.number else 0 for m in joined]
-            update.next = min(have, default=0)
-            if update.next > update.first:
-                update.first, update.num_fruitless = update.next, 0
-            for member in members:
-                self._post(member, update.begin(member))
+            if group is not None:
+                for member in group.members:
+                    member.progress = records.Progress(group.number, update.number)
+                    self._post(member, update.begin(member))
             if update.is_whole:
                 update.peers.clear()
-            return update.next
+            return 0
 
     def buffer(self, index: int) -> BucketBuffer:
         """Where bucket `index` is to be packed. Waits until the broadcast of its slot's former content is over."""
@@ -125,11 +119,11 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
             update, group = self._require_update(index), self._group
             if group is not None:
                 free = index - _NUM_SLOTS + 1
-                self._await(update, group, lambda: group.is_quiet(free))
+                self._await(update, group, lambda: group.is_quiet(free), lambda: self._slow(update, group))
             return self._slots.buffer(index)
 
     def send(self, index: int, num_bytes: int) -> None:
-        """Begin to broadcast the bucket. The last waits until everybody has all of them.
+        """Begin to broadcast the bucket, once everybody waits for it. The last waits until everybody has all of them.
 
         Raises ValueError unless it is as long as the plan says: receivers wait for that many bytes.
         """
@@ -137,23 +131,28 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
             update, group = self._require_update(index), self._group
             if num_bytes != (expected := HEADER_BYTES + update.manifest.buckets[index]):
                 raise ValueError(f"{num_bytes} bytes of bucket {index} were to be broadcast, expected {expected}")
+            if group is not None:
+
+                def is_awaited() -> bool:
+                    return all(member.progress.num_awaited > index for member in group.members)
+
+                self._await(update, group, is_awaited, lambda: self._slow(update, group))
+                try:
+                    group.send(index, self._slots.buffer(index).flat(num_bytes))
+                except PeerError as exc:
+                    self._interrupt_broken(update, group, exc)
             update.next = index + 1
             if group is None:
                 return
-            try:
-                group.send(index, self._slots.buffer(index).flat(num_bytes))
-            except PeerError as exc:
-                self._interrupt(update, self._who_broke(update, group, is_late=False), exc)
-            if not update.is_whole:
-                self._await(update, group, lambda: True)
-                return
 
             def is_received() -> bool:
-                return group.is_quiet() and all(member.whole_update == update.number for member in group.members)
+                return group.is_quiet() and all(m.progress.num_received == update.num_buckets for m in group.members)
 
-            self._await(update, group, is_received)
-            # From now on nobody can be lost to this update any more.
-            update.peers.clear()
+            # A group that is broken already is left here, and not at the next bucket.
+            self._await(update, group, lambda: not update.is_whole or is_received(), lambda: self._slow(update, group))
+            if update.is_whole:
+                # From now on nobody can be lost to this update any more.
+                update.peers.clear()
 
     def release(self) -> None:
         """As `Sender.release`; not what a group that was left may still read."""
@@ -170,18 +169,23 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
     # --- what peers do ---
 
     def _on_other(self, peer: GroupMember, record: Any) -> None:
+        update, group = self._update, self._group
         match record:
             case records.Joining():
                 peer.joining = record
             case records.JoinFailed():
                 peer.left = record
-            case records.AllReceived():
-                peer.whole_update = record.update
-            case records.Progress():
-                peer.progress = record
+                is_meant = group is not None and record.epoch == group.number
+                if record.is_own and is_meant and update is not None and peer.name in update.peers:
+                    self._lose(peer.name, peer.failure())
+            case records.Progress(epoch, number, num_received) if group is not None:
+                if (epoch, number) == (peer.progress.epoch, peer.progress.update):
+                    peer.progress = record
+                    for reader in group.readers.get(peer, ()):
+                        reader.link.send(records.Arrived(number, num_received))
 
     def _on_ended(self, peer: GroupMember, update: GroupUpdate) -> None:
-        if peer.name in update.peers and peer.whole_update != update.number:
+        if peer.name in update.peers and peer.progress.num_received < update.num_buckets:
             self._lose(peer.name, UpdateAbortedError(f"{peer.name} left the update of version {update.version.number}"))
 
     def _on_aborted(self, update: GroupUpdate) -> None:
@@ -244,7 +248,8 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         self._await_answers(update, group, group.members)
         # Only now: a member that waits in gloo for one that does not come can't be woken.
         group.connect()
-        self._await(update, group, lambda: group.is_connected)
+        # That no group comes together by the deadline is no fault of those who have answered.
+        self._await(update, group, lambda: group.is_connected, list)
 
     def _leave(self) -> None:
         """Close the group, without waiting for broadcasts under way."""
@@ -259,96 +264,85 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         return group.error() is not None or is_left or update.peers != group.names
 
     def _await(
-        self, update: GroupUpdate, group: BroadcastGroup, is_done: Callable[[], bool], blame: Blame | None = None
+        self,
+        update: GroupUpdate,
+        group: BroadcastGroup,
+        is_done: Callable[[], bool],
+        late: Callable[[], Sequence[GroupMember]],
+        what: str = "took no bucket",
     ) -> None:
         """Wait until it is done. Raises PeersLostError if the group can't go on, or at the deadline.
 
-        `blame`: says who is lost then, given whether it is late; by default those that broke the group.
+        `late`: for whom everybody has waited then, and `what` they have done wrong.
         """
-        deadline, is_late = Deadline(self._deadline_seconds), False
+        deadline = Deadline(self._deadline_seconds)
         poll_seconds = _POLL_SECONDS if self._settings.backend == "nccl" else self._deadline_seconds
         self._listen()
-        while not (is_late or self._is_in_trouble(update, group) or is_done()):
-            is_late = deadline.has_passed
-            if not is_late:
-                self._wait(min(deadline.remaining_seconds, poll_seconds))
-        if is_late or self._is_in_trouble(update, group):
-            blamed = self._who_broke(update, group, is_late=is_late) if blame is None else blame(is_late)
-            late = PeerTimeoutError(f"no progress for {self._deadline_seconds:g} s")
-            self._interrupt(update, blamed, group.error() or late)
+        while not (self._is_in_trouble(update, group) or is_done()):
+            if deadline.has_passed:
+                blamed = {member: self._timed_out(member.name, what) for member in late()}
+                self._interrupt(update, blamed, PeerTimeoutError(f"no progress for {self._deadline_seconds:g} s"))
+            self._wait(min(deadline.remaining_seconds, poll_seconds))
+        if self._is_in_trouble(update, group):
+            self._interrupt_broken(update, group, group.error() or PeerDiedError("a member has left the group"))
 
     def _await_answers(self, update: GroupUpdate, group: BroadcastGroup, members: Sequence[GroupMember]) -> None:
         """Wait for answers to an invitation. Raises PeersLostError without those that can't join, or don't answer."""
 
-        def missing() -> list[GroupMember]:
+        def silent() -> list[GroupMember]:
             return [member for member in members if member.joining.epoch != group.number]
 
-        def blame(is_late: bool) -> dict[GroupMember, WeightcastError]:
-            silent = {m: self._timed_out(m.name, "answered no invitation to a group") for m in missing() if is_late}
-            return silent | {m: m.failure() for m in members if m.left.epoch == group.number}
-
-        self._await(update, group, lambda: not missing(), blame)
+        self._await(update, group, lambda: not silent(), silent, "answered no invitation to a group")
 
     # --- losses ---
 
+    def _interrupt_broken(self, update: GroupUpdate, group: BroadcastGroup, cause: WeightcastError) -> NoReturn:
+        """Leave a group that broke; whoever broke it is lost by its own word, or by the end of its link.
+
+        Either may come after the break was seen here.
+        """
+
+        def failed() -> list[GroupMember]:
+            # In a group that was connected, all fail with the one that broke it.
+            return [] if group.is_connected else [m for m in group.members if m.left.epoch == group.number]
+
+        deadline = Deadline(min(_MAX_WORD_SECONDS, self._deadline_seconds))
+        self._listen()
+        while update.peers == group.names and not failed() and not deadline.has_passed:
+            self._wait(deadline.remaining_seconds)
+        self._interrupt(update, {member: member.failure() for member in failed()}, cause)
+
     def _interrupt(
-        self, update: GroupUpdate, blamed: dict[GroupMember, WeightcastError], cause: WeightcastError
+        self, update: GroupUpdate, blamed: Mapping[GroupMember, WeightcastError], cause: WeightcastError
     ) -> NoReturn:
         """Leave the group, and the peers that are to blame; the second time that there are none, all. Raises."""
         group = self._group
-        if not blamed and (group is None or update.peers == group.names):
+        if blamed or (group is not None and update.peers != group.names):
+            update.num_fruitless = 0
+        else:
             update.num_fruitless += 1
-            if update.num_fruitless > 1:
-                every = [self._peers[name] for name in update.peers]
-                blamed = {m: PeerDiedError(f"{m.name}: {cause}", peer=m.name) for m in every}
+        if update.num_fruitless > 1:
+            every = [self._peers[name] for name in update.peers]
+            blamed = {m: PeerDiedError(f"{m.name}: {cause}", peer=m.name) for m in every}
         for member, error in blamed.items():
             if member.name in update.peers:
                 self._lose(member.name, error)
             if isinstance(error, PeerTimeoutError):
                 self._drop(member, error, may_be_reading=False)
         self._leave()
-        update.is_interrupted, update.next = True, 0
+        update.is_interrupted = True
         lost = listed([f"{name}: {error}" for name, error in self._failures.items()]) or f"nobody; {cause}"
         raise PeersLostError(f"version {update.version.number} has lost {lost}", sorted(update.peers))
 
-    def _who_broke(
-        self, update: GroupUpdate, group: BroadcastGroup, *, is_late: bool
-    ) -> dict[GroupMember, WeightcastError]:
-        """Those that failed by themselves, if nobody has gone; else those that don't answer or delay the others.
-
-        Members are asked how far they are, even if only to hear what they said before: a broadcast that a member broke
-        may be seen to fail before the member's own message, or the end of its link, has come.
-        """
-        self._num_questions += 1
-        question, deadline = self._num_questions, Deadline(min(_MAX_ANSWER_SECONDS, self._deadline_seconds))
-        for member in group.members:
-            member.link.send(records.ProgressQuestion(question))
-
-        def silent() -> list[GroupMember]:
-            return [m for m in group.members if m.progress is None or m.progress.question != question]
-
-        self._listen()
-        while update.peers == group.names and silent() and not deadline.has_passed:
-            self._wait(deadline.remaining_seconds)
-        if update.peers != group.names:
-            return {}
-        failed = [member for member in group.members if member.left.epoch == group.number]
-        if failed:
-            # In a group that was connected, all fail with the one that broke it.
-            return {m: m.failure() for m in failed if m.left.is_own or not group.is_connected}
-        # That no group came together by the deadline is no fault of those who answer.
-        slow = silent() or (self._slow(update, group) if is_late and group.is_connected else [])
-        return {member: self._timed_out(member.name, "took no bucket") for member in slow}
-
     def _slow(self, update: GroupUpdate, group: BroadcastGroup) -> list[GroupMember]:
-        """Of members that have all answered: those that take no buckets, else those behind.
+        """Those that have all that was broadcast and wait for no more, else those behind.
 
         Being behind is no fault at first: gloo wakes neither end of a connection that broke in the middle of a message,
         so that a healthy member waits for bytes that can't come. Only who is behind in a new group as well is slow.
         """
-        answers = {m: m.progress for m in group.members if m.progress and m.progress.update == update.number}
-        busy = [m for m in group.members if m not in answers or not answers[m].is_waiting]
+        members, following = group.members, update.next
+        busy = [m for m in members if m.progress.num_received == following == m.progress.num_awaited]
         if busy or not update.num_fruitless:
             return busy
-        furthest = max(answer.num_received for answer in answers.values())
-        return [m for m, answer in answers.items() if answer.num_received < furthest]
+        furthest = max(member.progress.num_received for member in members)
+        return [member for member in members if member.progress.num_received < furthest]
