@@ -31,7 +31,8 @@ BELOW_ALL, ABOVE_ALL = ("errors",), ("__init__", "cli")
 ROOMS_OF_LEAVES = ("sources", "engines", "transports", "integrations")
 """In these, what lies side by side doesn't know of each other."""
 SHARED_BY_LEAVES = (
-    *("engines.gate", "integrations.plugin", "integrations.rollout", "integrations.stock_directory"),
+    *("engines.gate", "integrations.handed", "integrations.plugin", "integrations.rollout"),
+    "integrations.stock_directory",
     *(
         "transports.kept_memory",
         "transports.linked",

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
-from weightcast.integrations.rollout.receiving import Named
+from weightcast.integrations.handed import Named
 from weightcast.integrations.rollout.threads import in_thread
 from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer
 

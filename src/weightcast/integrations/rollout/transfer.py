@@ -6,7 +6,6 @@ after a failure nothing is kept, and the next update connects anew.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import secrets
@@ -20,10 +19,10 @@ from weightcast.control.server.app import EngineServer
 from weightcast.errors import InstallError, PublishError, PublishReport, detached
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size
-from weightcast.host.closing import on_failure
 from weightcast.host.deadline import number_of_seconds
 from weightcast.host.memory import host_identity
-from weightcast.integrations.rollout.receiving import Named, RolloutEngine
+from weightcast.integrations.handed import HandedPublisher, Named, exhaust
+from weightcast.integrations.rollout.receiving import RolloutEngine
 from weightcast.integrations.rollout.workers import RolloutWorkers
 from weightcast.sources.stream import IteratorSource
 from weightcast.trainer.options import PublishOptions
@@ -112,9 +111,8 @@ class RolloutTransfer:
         self._keep_connected = keep_connected
         self._batch_bytes = batch_bytes
         self._endpoints: list[Endpoint] = []
-        self._source = IteratorSource()
-        self._publisher: Publisher | None = None
         self._workers: RolloutWorkers | None = None
+        self._begin()
         self._engine: RolloutEngine | None = None
         self._server: EngineServer | None = None
         self._token = ""
@@ -154,19 +152,25 @@ class RolloutTransfer:
 
     # --- an update ---
 
-    @torch.no_grad()
     def send(self, weights: Iterable[Named], version: int | None) -> PublishReport | None:
         """Publish the weights, by default as one version more than the last; the report on the first rank, else None.
 
         Blocks. Raises InstallError if a rollout worker may hold some of the new version, else another WeightcastError
         or what the iterator raised: every rollout worker has what it had.
         """
-        weights = iter(weights)
+        if not self._endpoints:
+            exhaust(weights)
+            return None
+        if self._workers is not None:
+            self._workers.has_finished = False
         try:
-            return self._publish(weights, version) if self._endpoints else None
-        finally:
-            for _ in weights:
-                pass
+            return self._handed.publish(weights, version)
+        except PublishError as exc:
+            (error,) = exc.failures.values()
+            assert self._workers is not None
+            if not self._workers.has_finished and self._options.install == "staged":
+                raise detached(error) from exc
+            raise InstallError(f"rollout workers may hold parts of two versions: {error}", torn=True) from exc
 
     def receive(self, version: int | None) -> AsyncIterator[list[Named]]:
         """The batches of tensors of a version; see `RolloutEngine.receive`, which blocks and raises."""
@@ -189,26 +193,14 @@ class RolloutTransfer:
             self._server.close()
             self._server = None
 
-    def _publish(self, weights: Iterable[Named], version: int | None) -> PublishReport:
-        with on_failure(self._forget):
-            if self._publisher is not None and version is not None and version <= self._publisher.version:
-                # A trainer that went back to an earlier step counts from there, as another run.
-                self._disconnect()
-            self._source.use(weights)
-            if self._publisher is None:
-                self._connect()
-            assert self._publisher is not None
-            assert self._workers is not None
-            self._workers.has_finished = False
-            try:
-                return self._publisher.publish(version)
-            except PublishError as exc:
-                (error,) = exc.failures.values()
-                if not self._workers.has_finished and self._options.install == "staged":
-                    raise detached(error) from exc
-                raise InstallError(f"rollout workers may hold parts of two versions: {error}", torn=True) from exc
+    def _begin(self) -> None:
+        """Know nothing of the weights: the next update learns their specs."""
+        self._source = IteratorSource()
+        self._handed = HandedPublisher(self._source, self._make_publisher, forget=self._forget)
 
-    def _connect(self) -> None:
+    def _make_publisher(self) -> Publisher:
+        if self._workers is not None:
+            self._workers.close()
         host, is_on_cpu = self._own_host(), self._source.device.type == "cpu"
         url = f"{'gloo' if is_on_cpu else 'nccl'}://" + (f"[{host}]:0" if ":" in host else f"{host}:0")
         if is_on_cpu and {host for *_, host in self._endpoints} == {host_identity()}:
@@ -216,7 +208,7 @@ class RolloutTransfer:
         largest_bytes = cast(int, self._options.bucket_size_bytes)
         num_bytes = sum(spec.num_bytes for spec in self._source.specs())
         self._workers = self._clients(self._options.deadline_seconds)
-        self._publisher = Publisher(
+        return Publisher(
             self._source,
             transport=self._transport or url,
             engines=[self._workers],
@@ -229,11 +221,11 @@ class RolloutTransfer:
         return RolloutWorkers(self._endpoints, name=name, timeout_seconds=timeout_seconds)
 
     def _disconnect(self) -> None:
-        publisher, workers, self._publisher, self._workers = self._publisher, self._workers, None, None
-        with contextlib.ExitStack() as stack:
-            for part in (workers, publisher):
-                if part is not None:
-                    stack.callback(part.close)
+        try:
+            self._handed.close()
+        finally:
+            if self._workers is not None:
+                self._workers.close()
 
     def _forget(self) -> None:
         """Close all connections, and have the rollout workers wait no longer. The next update learns the specs."""
@@ -243,7 +235,7 @@ class RolloutTransfer:
         workers = self._clients(min(_LAST_CALL_SECONDS, self._options.deadline_seconds / 4))
         workers.shutdown()
         workers.close()
-        self._source = IteratorSource()
+        self._begin()
 
     def _own_host(self) -> str:
         return self._host or self._framework.own_host().strip("[]")

@@ -10,7 +10,7 @@ import msgspec
 import ray
 from verl.checkpoint_engine.base import CheckpointEngine
 
-from weightcast.integrations.rollout.receiving import Named
+from weightcast.integrations.handed import Named
 from weightcast.integrations.rollout.threads import in_thread
 from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer
 
