@@ -74,7 +74,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "safetensors": ("checkpoint.files",),
     "huggingface_hub": ("integrations.plugin.checkpoint_header",),
     "ray": ("integrations.vllm.clients", "integrations.verl.*", "integrations.nemo_rl.*"),
-    "transformers": ("engines.transformers.*", "cli.planned_bytes", "cli.serve"),
+    "transformers": ("engines.transformers.*", "integrations.trl.*", "cli.planned_bytes", "cli.serve"),
     "fastapi": ("integrations.vllm.routes", "integrations.sglang.engine"),
     "starlette": ("control.routes", "control.server.*", "integrations.*.routes"),
     "uvicorn": ("control.server.app", "control.server.connections"),

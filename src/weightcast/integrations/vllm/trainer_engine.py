@@ -74,7 +74,7 @@ class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitI
         make = functools.partial(
             Publisher, transport=init_info.transport, token=init_info.token, options=init_info.options
         )
-        engines = ()
+        engines: Sequence[str | EngineClient] = ()
         if self.is_sender:
             engines = _engines_of(client) if init_info.engines is None else init_info.engines
         if self._weights.are_published_together:
