@@ -111,7 +111,10 @@ PERMITTED: dict[tuple[str, str], str] = {
     ("integrations.sglang.scheduler", "sets .message of reply"): "a reply that weightcast answers with",
     ("integrations.torchrl.weights", "warnings.catch_warnings"): "TorchRL warns of what its user has not asked for",
     ("integrations.torchrl.weights", "warnings.simplefilter"): "within that `with`",
-    ("integrations.trl.transfer", "sets .should_log of control"): "a callback's way to ask for a log; put back as it was",
+    (
+        "integrations.trl.transfer",
+        "sets .should_log of control",
+    ): "a callback's way to ask for a log; put back as it was",
     ("integrations.vllm.layerwise_load", "setattr(self._layer)"): "fills a layer's parameter, as vLLM's reload does",
     (
         "integrations.vllm.layerwise_load",
