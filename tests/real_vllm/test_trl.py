@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 import trl
 from real_engines.process import STOP_SECONDS, free_port
 from real_engines.reference import ReferenceServer
 from real_engines.setups import on
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from real_vllm.conftest import Checkpoints
 from real_vllm.oracle import NUM_TOKENS, PROMPT, assert_is_of, assert_other
@@ -227,6 +229,24 @@ def test_each_update_is_of_the_tensors_as_they_are_then() -> None:
     transfer.destroy()
     transfer.send_weights(iter(weights.items()))  # of a second `train`
     transfer.destroy()
+
+
+def test_processes_gather_to_the_end_where_a_copy_fails() -> None:
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(3, device="meta")
+        yield "b", torch.ones(3, device="meta")
+        ended.append(True)
+
+    ended: list[bool] = []
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        transfer = WeightcastTransfer([LocalEngine(TensorSink())], transport="memory://")
+        with pytest.raises(NotImplementedError, match="meta"):
+            transfer.send_weights(gathered())
+        assert ended == [True]
+        transfer.destroy()
+    finally:
+        dist.destroy_process_group()
 
 
 # --- mistakes ---

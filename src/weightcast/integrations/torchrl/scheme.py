@@ -16,10 +16,9 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSync
 from weightcast.checkpoint.adapters import Merging
 from weightcast.errors import InstallError, warn_if_untested
 from weightcast.format.manifest import WeightVersion
-from weightcast.format.plan import plan
 from weightcast.host.closing import on_failure
 from weightcast.integrations.torchrl.engines import RemoteEngine, VllmUnderTorchRL, engine_for
-from weightcast.integrations.torchrl.transport import THREADED_BUCKET_BYTES, VLLMDoubleBufferTransport, store_url
+from weightcast.integrations.torchrl.transport import VLLMDoubleBufferTransport, store_url
 from weightcast.integrations.torchrl.weights import extract, named_tensors, plain
 from weightcast.seams.engine import Undoable
 from weightcast.serving.follower import Followed, Follower
@@ -294,7 +293,7 @@ class VLLMDoubleBufferWeightReceiver:
         restore = engine.snapshot() if self._undo and isinstance(engine, Undoable) else lambda: None
         with on_failure(restore):
             if isinstance(engine, RemoteEngine):
-                engine.validate(plan(TensorSource(tensors).specs(), THREADED_BUCKET_BYTES))
+                engine.given.describe(TensorSource(tensors).specs())
             engine.load(tensors.items())
             engine.commit(WeightVersion(secrets.token_hex(16), 0))
 
