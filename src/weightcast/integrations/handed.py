@@ -39,9 +39,11 @@ class HandedPublisher:
         self._forget = forget
         self._publisher: Publisher | None = None
 
-    def open(self) -> None:
-        """Make the publisher now, which raises for wrong arguments; it connects nothing yet."""
-        self._publisher = self._make_publisher()
+    def open(self) -> Publisher:
+        """Make the publisher, if there is none: it raises for wrong arguments, and connects nothing yet."""
+        if self._publisher is None:
+            self._publisher = self._make_publisher()
+        return self._publisher
 
     @torch.no_grad()
     def publish(
@@ -61,10 +63,7 @@ class HandedPublisher:
                     self._source.use(tensors)
                 else:
                     self._source.replace(dict(tensors))
-                if self._publisher is None:
-                    self.open()
-                assert self._publisher is not None
-                return self._publisher.publish(version, wait_ready_seconds=wait_ready_seconds)
+                return self.open().publish(version, wait_ready_seconds=wait_ready_seconds)
         finally:
             exhaust(tensors)
 
