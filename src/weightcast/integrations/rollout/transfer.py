@@ -7,10 +7,9 @@ after a failure nothing is kept, and the next update connects anew.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import cast
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -34,9 +33,6 @@ _LAST_CALL_SECONDS = 5.0
 _UNFIT = ("memory:", "file:")
 """Of one process; and what keeps versions, which a trainer that goes back to an earlier step would write again."""
 
-_OWN_ARGUMENTS = ("bucket_size", "framework", "batch_bytes", "unknown")
-"""Of `RolloutTransfer`: all others are options that a framework's configuration sets."""
-
 Endpoint = tuple[str, str, str]
 """A rollout worker's URL, its token, and what it shares memory with (see `host_identity`)."""
 
@@ -48,6 +44,25 @@ class Framework:
     name: str
     options: str
     own_host: Callable[[], str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions:
+    """The options that a framework's configuration sets.
+
+    `transport`: the URL of the first trainer rank's sender; by default nccl:// at a free port of its host for
+    weights on a GPU, for others ipc:// if all rollout workers share memory with it, or else gloo:// at such a port.
+    `install`: "staged" gives the framework the tensors when all workers have all of them, "streaming" bucket by
+    bucket. `deadline_seconds`: of each single wait, the framework's loading of a batch included. `host`: where a
+    worker listens and is reached; by default the framework's address of its node. `keep_connected`: connections and
+    buffers are kept from update to update.
+    """
+
+    transport: str | None = None
+    install: InstallMode = "staged"
+    deadline_seconds: float = DEADLINE_SECONDS
+    host: str | None = None
+    keep_connected: bool = True
 
 
 class RolloutTransfer:
@@ -62,53 +77,37 @@ class RolloutTransfer:
         receive(version)                 on rollout workers
         finish()                         on every worker
 
-    `transport`: the URL of the first trainer rank's sender; by default nccl:// at a free port of its host for
-    weights on a GPU, for others ipc:// if all rollout workers share memory with it, or else gloo:// at such a port.
-    `install`: "staged" gives the framework the tensors when all workers have all of them, "streaming" bucket by
-    bucket. `deadline_seconds`: of each single wait, the framework's loading of a batch included. `host`: where a
-    worker listens and is reached; by default the framework's address of its node. `keep_connected`: connections and
-    buffers are kept from update to update. `batch_bytes`: how much a rollout worker is given at once, at least,
+    `options`: those of `RolloutOptions`, by name. `batch_bytes`: how much a rollout worker is given at once, at least,
     where an update has so much; 0: one tensor. Raises ValueError or TypeError.
     """
 
     def __init__(
-        self,
-        bucket_size: int,
-        framework: Framework,
-        *,
-        transport: str | None = None,
-        install: InstallMode = "staged",
-        deadline_seconds: float = DEADLINE_SECONDS,
-        host: str | None = None,
-        keep_connected: bool = True,
-        batch_bytes: int = 0,
-        **unknown: object,
+        self, bucket_size: int, framework: Framework, options: Mapping[str, Any], *, batch_bytes: int = 0
     ) -> None:
-        if unknown:
-            known = [name for name in inspect.signature(RolloutTransfer).parameters if name not in _OWN_ARGUMENTS]
+        known = [field.name for field in dataclasses.fields(RolloutOptions)]
+        if unknown := [name for name in options if name not in known]:
             raise TypeError(f"{framework.options} has no {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
-        if not isinstance(keep_connected, bool):
-            raise TypeError(f"{framework.options}.keep_connected is {keep_connected!r}; it must be true or false")
-        if host is not None and not isinstance(host, str):
-            raise TypeError(f"{framework.options}.host is {host!r}; it must be an address, as text")
-        if transport is not None:
-            registry.transport(transport)
-            if transport.startswith(_UNFIT):
+        self._given = given = RolloutOptions(**options)
+        if not isinstance(given.keep_connected, bool):
+            raise TypeError(f"{framework.options}.keep_connected is {given.keep_connected!r}; it must be true or false")
+        if given.host is not None and not isinstance(given.host, str):
+            raise TypeError(f"{framework.options}.host is {given.host!r}; it must be an address, as text")
+        if given.transport is not None:
+            registry.transport(given.transport)
+            if given.transport.startswith(_UNFIT):
                 raise ValueError(
-                    f"transport is {transport!r}, which does not carry an update of {framework.name}'s: leave it out, "
-                    f"or set {framework.options}.transport to gloo://HOST:PORT, nccl://HOST:PORT, or ipc:// on one host"
+                    f"transport is {given.transport!r}, which does not carry an update of {framework.name}'s: leave it "
+                    f"out, or set {framework.options}.transport to gloo://HOST:PORT, nccl://HOST:PORT, or ipc:// on "
+                    "one host"
                 )
         self._options = PublishOptions(
             bucket_size_bytes=bucket_size,
-            install=install,
+            install=given.install,
             takeover=True,
-            deadline_seconds=number_of_seconds("deadline_seconds", deadline_seconds),
-            lease_seconds=min(_LEASE_SECONDS, deadline_seconds),
+            deadline_seconds=number_of_seconds("deadline_seconds", given.deadline_seconds),
+            lease_seconds=min(_LEASE_SECONDS, given.deadline_seconds),
         )
         self._framework = framework
-        self._transport = transport
-        self._host = host
-        self._keep_connected = keep_connected
         self._batch_bytes = batch_bytes
         self._endpoints: list[Endpoint] = []
         self._workers: RolloutWorkers | None = None
@@ -183,7 +182,7 @@ class RolloutTransfer:
             self._engine.cancel()
 
     def finish(self) -> None:
-        if not self._keep_connected:
+        if not self._given.keep_connected:
             self._disconnect()
 
     def close(self) -> None:
@@ -210,7 +209,7 @@ class RolloutTransfer:
         self._workers = self._clients(self._options.deadline_seconds)
         return Publisher(
             self._source,
-            transport=self._transport or url,
+            transport=self._given.transport or url,
             engines=[self._workers],
             trainer_group=None,
             options=dataclasses.replace(self._options, bucket_size_bytes=fitting_bucket_size(num_bytes, largest_bytes)),
@@ -238,4 +237,4 @@ class RolloutTransfer:
         self._begin()
 
     def _own_host(self) -> str:
-        return self._host or self._framework.own_host().strip("[]")
+        return self._given.host or self._framework.own_host().strip("[]")
