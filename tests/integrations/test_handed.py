@@ -1,4 +1,4 @@
-"""From an iterator of tensors to a publish: what holds for each framework that hands its weights over so."""
+"""The way from an iterator of tensors to a publish, for every framework that hands its weights over so."""
 
 from __future__ import annotations
 

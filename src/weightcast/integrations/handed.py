@@ -1,4 +1,4 @@
-"""From an iterator of (name, tensor) to a publish, for frameworks that hand their weights over as one."""
+"""The way from an iterator of (name, tensor) to a publish, for frameworks that hand their weights over as one."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class WeightcastTransfer:
         self._has_updated = True
 
     def _copied(self, named: Named) -> Named:
-        """A tensor in the memory that the update before has of it."""
+        """The tensor, copied to memory that is kept from update to update."""
         name, tensor = named
         copy = self._source.tensors.get(name)
         if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
