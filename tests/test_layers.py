@@ -31,7 +31,8 @@ BELOW_ALL, ABOVE_ALL = ("errors",), ("__init__", "cli")
 ROOMS_OF_LEAVES = ("sources", "engines", "transports", "integrations")
 """In these, what lies side by side doesn't know of each other."""
 SHARED_BY_LEAVES = (
-    *("engines.gate", "integrations.plugin", "integrations.rollout", "integrations.stock_directory"),
+    *("engines.gate", "integrations.handed", "integrations.plugin", "integrations.rollout"),
+    "integrations.stock_directory",
     *(
         "transports.kept_memory",
         "transports.linked",
@@ -73,7 +74,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "safetensors": ("checkpoint.files",),
     "huggingface_hub": ("integrations.plugin.checkpoint_header",),
     "ray": ("integrations.vllm.clients", "integrations.verl.*", "integrations.nemo_rl.*"),
-    "transformers": ("engines.transformers.*", "cli.planned_bytes", "cli.serve"),
+    "transformers": ("engines.transformers.*", "integrations.trl.*", "cli.planned_bytes", "cli.serve"),
     "fastapi": ("integrations.vllm.routes", "integrations.sglang.engine"),
     "starlette": ("control.routes", "control.server.*", "integrations.*.routes"),
     "uvicorn": ("control.server.app", "control.server.connections"),

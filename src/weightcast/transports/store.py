@@ -385,11 +385,6 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             super().end()
             self._let_go()
 
-    def renew(self) -> None:
-        """Leave the memory of earlier updates to whoever has tensors in it; the next `open` takes other memory."""
-        with self._condition:
-            self._arena = KeptMemory(*_READ_INTO)
-
     def close(self) -> None:
         with self._condition:
             self.end()

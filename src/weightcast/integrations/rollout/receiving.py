@@ -25,14 +25,13 @@ from weightcast.errors import (
 from weightcast.format.manifest import WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
+from weightcast.integrations.handed import Named
 from weightcast.integrations.rollout.threads import in_thread
 from weightcast.serving.worker import Worker
 
 _POLL_SECONDS = 0.1
 _REJOIN_SECONDS = 10.0
 """How long a trainer that has closed its publisher may take to connect with another one."""
-
-Named = tuple[str, torch.Tensor]
 
 
 class RolloutEngine:
