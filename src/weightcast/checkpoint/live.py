@@ -32,7 +32,7 @@ from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
 from weightcast.native.tables import places, same_members
-from weightcast.seams.source import Gather, Regions
+from weightcast.seams.source import Gather, Held, Regions
 
 Buffers: TypeAlias = Literal["persistent", "none", "all"]
 """Which buffers belong: those of the state dict (as `save_pretrained` has it), none, or also the others."""
@@ -433,8 +433,7 @@ class LiveCheckpoint:
     def require_memory(self) -> None:
         """Raises ValueError if a tensor is on the meta device."""
         for name, view in self.views.items():
-            owner = _owner(self._blocks, view)
-            if view.is_meta if owner is None else owner.local.is_meta:
+            if view.is_meta and ((owner := self._blocks.owner(view)) is None or owner.local.is_meta):
                 raise ValueError(f"{name!r} is on the meta device, it has no values: materialise the module first")
 
     @property
@@ -448,11 +447,11 @@ class LiveCheckpoint:
 
     def regions(self) -> Regions:
         """What this rank holds of each record: all of it, or its parts of what is sharded, which may be none."""
-        owners = ((name, view, _owner(self._blocks, view)) for name, view in self.views.items())
-        return {
-            name: ((whole(view.shape), view),) if owner is None else tuple(sharding.held(owner, view))
-            for name, view, owner in owners
-        }
+        found: dict[str, Sequence[Held]] = {}
+        for name, view in self.views.items():
+            owner = self._blocks.owner(view)
+            found[name] = ((whole(view.shape), view),) if owner is None else sharding.held(owner, view)
+        return found
 
     def _reshard(self) -> None:
         """Have FSDP2 put its shards back where a forward pass has left whole parameters, which no optimizer updates."""
@@ -487,18 +486,13 @@ class LiveCheckpoint:
         if self._on_adapters is not None:
             adapters.require_merged(name for spec in specs for name in spec.names)
         self._changes = TensorChangeDetector(self._module, with_buffers=self._buffers != "none")
-        keys = [_view_key(view, _owner(blocks, view)) for view in views.values()]
+        keys = [_view_key(view, blocks.owner(view)) for view in views.values()]
         changed = keys != self._keys or specs != self.specs
         if specs != self.specs:
             self.specs = specs
         if changed:
             self.views, self._blocks, self._keys = views, blocks, keys
         return changed
-
-
-def _owner(blocks: Blocks, view: torch.Tensor) -> Block | None:
-    """The sharded parameter that a view stands for; None for a view of memory."""
-    return blocks.owner(view) if view.is_meta else None
 
 
 def _view_key(view: torch.Tensor, owner: Block | None) -> tuple[Any, ...]:
