@@ -193,7 +193,6 @@ def test_data_is_another_tensor_of_the_same_memory() -> None:
     outcome = tried(load, 3)
     assert not outcome.faults
     assert [(copy.name, copy.target) for copy in outcome.copies] == [(f"weights.{n}",) * 2 for n in range(3)]
-    assert not outcome.opaque
 
 
 def test_nothing_of_a_trial_is_kept() -> None:
