@@ -418,7 +418,7 @@ class LiveCheckpoint:
         self._on_adapters, self._merging = on_adapters, adapters.Merging()
         self._is_adapted = False
         self._blocks = Blocks()
-        self._keys: list[tuple[Any, ...]] = []
+        self._keys: object = None
         self._derive()
 
     def refresh(self, *, merge: bool = False) -> bool:
@@ -486,7 +486,13 @@ class LiveCheckpoint:
         if self._on_adapters is not None:
             adapters.require_merged(name for spec in specs for name in spec.names)
         self._changes = TensorChangeDetector(self._module, with_buffers=self._buffers != "none")
-        keys = [_view_key(view, blocks.owner(view)) for view in views.values()]
+        memory, parts = list[torch.Tensor](), list[tuple[Any, ...]]()
+        for number, view in enumerate(views.values()):
+            if (owner := blocks.owner(view)) is None:
+                memory.append(view)
+            else:
+                parts.append((number, *_part_key(view, owner)))
+        keys = places(memory), parts
         changed = keys != self._keys or specs != self.specs
         if specs != self.specs:
             self.specs = specs
@@ -495,13 +501,11 @@ class LiveCheckpoint:
         return changed
 
 
-def _view_key(view: torch.Tensor, owner: Block | None) -> tuple[Any, ...]:
-    """Equal for views of the same memory, or that stand for the same parts of it."""
-    if owner is None:
-        return memory_key(view)
+def _part_key(view: torch.Tensor, owner: Block) -> tuple[Any, ...]:
+    """Equal for views that stand for the same parts of the same memory."""
     local = memory_key(owner.local) if owner.local.numel() else ()
-    places = tuple(region.offsets for region, _ in owner.boxes)
-    return (local, places, view.storage_offset(), view.dtype, view.shape, view.stride())
+    offsets = tuple(region.offsets for region, _ in owner.boxes)
+    return (local, offsets, view.storage_offset(), view.dtype, view.shape, view.stride())
 
 
 class TensorChangeDetector:

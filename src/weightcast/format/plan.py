@@ -65,23 +65,14 @@ def plan(
     check_specs(specs)
     groups: dict[str, list[TensorSpec]] = {}
     for spec in specs:
-        if spec.group:
-            groups.setdefault(spec.group, []).append(spec)
+        groups.setdefault(spec.load_group, []).append(spec)
     pieces: dict[str, tuple[Piece, ...]] = {}
     sizes: list[int] = []
     num_buckets: list[int] = []
-    for held in (None,) if origins is None else origins:
+    for held in ({s.name: (whole(s.shape),) for s in specs},) if origins is None else origins:
         filler = _Filler(capacity, first=len(sizes))
-        for first in specs:
-            members = groups[first.group] if first.group else (first,)
-            if first is not members[0]:
-                continue  # it was placed with the first of its group
-            found = [
-                (spec, region)
-                for spec in members
-                for region in ((whole(spec.shape),) if held is None else held.get(spec.name, ()))
-                if region.numel
-            ]
+        for group in groups.values():
+            found = [(spec, region) for spec in group for region in held.get(spec.name, ()) if region.numel]
             if len(found) > 1:
                 filler.keep_together(sum(align(region.numel * ITEMSIZE_BYTES[spec.dtype]) for spec, region in found))
             for spec, region in found:
