@@ -449,7 +449,7 @@ class LiveCheckpoint:
         """What this rank holds of each record: all of it, or its parts of what is sharded, which may be none."""
         found: dict[str, Sequence[Held]] = {}
         for name, view in self.views.items():
-            owner = self._blocks.owner(view)
+            owner = self._blocks.owner(view) if view.is_meta else None
             found[name] = ((whole(view.shape), view),) if owner is None else sharding.held(owner, view)
         return found
 
