@@ -251,7 +251,7 @@ class _LiveModule:
         conversion.require_apart(self.live)
         self._indexed = self.live
         self.views = list(self.live.values())
-        self.shapes = [view.shape for view in self.views]
+        self.shapes = [spec.shape for spec in self.specs]
         self.dtypes = [view.dtype for view in self.views]
         self.devices = list(dict.fromkeys(view.device for view in self.views))
         self._by_name = {name: number for number, spec in enumerate(self.specs) for name in spec.names}

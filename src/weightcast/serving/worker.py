@@ -419,9 +419,10 @@ class Worker:
         manifest = offer.manifest if known is None else known.layout.manifest
         if manifest is None:
             raise ManifestError("the offer has no manifest, and its digest is not one that this link has been sent")
-        manifest.check()
-        if known is None and manifest.digest() != offer.manifest_digest:
-            raise ManifestError(f"the manifest's digest is {manifest.digest()}, the offer says {offer.manifest_digest}")
+        if known is None:
+            manifest.check()
+            if (digest := manifest.digest()) != offer.manifest_digest:
+                raise ManifestError(f"the manifest's digest is {digest}, the offer says {offer.manifest_digest}")
         session.require_origins(manifest)
         session.install = admit(manifest, offer.manifest_digest, self.engine, specs)
         return session.install

@@ -90,7 +90,7 @@ def send_all(sender: Sender, manifest: Manifest, number: int, start: int = 0) ->
 
 def send_payload(sender: Sender, payload: Payload, manifest: Manifest, version: WeightVersion) -> None:
     """Pack and send every bucket of a payload, as a publisher does."""
-    packer = Packer(Layout(manifest), payload.tensors())
+    packer = Packer(Layout(manifest), payload.regions())
     for index in range(len(manifest.buckets)):
         pack_and_send(sender, packer, manifest, version, index)
 
