@@ -36,7 +36,7 @@ import itertools
 import logging
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -350,6 +350,28 @@ def thrown(error: BaseException) -> BaseException:
     cycle, by which buffers, sockets and groups of the error's frames would stay until the garbage collector comes.
     """
     return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+
+
+class Translated:
+    """A context in which an error of `kinds` is raised as what `translate` returns for it, from the error itself.
+
+    It is no generator: Python 3.12 and 3.13 keep an error that was thrown into one, and for which the generator raises
+    another, in a cycle with all its frames. Sockets that only torch can close would stay open until a collection.
+    """
+
+    def __init__(
+        self,
+        kinds: type[BaseException] | tuple[type[BaseException], ...],
+        translate: Callable[[BaseException], WeightcastError],
+    ) -> None:
+        self._kinds = kinds
+        self._translate = translate
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, self._kinds):
+            raise self._translate(error) from error
 
 
 def malformed(fault: str, message: str) -> ManifestError:

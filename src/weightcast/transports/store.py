@@ -22,9 +22,9 @@ from weightcast.errors import (
     ManifestError,
     PeerDiedError,
     StaleVersionError,
+    Translated,
     UpdateAbortedError,
     WeightcastError,
-    thrown,
 )
 from weightcast.format.bucket import BucketBuffer, header_digest, place
 from weightcast.format.manifest import Manifest, WeightVersion
@@ -84,16 +84,15 @@ class _BufferedSender(RunSender, Generic[W]):
         self._writes = collections.deque[Future[None]]()
         self._writer: W = self.writer_type(address, run, deadline_seconds=deadline_seconds)
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self) -> Translated:
         """The store's files: raises WeightcastError for an OSError that stands for nothing else."""
-        try:
-            yield
-        except OSError as exc:
-            raise WeightcastError(
-                f"the store {self._directory} can't be written: {exc}; its newest version stays. Mend the filesystem "
+        return Translated(
+            OSError,
+            lambda error: WeightcastError(
+                f"the store {self._directory} can't be written: {error}; its newest version stays. Mend the filesystem "
                 "(is it mounted, writable, and not full?) and publish again"
-            ) from thrown(exc)
+            ),
+        )
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from weightcast import registry
-from weightcast.errors import PeerTimeoutError, detached
+from weightcast.errors import PeerDiedError, PeerTimeoutError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest
 from weightcast.host.closing import on_failure
@@ -101,7 +101,7 @@ class SharedMemory:
 
     def _require_readers(self) -> None:
         for lost in self._sender.failures.values():
-            raise detached(lost)
+            raise PeerDiedError(str(lost))
 
 
 class SharedReading(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import Work
 
 from weightcast import process_group
-from weightcast.errors import ManifestError, UnsupportedError, WeightcastError, detached
+from weightcast.errors import ManifestError, UnsupportedError, WeightcastError, to_record
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.closing import awaited_at_exit, close_at_exit
@@ -203,26 +203,27 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         """Connect to the worker that is to be read along with, or share memory; then join. In a thread of its own."""
         readers = invitation.readers if isinstance(invitation, records.Join) else ()
         address = invitation.address if isinstance(invitation, records.ReadAlong) else ""
-        error: Exception | None = None
+        failure = ""
         sharing = SharedReading()
         try:
             sharing = self._buffers.connect(readers, address)
         except Exception as exc:
-            error = detached(exc)
+            failure = to_record(exc).message
         with self._condition:
             if self._closed or self._invitation is not invitation:
                 self._buffers.discard(sharing)
                 return
-            try:
-                if error is not None:
-                    raise error
-                self._buffers.use(sharing)
-                answer = records.Joining(invitation.epoch)
-                if isinstance(invitation, records.Join):
-                    answer = self._join(invitation, sharing)
-                self._tell(answer)
-            except WeightcastError as exc:
-                self._tell(records.JoinFailed(invitation.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
+            if not failure:
+                try:
+                    self._buffers.use(sharing)
+                    answer = records.Joining(invitation.epoch)
+                    if isinstance(invitation, records.Join):
+                        answer = self._join(invitation, sharing)
+                    self._tell(answer)
+                except WeightcastError as exc:
+                    failure = str(exc)
+            if failure:
+                self._tell(records.JoinFailed(invitation.epoch, failure[:MAX_REASON_CHARACTERS]))
 
     def _join(self, join: records.Join, sharing: SharedReading) -> records.Joining:
         wanted = self._wanted
@@ -302,12 +303,12 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             self._tell(records.AllReceived(wanted.number))
         self._condition.notify_all()
 
-    def on_broken(self, stream: BroadcastStream, error: WeightcastError, *, is_own: bool = False) -> None:
+    def on_broken(self, stream: BroadcastStream, reason: str, *, is_own: bool = False) -> None:
         """`is_own`: by this receiver's own failure. The sender finds out who was lost, and invites to another group."""
         with self._condition:
             if not stream.is_left:
                 self._leave_group()
-                self._tell(records.JoinFailed(stream.join.epoch, str(error)[:MAX_REASON_CHARACTERS], is_own))
+                self._tell(records.JoinFailed(stream.join.epoch, reason[:MAX_REASON_CHARACTERS], is_own))
 
 
 @dataclasses.dataclass(eq=False)
@@ -355,7 +356,7 @@ class BroadcastStream(Writing):
                 self._take_all(self.group)
         except Exception as exc:
             is_own = not self.is_in_group or not isinstance(exc, WeightcastError)
-            self.receiver.on_broken(self, detached(exc), is_own=is_own)
+            self.receiver.on_broken(self, to_record(exc).message, is_own=is_own)
         finally:
             group, self.group = self.group, None
             if group is not None:

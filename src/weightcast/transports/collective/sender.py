@@ -23,8 +23,8 @@ from weightcast.errors import (
     UnsupportedError,
     UpdateAbortedError,
     WeightcastError,
-    detached,
     listed,
+    to_record,
 )
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest, WeightVersion
@@ -143,7 +143,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
             try:
                 group.send(index, self._slots.buffer(index).flat(num_bytes))
             except PeerError as exc:
-                self._interrupt(update, self._who_broke(update, group, is_late=False), exc)
+                self._interrupt(update, self._who_broke(update, group, is_late=False), str(exc))
             if not update.is_whole:
                 self._await(update, group, lambda: True)
                 return
@@ -226,13 +226,13 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         # Its store may take a while to be served: heartbeats need the condition meanwhile.
         self.condition.release()
         try:
-            group: BroadcastGroup | WeightcastError = BroadcastGroup(self.num_groups, self._settings, readers)
+            group: BroadcastGroup | str = BroadcastGroup(self.num_groups, self._settings, readers)
         except (PeerError, OSError) as exc:
             short = shortage(exc) or shortage_now()
-            group = WeightcastError(f"no group can be made: {short}") if short else detached(exc)
+            group = f"no group can be made: {short}" if short else to_record(exc).message
         finally:
             self.condition.acquire()
-        if isinstance(group, WeightcastError):
+        if isinstance(group, str):
             self._interrupt(update, {}, group)
         self._group = group
         if self._closed:
@@ -256,7 +256,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
     def _is_in_trouble(self, update: GroupUpdate, group: BroadcastGroup) -> bool:
         """Whether the group can't go on as it is."""
         is_left = any(member.left.epoch == group.number for member in group.members)
-        return group.error() is not None or is_left or update.peers != group.names
+        return bool(group.error()) or is_left or update.peers != group.names
 
     def _await(
         self, update: GroupUpdate, group: BroadcastGroup, is_done: Callable[[], bool], blame: Blame | None = None
@@ -274,7 +274,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
                 self._wait(min(deadline.remaining_seconds, poll_seconds))
         if is_late or self._is_in_trouble(update, group):
             blamed = self._who_broke(update, group, is_late=is_late) if blame is None else blame(is_late)
-            late = PeerTimeoutError(f"no progress for {self._deadline_seconds:g} s")
+            late = f"no progress for {self._deadline_seconds:g} s"
             self._interrupt(update, blamed, group.error() or late)
 
     def _await_answers(self, update: GroupUpdate, group: BroadcastGroup, members: Sequence[GroupMember]) -> None:
@@ -291,9 +291,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
 
     # --- losses ---
 
-    def _interrupt(
-        self, update: GroupUpdate, blamed: dict[GroupMember, WeightcastError], cause: WeightcastError
-    ) -> NoReturn:
+    def _interrupt(self, update: GroupUpdate, blamed: dict[GroupMember, WeightcastError], cause: str) -> NoReturn:
         """Leave the group, and the peers that are to blame; the second time that there are none, all. Raises."""
         group = self._group
         if not blamed and (group is None or update.peers == group.names):
