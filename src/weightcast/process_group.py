@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -352,13 +352,13 @@ def wait(work: Work) -> None:
 def translated(what: str) -> Translated:
     """Errors of torch.distributed as PeerErrors. It does not know which peer it was; the caller may."""
 
-    def peer_error(error: BaseException) -> PeerError:
+    def raise_as_peers(error: Exception) -> NoReturn:
         text = str(error)
         reason = _CHATTER.split(text)[0].strip()[:400]
         is_late = "imed out" in text or "imeout" in text
-        return (PeerTimeoutError if is_late else PeerDiedError)(f"{what} failed: {reason}")
+        raise (PeerTimeoutError if is_late else PeerDiedError)(f"{what} failed: {reason}") from error
 
-    return Translated((dist.DistError, RuntimeError, ValueError), peer_error)
+    return Translated((dist.DistError, RuntimeError, ValueError), raise_as_peers)
 
 
 def require(backend: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from msgspec import UNSET
 
 from weightcast import registry
-from weightcast.errors import ClosedError, RefusedError, WeightcastError, detached, malformed
+from weightcast.errors import ClosedError, ErrorRecord, RefusedError, WeightcastError, from_record, malformed
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import Hello, InitInfo, LinkMessage, ReleaseMemory, Secret, UpdateInfo
 from weightcast.host import device as host_device
@@ -49,7 +49,7 @@ class PublisherSession:
     ) -> None:
         """`device`: of the engine's weights. `is_alone`: the engine has no other ranks."""
         self.info = info
-        self.ended: WeightcastError | None = None
+        self.ended: ErrorRecord | None = None
         """Why it has ended, once it has."""
         self.offering = threading.Lock()
         """Held while an offer is tried and opened: the next one comes after it, also where it comes at once."""
@@ -86,7 +86,7 @@ class PublisherSession:
     def require_going_on(self) -> None:
         """Raises why it has ended."""
         if self.ended is not None:
-            raise detached(self.ended)
+            raise from_record(self.ended)
 
     def is_of(self, secret: Secret) -> bool:
         """Whether this is the secret of the publisher that holds the worker."""

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import torch
 
@@ -86,13 +86,14 @@ class _BufferedSender(RunSender, Generic[W]):
 
     def _writing(self) -> Translated:
         """The store's files: raises WeightcastError for an OSError that stands for nothing else."""
-        return Translated(
-            OSError,
-            lambda error: WeightcastError(
+
+        def raise_as_stores(error: OSError) -> NoReturn:
+            raise WeightcastError(
                 f"the store {self._directory} can't be written: {error}; its newest version stays. Mend the filesystem "
                 "(is it mounted, writable, and not full?) and publish again"
-            ),
-        )
+            ) from error
+
+        return Translated(OSError, raise_as_stores)
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
@@ -145,7 +146,7 @@ class _BufferedSender(RunSender, Generic[W]):
         self._closed = True
         self._writer.close()
         self._pool.shutdown()
-        self._ring.free()
+        self._ring.close()
 
     def _begin(self, plan: Manifest) -> None:
         """Take buckets of this plan from now on. The writer has begun."""

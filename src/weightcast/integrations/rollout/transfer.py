@@ -17,7 +17,7 @@ import torch
 
 from weightcast import registry
 from weightcast.control.server.app import EngineServer
-from weightcast.errors import InstallError, PublishError, PublishReport, detached
+from weightcast.errors import InstallError, PublishError, PublishReport, from_record, to_record
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size
 from weightcast.host.closing import on_failure
@@ -205,7 +205,7 @@ class RolloutTransfer:
             except PublishError as exc:
                 (error,) = exc.failures.values()
                 if not self._workers.has_finished and self._options.install == "staged":
-                    raise detached(error) from exc
+                    raise from_record(to_record(error)) from exc
                 raise InstallError(f"rollout workers may hold parts of two versions: {error}", torn=True) from exc
 
     def _connect(self) -> None:

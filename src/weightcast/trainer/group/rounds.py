@@ -99,12 +99,12 @@ class PublishingRank(Rank, Sender):
                     report = publish_run.run(prepared, engines_known)
                 finally:
                     group.version = max(version, publish_run.number)
-            error = group.error
+            interrupt = None if isinstance(group.error, Exception) else group.error
             try:
                 group.exchange(records.Wait() if report is None else records.End(report))
             finally:
-                if error is not None and not isinstance(error, Exception):
-                    raise error
+                if interrupt is not None:
+                    raise interrupt
             assert report is not None, "an exchange with an error raises"
             return report
 

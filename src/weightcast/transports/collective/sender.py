@@ -165,7 +165,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
 
     def _disconnect(self) -> None:
         self._leave()
-        self._slots.free()
+        self._slots.close()
 
     # --- what peers do ---
 
