@@ -17,9 +17,9 @@ import torch
 from msgspec import UNSET
 
 from weightcast import registry
-from weightcast.errors import ClosedError, ErrorRecord, RefusedError, WeightcastError, from_record, malformed
+from weightcast.errors import ClosedError, ErrorRecord, RefusedError, WeightcastError, from_record, malformed, to_record
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.format.messages import Hello, InitInfo, LinkMessage, ReleaseMemory, Secret, UpdateInfo
+from weightcast.format.messages import Failed, Hello, InitInfo, LinkMessage, ReleaseMemory, Secret, UpdateInfo
 from weightcast.host import device as host_device
 from weightcast.host.closing import awaited_at_exit, on_failure
 from weightcast.host.memory import host_identity
@@ -200,6 +200,11 @@ class PublisherSession:
 
     def receive_in_background(self, receive: Callable[[], None]) -> None:
         self._receiving = awaited_at_exit(receive, "weightcast-receive")
+
+    def abort_update(self, error: WeightcastError) -> None:
+        """Abort an update that is in progress, and say so over the link."""
+        if self.update is not None and self.update.abort(error):
+            self.send(Failed(self.update.version.number, to_record(error)))
 
     def end_update(self, error: WeightcastError) -> None:
         """Abort an update that is in progress, and see that its thread has left the receiver."""

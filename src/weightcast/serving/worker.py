@@ -220,8 +220,7 @@ class Worker:
                     seconds = update.install()
                 except Exception as exc:
                     # A caller that asks too early gets the error alone: the update goes on.
-                    if update.state is State.ABORTED:
-                        record = to_record(exc)
+                    if (record := update.error) is not None:
                         session.send(Failed(number, record))
                         logger.warning("version %d was not installed: %s%s", number, record.message, trace_of(exc))
                     raise
@@ -298,10 +297,8 @@ class Worker:
     def abort_streaming(self, error: WeightcastError) -> None:
         """Give up the update in progress if it is loaded as it comes, also once all of it has come."""
         session = self._session
-        if session is None or session.update is None or not session.update.is_streaming:
-            return
-        if session.update.abort(error):
-            session.send(Failed(session.update.version.number, to_record(error)))
+        if session is not None and session.update is not None and session.update.is_streaming:
+            session.abort_update(error)
 
     def shutdown(self) -> None:
         """End the hold of whichever run has it. Idempotent; the engine serves on."""
@@ -460,8 +457,7 @@ class Worker:
     def _release(self, session: PublisherSession, error: WeightcastError) -> None:
         """Abort what the hold had begun, lift its pause, disconnect. An install under way is finished first."""
         session.ended = session.ended or to_record(error)
-        if session.update is not None and session.update.abort(error):
-            session.send(Failed(session.update.version.number, to_record(error)))
+        session.abort_update(error)
         session.close()
         self._lift_pause(session)
 

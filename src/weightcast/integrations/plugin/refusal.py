@@ -58,9 +58,9 @@ class Refusal:
         ]
         if lacking:
             raise UnsupportedError(
-                f"{type(self.engine).__name__} could not be kept from generating while it is torn, since it lacks "
-                f"{', '.join(lacking)}, by which all of its requests should pass: use a version that weightcast was tested with, or have an "
-                "engine of your own generate by that method",
+                f"{type(self.engine).__name__} could not be kept from generating while it is torn: it lacks "
+                f"{', '.join(lacking)}, by which all of its requests should pass. Use a version that weightcast was "
+                "tested with, or have an engine of your own generate by that method",
                 lacking,
             )
 
