@@ -130,8 +130,8 @@ class Group:
                 self._verdict, self.error = self.error, None
                 raise self._verdict
             self._verdict = failure.error(self.ranks[failing])
-            self._verdict.__cause__, self.error = self.error, None
-            raise self._verdict
+            cause, self.error = self.error, None
+            raise self._verdict from cause
 
     def _all(self, group: ProcessGroup, data: bytes) -> list[bytes]:
         """Every rank's bytes, by group rank, by way of the publishing rank.
