@@ -107,6 +107,10 @@ PERMITTED: dict[tuple[str, str], str] = {
         "integrations.sglang.plugin",
         "sets .weight_version of request",
     ): "a load without a label would have that of the version before it",
+    ("integrations.plugin.refusal", "setattr(owner)"): (
+        "an engine object of this process refuses requests while it is torn; put back once it is whole"
+    ),
+    ("integrations.plugin.refusal", "delattr(owner)"): "puts back what setattr has replaced",
     ("integrations.sglang.scheduler", "setattr(scheduler)"): "an attribute of its own name",
     ("integrations.sglang.scheduler", "sets .message of reply"): "a reply that weightcast answers with",
     ("integrations.torchrl.weights", "warnings.catch_warnings"): "TorchRL warns of what its user has not asked for",

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
-from weightcast.errors import ClosedError, PublishReport, clear_frames, publish_error
+from weightcast.errors import ClosedError, PublishReport, publish_error
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
@@ -381,9 +381,6 @@ class Publisher(ClosedOnExit):
                 report = run.run(prepared, functools.partial(self._engines_known, prepared))
             else:
                 report = group.publish(self.run, last, inputs, run)
-        except BaseException as exc:
-            clear_frames(exc)
-            raise
         finally:
             self._is_publishing = False
             self.version = max(last, run.number)

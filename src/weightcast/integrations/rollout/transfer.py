@@ -15,7 +15,7 @@ import torch
 
 from weightcast import registry
 from weightcast.control.server.app import EngineServer
-from weightcast.errors import InstallError, PublishError, PublishReport, detached
+from weightcast.errors import InstallError, PublishError, PublishReport, from_record, to_record
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size
 from weightcast.host.deadline import number_of_seconds
@@ -168,7 +168,7 @@ class RolloutTransfer:
             (error,) = exc.failures.values()
             assert self._workers is not None
             if not self._workers.has_finished and self._options.install == "staged":
-                raise detached(error) from exc
+                raise from_record(to_record(error)) from exc
             raise InstallError(f"rollout workers may hold parts of two versions: {error}", torn=True) from exc
 
     def receive(self, version: int | None) -> AsyncIterator[list[Named]]:

@@ -148,6 +148,8 @@ class IpcSender(ArenaSender[IpcPeer, IpcArena]):
         super()._drop(peer, error, may_be_reading=may_be_reading)
 
     def _disconnect(self) -> None:
+        # Memory that the last readers have left by now is freed at once.
+        self._listen()
         for peer in self._peers.values():
             peer.channel.close()
         self._peers.clear()
