@@ -29,7 +29,6 @@ from weightcast.format.bucket import BucketBuffer, pages, slot_size_bytes
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
-from weightcast.host.deadline import Deadline
 from weightcast.links.link import Link, LinkListener, frame
 from weightcast.process_group import ProcessGroup, require
 from weightcast.seams.transport import Receiver
@@ -328,29 +327,6 @@ def test_a_member_that_has_left_its_group_is_invited_again_and_loses_nothing(hal
     readers = hall.update(2, receivers)
     assert all(whole(reader, hall.manifest, 2) for reader in readers.values())
     assert not hall.sender.failures
-
-
-@pytest.mark.parametrize("is_wanted", [True, False], ids=["was wanted", "was not"])
-def test_an_engine_that_is_late_to_end_an_aborted_version_stays_in_the_group_of_the_next(
-    hall: Hall, is_wanted: bool
-) -> None:
-    """It was invited to that before."""
-    receiver: Any = hall.receiver("a")
-    if is_wanted:
-        receiver.open(hall.manifest, version(1), staged=True)
-    hall.sender.open(hall.manifest, version(1), peers=["a"], staged=True)
-    num_bytes = fill(hall.sender.buffer(0), hall.manifest, 1, 0)
-    if is_wanted:
-        hall.sender.send(0, num_bytes)
-    opening = Background(lambda: hall.sender.open(hall.manifest, version(2), peers=["a"], staged=True))
-    deadline = Deadline(DEADLINE_SECONDS)
-    assert any(receiver._stream and receiver._stream.join.epoch == 2 for _ in deadline.polls(0.001, 0.01))
-    reader = Reader(receiver, hall.manifest, version(2), staged=True)
-    opening.result()
-    for index in range(len(hall.manifest.buckets)):
-        hall.sender.send(index, fill(hall.sender.buffer(index), hall.manifest, 2, index))
-    assert whole(reader, hall.manifest, 2)
-    assert hall.num_groups == 2
 
 
 def test_streaming_two_buckets_arrive_while_one_is_held_and_no_more(hall: Hall) -> None:

@@ -42,7 +42,7 @@ HOSTILE_PACKETS = {
     "truncated": encode(IpcHello(RUN, "engine"))[:-3],
     "not a record": b"[1, 2, 3]",
     "unknown kind": b'{"kind":"exec","code":"1"}',
-    "not a hello": encode(Opened(1)),
+    "not a hello": encode(Opened(1, 1)),
     "the other direction": b'{"kind":"welcome"}',
     "other run": encode(IpcHello(OTHER_RUN, "engine")),
     "bad run": b'{"kind":"hello","run":"xyz","peer":"engine","protocol":3}',
@@ -150,6 +150,7 @@ def test_a_receiver_that_turns_to_garbage_is_dropped_and_named(
     sender, manifest = ipc_ends.sender(), numbered(6)
     rogue, lively = _connect(sender, sockets), ipc_ends.receiver(sender, "lively")
     rogue.send(encode(IpcHello(RUN, "rogue")))
+    rogue.send(encode(Opened(1, 1)))
     lively.open(manifest, version(1), staged=False)
     sender.open(manifest, version(1), peers=["rogue", "lively"], staged=False)
     reader = Background(read_all, lively, manifest, 1)
@@ -164,6 +165,7 @@ def test_releases_of_other_updates_and_buckets_free_nothing(ipc_ends: Ends, sock
     sender, manifest = ipc_ends.sender(deadline_seconds=0.4), numbered(3)
     rogue = _connect(sender, sockets)
     rogue.send(encode(IpcHello(RUN, "rogue")))
+    rogue.send(encode(Opened(7, 1)))
     sender.open(manifest, version(7), peers=["rogue"], staged=False)
     send(sender, manifest, 7, 0)
     send(sender, manifest, 7, 1)
@@ -188,6 +190,7 @@ def test_a_peer_without_room_for_the_end_of_an_update_is_told_later(
     assert isinstance(sender, IpcSender)
     slow = _connect(sender, sockets)
     slow.send(encode(IpcHello(RUN, "slow")))
+    slow.send(encode(Opened(1, 1)))
     sender.open(manifest, version(1), peers=["slow"], staged=False)
     while sender._peers["slow"].channel.send(KeepAlive()):
         pass

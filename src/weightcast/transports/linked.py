@@ -50,8 +50,9 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
         self._listener = LinkListener(
             run, host=host, port=port, heartbeat_seconds=sign_seconds(deadline_seconds), messages=records
         )
-        condition = self._listener.condition
-        super().__init__(run, deadline_seconds=deadline_seconds, condition=condition, **options)
+        with on_failure(self._listener.close):
+            condition = self._listener.condition
+            super().__init__(run, deadline_seconds=deadline_seconds, condition=condition, **options)
         self.address = Address(scheme, host, self._listener.port, self._listener.secret).url
 
     def close(self) -> None:
