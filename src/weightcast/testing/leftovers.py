@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 from weightcast.host.deadline import Deadline
 
 _KINDS = ("socket:", "/memfd:", "/dev/shm", "pipe:", "anon_inode:[eventfd]", "anon_inode:[eventpoll]")
+_NUM_POLLS_BEFORE_COLLECTING = 50
+"""Most ends within a few: to collect takes long in a process that has torch's models."""
 
 
 def leftovers() -> set[str]:
@@ -32,10 +35,16 @@ def leftovers() -> set[str]:
 
 @contextlib.contextmanager
 def nothing_left(patience_seconds: float = 5.0) -> Iterator[None]:
-    """Raises AssertionError, naming them, if things that were not there before are there `patience_seconds` after."""
+    """Raises AssertionError, naming them, if things that were not there before are there `patience_seconds` after.
+
+    What only a circle of references keeps is collected meanwhile: an error that a test has caught is in one with the
+    test's own frame, and its traceback refers to what the frames below have.
+    """
     before = leftovers()
     yield
-    for _ in Deadline(patience_seconds).polls(0.01, 0.01):
+    for number, _ in enumerate(Deadline(patience_seconds).polls(0.01, 0.01)):
         if not (left := leftovers() - before):
             return
+        if number == _NUM_POLLS_BEFORE_COLLECTING:
+            gc.collect()
     raise AssertionError(f"left behind: {sorted(left)}")
