@@ -146,11 +146,9 @@ PERMITTED: dict[tuple[str, str], str] = {
     ("process_group", "sets os.environ"): "the same settings",
     ("testing.faults", "sets an item of a namespace"): TESTS,
     ("testing.faults", "changes a namespace"): TESTS,
+    ("testing.leftovers", "gc.collect"): "in tests alone: an error that a test caught is in a circle with its frame",
     ("trainer.options", "object.__setattr__"): "a frozen record of its own, while it is made",
     ("trainer.publish_run", "setattr(self._seconds)"): "a record of its own",
-    ("testing.leftovers", "gc.collect"): (
-        "a test's own error is in a circle with the test's frame, and keeps what the frames below have; tests alone call it"
-    ),
 }
 
 
