@@ -67,7 +67,7 @@ class Sender(VersionWriter, Protocol):
         return
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Begin an update for these peers; return the first bucket to send: 0, but where others go on alone.
+        """Begin an update for these peers; return the first bucket to send: 0, or their number if all were sent.
 
         Raises PeersLostError; InsufficientMemoryError before any byte moves.
         """

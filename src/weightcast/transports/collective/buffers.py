@@ -60,7 +60,7 @@ class Writing:
 
 
 class ReceiveBuffers:
-    """One set of them is used by one update after the other."""
+    """A receiver's memory for buckets, of one update after the other."""
 
     def __init__(self, peer: str, device: torch.device) -> None:
         self._shared: CommonMemory | None = None
@@ -98,19 +98,19 @@ class ReceiveBuffers:
     # --- which memory, from the next `prepare` on ---
 
     def keep_alone(self) -> str:
-        """Memory of this worker's own."""
+        """Use memory of this worker's own."""
         self._share(None)
         return ""
 
     def lend(self) -> str:
-        """Memory that others of this host map, too; return where they find it."""
+        """Use memory that others of this host map, too; return where they find it."""
         if self._shared is None or not self._is_lent:
             self._share(CommonMemory.create(), is_lent=True)
         assert self._shared is not None
         return self._shared.location
 
     def read_along(self, location: str) -> None:
-        """What another worker lends. Raises UnsupportedError if this process can't reach it."""
+        """Use what another worker lends. Raises UnsupportedError if this process can't reach it."""
         if self._shared is None or self._shared.location != location:
             self._share(CommonMemory.find(location))
 

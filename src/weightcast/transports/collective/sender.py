@@ -42,6 +42,7 @@ from weightcast.transports.sending import MAX_REASON_CHARACTERS, SentUpdate
 
 _NUM_SLOTS = 2
 _MAX_WORD_SECONDS = 5.0
+"""For the word of a member that has failed, or the end of its link, once its group was seen to break."""
 _POLL_SECONDS = 0.002
 """How often a GPU is asked whether a broadcast is over; on a CPU it says so itself."""
 
@@ -81,7 +82,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         close_at_exit(self)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Begin an update, or begin it again after a loss: wait for `peers` to be connected, and for their group.
+        """Begin an update, or begin it again after a loss: wait until `peers` have opened it, and for their group.
 
         An update in progress that has lost nobody begins again too: another origin's sender may have.
         """
