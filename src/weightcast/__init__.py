@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from weightcast.sources.store import StoreSource as StoreSource
     from weightcast.sources.stream import IteratorSource as IteratorSource
     from weightcast.sources.tensors import TensorSource as TensorSource
+    from weightcast.trainer.background import PublishHandle as PublishHandle
     from weightcast.trainer.options import PublishOptions as PublishOptions
     from weightcast.trainer.publisher import Publisher as Publisher
     from weightcast.trainer.rollback import rollback as rollback
@@ -50,6 +51,7 @@ _HOMES = {
     "Publisher": "weightcast.trainer.publisher",
     "PublishOptions": "weightcast.trainer.options",
     "PublishReport": "weightcast.errors",
+    "PublishHandle": "weightcast.trainer.background",
     "EngineResult": "weightcast.errors",
     "HttpEngine": "weightcast.control.client",
     "LocalEngine": "weightcast.control.local",

@@ -21,6 +21,7 @@
     ├── EngineTornError             the engine holds no whole version and refuses to serve
     ├── VersionNotFoundError        a store has no version yet, or not the one that was asked for
     ├── ClosedError                 the object was closed, or never opened
+    ├── PublishInFlightError        the publisher's former publish has not ended yet (`overlap="raise"`)
     └── PublishError                a fleet's failures: {peer: cause}
 
 A caller's mistake (a wrong argument) is a ValueError or a TypeError, never one of these. An error crosses a process
@@ -166,6 +167,10 @@ class ClosedError(WeightcastError):
     """The object was closed, or was never opened."""
 
 
+class PublishInFlightError(WeightcastError):
+    """`Publisher.start(overlap="raise")` was called while a publish of this publisher was in flight."""
+
+
 class PublishError(WeightcastError):
     """At least one engine did not take the version. `failures` maps each to its cause; `report` has the rest.
 
@@ -198,7 +203,8 @@ class StageSeconds(msgspec.Struct):
     `gather`: asking the source for its regions. `offer`: joining engines, with the wait for those that are starting,
     and offering. `pack`: filling buckets and digesting them. `send`: waiting for free slots and for the engines' last
     buckets. `memory`: the part of `send` that waits for the transport's memory, which the next publish finds there.
-    `seal`: sealing. `pause`: the longest time any engine was paused. `total`: from call to return.
+    `seal`: sealing. `pause`: the longest time any engine was paused. `total`: from call to return, or of
+    `Publisher.start` to the end. `stall`: how long the caller waited: until all was packed with `start`, else `total`.
     """
 
     gather: float = 0.0
@@ -209,6 +215,7 @@ class StageSeconds(msgspec.Struct):
     seal: float = 0.0
     pause: float = 0.0
     total: float = 0.0
+    stall: float = 0.0
 
 
 class EngineResult(msgspec.Struct):
@@ -266,7 +273,8 @@ class PublishReport(msgspec.Struct, frozen=True):
                 f"version {self.version}: {self.num_bytes:,} bytes (tensors: {self.num_tensors:,}, "
                 f"buckets: {self.num_buckets:,}) in {seconds.total:.2f} s",
                 f"offer {seconds.offer:.2f} s, pack {seconds.pack:.2f} s, send {seconds.send:.2f} s "
-                f"(memory {seconds.memory:.2f} s), seal {seconds.seal:.2f} s, longest pause {seconds.pause:.2f} s",
+                f"(memory {seconds.memory:.2f} s), seal {seconds.seal:.2f} s, longest pause {seconds.pause:.2f} s, "
+                f"trainer stalled {seconds.stall:.2f} s",
             ]
         rows = [("engine", "result", "pause", "install")] if self.engines else []
         for name, result in self.engines.items():

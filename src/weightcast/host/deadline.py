@@ -59,7 +59,7 @@ class Deadline:
 def in_background(call: Callable[[], T], *, name: str) -> Future[T]:
     """Run `call` in a thread that does not keep the process from ending: for a wait that has no deadline of its own."""
     future: Future[T] = Future()
-    threading.Thread(target=_run, args=(call, future), name=name, daemon=True).start()
+    threading.Thread(target=run_into, args=(future, call), name=name, daemon=True).start()
     return future
 
 
@@ -69,7 +69,7 @@ def to_its_end(call: Callable[[], T], *, name: str) -> T:
 
     def run() -> None:
         if future.set_running_or_notify_cancel():
-            _run(call, future)
+            run_into(future, call)
 
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
@@ -81,7 +81,8 @@ def to_its_end(call: Callable[[], T], *, name: str) -> T:
             wait([future])
 
 
-def _run(call: Callable[[], T], future: Future[T]) -> None:
+def run_into(future: Future[T], call: Callable[[], T]) -> None:
+    """Run `call`, and have the future end as it does."""
     try:
         future.set_result(call())
     except BaseException as exc:

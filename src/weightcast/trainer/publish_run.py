@@ -50,6 +50,7 @@ from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, SenderContext
 from weightcast.seams.source import Regions
 from weightcast.seams.transport import Sender
+from weightcast.trainer.background import Flight
 from weightcast.trainer.engine_dtypes import EngineDtypes
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
@@ -255,6 +256,7 @@ class PublishRun:
         proves_all: bool,
         wait_ready_seconds: float,
         on_progress: OnProgress | None,
+        flight: Flight,
     ) -> None:
         """`above`: the number of the publisher's last version. `wait_ready_seconds`: for engines that are starting.
 
@@ -262,6 +264,7 @@ class PublishRun:
         """
         self.number = -1
         self.published: PublishedVersion | None = None
+        self.flight = flight
         self._run = run
         self._options = options
         self._watchdog = watchdog
@@ -273,13 +276,19 @@ class PublishRun:
         self._sent: SentDigests | None = None
         self._digests: Sequence[bytes | torch.Tensor] | None = None
 
-    def run(self, inputs: PublishInputs, on_known: Callable[[], None] | None = None) -> PublishReport:
+    def run(
+        self,
+        inputs: PublishInputs,
+        on_known: Callable[[], None] | None = None,
+        on_packed: Callable[[], None] | None = None,
+    ) -> PublishReport:
         """Publish under the number of the inputs, by default one above the last and above every engine's version.
 
         A version that is published again keeps its number. It goes out only if its buckets have the digests that they
         had: those that are staged still, or else the source's weights. Engines that serve it already are left alone.
 
-        `on_known` is called when every engine has said what it is, before anything is offered.
+        `on_known` is called when every engine has said what it is, before anything is offered; `on_packed`, by default
+        the flight's own, when the source was read for the last time.
 
         Returns a report that names each engine's failure. Raises only what ends the update for everybody.
         """
@@ -289,6 +298,7 @@ class PublishRun:
         is_stored = again is not None and again.is_stored
         if again is not None:
             self._sent = again.sent
+        self._on_packed = self.flight.packed if on_packed is None else on_packed
         options, secret = self._options, inputs.connections.listener.secret
         memory_seconds = inputs.connections.sender.memory_seconds
         fleet.wait()
@@ -319,6 +329,7 @@ class PublishRun:
                         self._fail_changed(fleet.healthy())
                 else:
                     self.number = _above(newest, self._above) if inputs.version is None else inputs.version
+                self.flight.version = self.number
                 is_due = self._proves_all or not all(member.has_proven for member in fleet.healthy())
                 if options.verify == "installed" and is_due and again is None:
                     self._sent = SentDigests(self._pack_plan.layout, inputs.regions)
@@ -350,10 +361,11 @@ class PublishRun:
                 with self._timed("send"):
                     route.receive(len(manifest.buckets), root)
             else:
-                root = self._send(route, fill)
+                root = self._send(route, fill, is_last=not self._connections.client_senders)
             with self._timed("seal"):
                 seal = Seal(self._run, self.number, len(manifest.buckets), root, secret)
                 self._fleet.each(lambda member: member.client.update(seal))
+            self.flight.require_wanted(installs=True)
             route.install(self._sent, proves_all=self._proves_all)
             for client_sender in self._connections.client_senders:
                 brought = FleetRoute(self._fleet, client_sender, is_staged=client_sender.is_staged, is_brought=True)
@@ -361,7 +373,7 @@ class PublishRun:
                     if not brought.is_staged:
                         self._fail_unstaged(brought)
                         brought.pause()
-                    self._send(brought, fill)
+                    self._send(brought, fill, is_last=client_sender is self._connections.client_senders[-1])
                     brought.install(self._sent, proves_all=self._proves_all)
                 finally:
                     brought.resume()
@@ -386,7 +398,8 @@ class PublishRun:
             self.published = PublishedVersion(self.number, digest, self._digests, is_stored, self._sent)
         self._seconds.pause = max((m.result.pause_seconds for m in self._fleet), default=0.0)
         self._seconds.memory = sender.memory_seconds - memory_seconds
-        self._seconds.total = time.perf_counter() - inputs.start
+        self._seconds.total = time.perf_counter() - self.flight.began_at
+        self._seconds.stall = self.flight.stall_seconds if self.flight.is_background else self._seconds.total
         return PublishReport(
             run=self._run,
             version=self.number,
@@ -426,6 +439,7 @@ class PublishRun:
         absent = newcomers
         for _ in Deadline(self._wait_ready_seconds).polls(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):
             # Waits in the caller's thread, which a Ctrl-C ends at once.
+            self.flight.require_wanted()
             self._fleet.each(lambda member: member.ask(listener), absent)
             was_asked, absent = absent, [member for member in absent if member.is_absent]
             if not absent:
@@ -461,15 +475,14 @@ class PublishRun:
         )
         connections.add_client_sender(member, context)
 
-    def _send(self, route: FleetRoute, fill: Fill) -> str:
+    def _send(self, route: FleetRoute, fill: Fill, *, is_last: bool) -> str:
         """Pack and send every bucket, and wait until every engine has them; where peers are lost, the others go on.
 
-        Returns the root digest; empty if no engine takes the version, or for a sender of clients'.
+        `is_last`: of the routes that are packed for. Returns the root digest; empty if no engine takes the version, or
+        for a sender of clients'.
         """
         num_buckets, peers, is_kept = len(self._manifest.buckets), route.peers(), route.is_kept
-        if not peers and not is_kept:
-            return ""
-        again = self._again
+        again, root = self._again, ""
         digests: list[Digest] = [b""] * num_buckets if again is None else list(again.digests)
         with self._connections.packing_stream():
             while peers or is_kept:
@@ -481,12 +494,13 @@ class PublishRun:
                     peers = list(exc.survivors)
                     # The sender may go on in other memory.
                     fill.forget_views()
-            if again is not None and not route.healthy():
-                return ""
-            with self._timed("send"):
-                # Only our own workers say what they have: for others, nothing waits for the digests of a GPU. On the
-                # stream that makes the digests: another one would not see them yet.
-                root = "" if route.is_brought else root_digest(self._pack_plan.manifest_digest, digests)
+            if self._digests is digests and not route.is_brought:
+                with self._timed("send"):
+                    # Only our own workers say what they have: for others, nothing waits for the digests of a GPU. On
+                    # the stream that makes the digests: another one would not see them yet.
+                    root = root_digest(self._pack_plan.manifest_digest, digests)
+        if is_last:
+            self._on_packed()
         with self._timed("send"):
             route.receive(num_buckets, root)
         return root
@@ -503,6 +517,7 @@ class PublishRun:
         with self._timed("send"):
             first = sender.open(manifest, version, peers=peers, staged=route.is_staged)
         for index in own[first:]:
+            self.flight.require_wanted()
             with self._timed("send"):
                 buffer = sender.buffer(index)
             with self._timed("pack"):

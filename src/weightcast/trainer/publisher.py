@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import torch
@@ -27,8 +28,9 @@ from weightcast.errors import ClosedError, PublishReport, publish_error
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
-from weightcast.host.closing import Closeable, ClosedOnExit, on_failure
-from weightcast.host.deadline import number_of_seconds
+from weightcast.host import device as host_device
+from weightcast.host.closing import Closeable, ClosedOnExit, awaited_at_exit, on_failure
+from weightcast.host.deadline import number_of_seconds, run_into
 from weightcast.host.descriptors import shortage
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
@@ -36,6 +38,7 @@ from weightcast.seams.client import BringsSender, EngineClient
 from weightcast.seams.source import Regions, Source, StreamSource, TensorStream, casts_to_engines
 from weightcast.sources.store import StoreSource
 from weightcast.trainer import arguments
+from weightcast.trainer.background import Flight, Overlap, PublishHandle, Turn, require_skip
 from weightcast.trainer.engine_dtypes import EngineDtypes
 from weightcast.trainer.finite import require_finite
 from weightcast.trainer.fleet import Fleet, FleetMember
@@ -97,7 +100,7 @@ class Publisher(ClosedOnExit):
         self._transport = registry.transport(transport)
         self._token = token
         self._options = PublishOptions() if options is None else options
-        self._lock = threading.RLock()
+        self._turn = Turn()
         self._fleet = Fleet()
         self._watchdog = Watchdog()
         self._connections: Connections | None = None
@@ -109,7 +112,6 @@ class Publisher(ClosedOnExit):
         self._group: PublishingRank | FollowingRank | None = None
         self._is_joined = False
         self._closed = False
-        self._is_publishing = False
         self._num_published = 0
         """Versions that were sent whole."""
         self._process = 0
@@ -133,14 +135,14 @@ class Publisher(ClosedOnExit):
         Does nothing on a trainer rank that another one publishes for. Raises ValueError if it is there already,
         TypeError for what is no engine; with `sync` what `sync` raises: it is in the fleet still.
         """
-        with self._lock:
+        with self._turn.taken():
             self._require_open()
             if sync and self.version < 0:
                 raise ValueError(_NOTHING_YET)
             if not self._is_following:
                 self._add(engine)
-            if sync:
-                self.sync(engine)
+        if sync:
+            self.sync(engine)
 
     def _add(self, engine: str | EngineClient) -> None:
         if isinstance(engine, str):
@@ -159,10 +161,9 @@ class Publisher(ClosedOnExit):
         if not isinstance(engine, str):
             arguments.require_client(engine)
         name = _name_of(engine)
-        with self._lock:
+        with self._turn.taken():
             if self._is_following:
                 return
-            self._require_idle()
             member = self._fleet.pop(name)
             if self._connections is not None:
                 self._connections.listener.end_links("the engine was removed from the fleet", name)
@@ -180,7 +181,7 @@ class Publisher(ClosedOnExit):
         `file://` and of senders that clients bring is kept. Does nothing before the first publish. Raises ClosedError.
         """
         self._require_here()
-        with self._lock:
+        with self._turn.taken():
             self._require_open()
             if self._pack_plan is not None:
                 self._pack_plan.forget_views()
@@ -193,10 +194,9 @@ class Publisher(ClosedOnExit):
         """Disconnect every engine and free everything. Idempotent; does nothing in a forked child."""
         if self._is_copy:
             return
-        with self._lock:
+        with self._turn.taken():
             if self._closed:
                 return
-            self._require_idle()
             self._closed = True
             self._drop.detach()
             with contextlib.ExitStack() as stack:
@@ -222,15 +222,6 @@ class Publisher(ClosedOnExit):
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("this publisher was closed")
-        self._require_idle()
-
-    def _require_idle(self) -> None:
-        """Of a publish that another thread makes, the lock has waited for the end."""
-        if self._is_publishing:
-            raise ValueError(
-                "this thread is publishing: on_progress, a source or a signal handler can't call this publisher in "
-                "between; call it afterwards, or raise an exception, which ends the publish"
-            )
 
     @property
     def _is_copy(self) -> bool:
@@ -257,7 +248,7 @@ class Publisher(ClosedOnExit):
         before it connects an engine.
         """
         self._require_here()
-        with self._lock:
+        with self._turn.taken():
             self._require_open()
             if not self._is_joined:
                 self._join_trainer_group()
@@ -294,18 +285,121 @@ class Publisher(ClosedOnExit):
         when one was lost on the way; PeerError if a trainer rank dies, stalls or does not publish; OSError if there is
         no file descriptor left to begin with. After any of these the next publish goes to every engine again.
         """
-        self._require_here()  # first: the lock may be one that a thread of the other process holds
-        with self._lock:
-            self._require_open()
+        self._require_here()  # first: the turn may be one that a thread of the other process has
+        with self._turn.taken(publishes=True):
+            return self._publish_new(version, wait_ready_seconds, on_progress, Flight())
 
-            def inputs() -> PublishInputs:
-                if wait_ready_seconds != 0:
-                    number_of_seconds("wait_ready_seconds", wait_ready_seconds)
-                if on_progress is not None and not callable(on_progress):
-                    raise TypeError(f"on_progress is {on_progress!r}; it must be a function of two numbers of bytes")
-                return self._inputs(None if version is None else arguments.whole_number("version", version))
+    def start(
+        self,
+        version: SupportsIndex | None = None,
+        *,
+        overlap: Overlap = "wait",
+        wait_ready_seconds: float = 0.0,
+        on_progress: OnProgress | None = None,
+    ) -> PublishHandle | None:
+        """Publish in the background: return once the weights may change again, not once engines have installed them.
 
-            return self._publish(inputs, on_progress, wait_ready_seconds)
+        Blocks until all is packed: over `ipc://` into the arena, from which engines read while the trainer trains on;
+        over gloo and NCCL, whose slots hold two buckets, until all is sent; into a store until all is written; for
+        engines whose clients bring a sender, until that has all. `report.seconds.stall` says how long that took. The
+        publish itself, with the source and `on_progress`, runs in a thread of its own.
+
+        One publish is in flight at a time. `overlap`: what a call does while another one is: "wait" for its end,
+        "skip" this one (return None), or "raise" PublishInFlightError. So versions never queue behind a slow fleet.
+        `with` and `close` wait for a publish in flight.
+
+        With several trainer ranks every rank calls it, in the place of `publish`, and each returns when the weights of
+        all may change; the arguments are those of the publishing rank, and all skip, raise or publish alike.
+
+        Raises what `publish` raises if the publish ends before all is packed; later it is raised by the handle's
+        `result`. ValueError with `install="streaming"`, where engines are written to as buckets are packed.
+        """
+        if overlap not in ("wait", "skip", "raise"):
+            raise ValueError(f"overlap is {overlap!r}; it must be 'wait', 'skip' or 'raise'")
+        if self._options.install == "streaming":
+            raise ValueError(
+                "a publish in the background needs install='staged': with install='streaming' engines are paused while "
+                "buckets are packed, so that there is nothing to go on with: call publish"
+            )
+        require_no_step("start")
+        flight, future = self._fly(overlap, version, wait_ready_seconds, on_progress)
+        with on_failure(flight.cancel):
+            is_packed = flight.wait_until_packed()
+        return PublishHandle(flight, future) if is_packed or future.result() is not None else None
+
+    async def publish_async(
+        self,
+        version: SupportsIndex | None = None,
+        *,
+        wait_ready_seconds: float = 0.0,
+        on_progress: OnProgress | None = None,
+    ) -> PublishReport:
+        """Publish as `publish` does, in a thread of its own, without blocking the event loop.
+
+        Don't change the weights before it returns. If the awaiting task is cancelled, so is the publish (see
+        `PublishHandle.cancel`); it may end later, and the next one waits for that.
+        """
+        flight, future = self._fly("wait", version, wait_ready_seconds, on_progress)
+        with on_failure(flight.cancel):
+            return await PublishHandle(flight, future)
+
+    def _fly(
+        self,
+        overlap: Overlap,
+        version: SupportsIndex | None,
+        wait_ready_seconds: float,
+        on_progress: OnProgress | None,
+    ) -> tuple[Flight, Future[PublishReport | None]]:
+        """Publish in a thread of its own, when its turn comes; the future has None if it was declined."""
+        self._require_here()
+        flight = Flight(is_background=True, can_cancel=not self._is_following)
+        future = Future[PublishReport | None]()
+        future.set_running_or_notify_cancel()  # so that nobody who awaits it cancels it
+        present_stream = host_device.present_stream()
+
+        def publish() -> PublishReport | None:
+            try:
+                if self._is_following:
+                    instead = self._turn.take_unless_declined()
+                elif self._turn.take(publishes=True, waits=overlap == "wait"):
+                    instead = None
+                elif self._group is None or self._group.decline(overlap):
+                    instead = overlap
+                else:
+                    # The publish in flight has not begun on the other ranks, or ends just now.
+                    self._turn.take(publishes=True)
+                    instead = None
+                if instead is not None:
+                    require_skip(instead)
+                    return None
+                try:
+                    with present_stream():
+                        return self._publish_new(version, wait_ready_seconds, on_progress, flight)
+                finally:
+                    self._turn.leave()
+            finally:
+                flight.over()
+
+        awaited_at_exit(functools.partial(run_into, future, publish), "weightcast-publish")
+        return flight, future
+
+    def _publish_new(
+        self,
+        version: SupportsIndex | None,
+        wait_ready_seconds: float,
+        on_progress: OnProgress | None,
+        flight: Flight,
+    ) -> PublishReport:
+        self._require_open()
+
+        def inputs() -> PublishInputs:
+            if wait_ready_seconds != 0:
+                number_of_seconds("wait_ready_seconds", wait_ready_seconds)
+            if on_progress is not None and not callable(on_progress):
+                raise TypeError(f"on_progress is {on_progress!r}; it must be a function of two numbers of bytes")
+            return self._inputs(None if version is None else arguments.whole_number("version", version))
+
+        return self._publish(inputs, on_progress, wait_ready_seconds, flight)
 
     def sync(self, engine: str | EngineClient, *, on_progress: OnProgress | None = None) -> PublishReport:
         """Bring one engine of the fleet to the last version now, which gets no new number; blocks until it serves it.
@@ -323,7 +417,7 @@ class Publisher(ClosedOnExit):
         unless a store keeps the version: publish a new one; otherwise what `publish` raises.
         """
         self._require_here()
-        with self._lock:
+        with self._turn.taken(publishes=True):
             self._require_open()
             if self.version < 0:
                 raise ValueError(_NOTHING_YET)
@@ -338,7 +432,7 @@ class Publisher(ClosedOnExit):
         ValueError for another transport or with several trainer ranks; otherwise what `publish` raises.
         """
         self._require_here()
-        with self._lock:
+        with self._turn.taken(publishes=True):
             self._require_open()
             if not self._transport.keeps_versions:
                 raise ValueError(
@@ -358,7 +452,11 @@ class Publisher(ClosedOnExit):
             return self._publish(lambda: self._inputs(None, stored=source), None)
 
     def _publish(
-        self, inputs: Callable[[], PublishInputs], on_progress: OnProgress | None, wait_ready_seconds: float = 0.0
+        self,
+        inputs: Callable[[], PublishInputs],
+        on_progress: OnProgress | None,
+        wait_ready_seconds: float = 0.0,
+        flight: Flight | None = None,
     ) -> PublishReport:
         """Have all ranks publish what the publishing rank's inputs say."""
         if not self._is_joined:
@@ -373,16 +471,15 @@ class Publisher(ClosedOnExit):
             proves_all=self._num_published % self._options.verify_every == 0,
             wait_ready_seconds=wait_ready_seconds,
             on_progress=on_progress,
+            flight=Flight() if flight is None else flight,
         )
         try:
-            self._is_publishing = True
             if group is None:
                 prepared = inputs()
                 report = run.run(prepared, functools.partial(self._engines_known, prepared))
             else:
                 report = group.publish(self.run, last, inputs, run)
         finally:
-            self._is_publishing = False
             self.version = max(last, run.number)
             if isinstance(self._source, StreamSource) and self._pack_plan is not None:
                 # What remains of a stream, after a failure, may be an exporter's that keeps memory until it is freed.
@@ -422,8 +519,11 @@ class Publisher(ClosedOnExit):
                     )
                 from weightcast.trainer.group.rounds import FollowingRank, PublishingRank
 
-                make = PublishingRank if dist.get_rank(group) == 0 else FollowingRank
-                self._group = make(group, self._source, self._options.deadline_seconds)
+                source, seconds = self._source, self._options.deadline_seconds
+                if dist.get_rank(group) == 0:
+                    self._group = PublishingRank(group, source, seconds)
+                else:
+                    self._group = FollowingRank(group, source, seconds, self._turn)
                 self._owned.insert(0, self._group)
         self._is_joined = True
 

@@ -25,6 +25,7 @@ from weightcast.format.manifest import TensorSpec
 from weightcast.host.memory import MemoryLocation, SealedMemory, host_identity, map_shared, shared_memory_of
 from weightcast.native.tables import Chunks, Sums, added, digest
 from weightcast.seams.source import CollectiveSource, Regions, Source
+from weightcast.trainer.background import Overlap
 from weightcast.trainer.engine_dtypes import cast_by_name
 from weightcast.trainer.finite import require_finite
 from weightcast.trainer.group import records
@@ -74,11 +75,24 @@ class Rank:
         """Of the bucket that was packed last, in host memory: see `PartPacker.pack`."""
         self._filled: Digest = b""
         """Of the bucket that was packed last, on a GPU."""
+        self._is_instructing = False
+        """The other ranks wait for this one's instructions, in a publish."""
 
     def close(self) -> None:
         """Disconnect from the other ranks, without a word, and drop what refers to buckets. Idempotent."""
         self.group.close()
         self.forget_views()
+
+    def decline(self, overlap: Overlap) -> bool:
+        """On the publishing rank, while another thread publishes: have the next start of the others publish nothing.
+
+        False if that publish has not begun on the other ranks, has ended there, or fails just now: they don't hear it.
+        """
+        with self.group.uninterrupted(), contextlib.suppress(Exception):
+            if self._is_instructing:
+                self.group.exchange(records.Declined(overlap))
+                return True
+        return False
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from weightcast.errors import (
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import RunId, TensorSpec
 from weightcast.host.memory import MemoryLocation
+from weightcast.trainer.background import Overlap
 from weightcast.trainer.packer import HeldRegion
 
 
@@ -142,6 +143,16 @@ class AskSenders(_Record, frozen=True):
     digests: bool
 
 
+class AllPacked(_Record, frozen=True):
+    """No rank reads its weights any more: they may change."""
+
+
+class Declined(_Record, frozen=True):
+    """Every rank's next `Publisher.start` ends without a publish, since this one is in flight."""
+
+    overlap: Overlap
+
+
 class End(_Record, frozen=True):
     """The publish is over."""
 
@@ -203,7 +214,7 @@ class Failure(_Record, frozen=True):
 
 
 Agreement: TypeAlias = Start | Specs | Settings | Held | Mappable | Agreed | HeldParts
-Instruction: TypeAlias = Wait | Check | Open | Pack | Packed | AskSenders | End
+Instruction: TypeAlias = Wait | Check | Open | Pack | Packed | AskSenders | AllPacked | Declined | End
 Answer: TypeAlias = Acknowledged | RankStatus | OriginReport | Failure
 Record: TypeAlias = Agreement | Instruction | Answer
 

@@ -30,6 +30,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.seams.source import Source
 from weightcast.seams.transport import Sender
+from weightcast.trainer.background import Turn
 from weightcast.trainer.group import records
 from weightcast.trainer.group.group import is_any_busy
 from weightcast.trainer.group.rank import Rank
@@ -94,11 +95,18 @@ class PublishingRank(Rank, Sender):
                         self._check_finite()
                         group.exchange(records.Wait())
 
+            def packed() -> None:
+                group.exchange_when_idle(records.AllPacked())
+                publish_run.flight.packed()
+
             with group.error_at_next_exchange(), group.keeping_alive():
+                self._is_instructing = True
                 try:
-                    report = publish_run.run(prepared, engines_known)
+                    report = publish_run.run(prepared, engines_known, packed)
                 finally:
                     group.version = max(version, publish_run.number)
+                    with group.uninterrupted():
+                        self._is_instructing = False
             interrupt = None if isinstance(group.error, Exception) else group.error
             try:
                 group.exchange(records.Wait() if report is None else records.End(report))
@@ -291,8 +299,9 @@ class FollowingRank(Rank):
     Memory: the sender's slots or arena, stated there.
     """
 
-    def __init__(self, trainer_group: Any, source: Source, deadline_seconds: float) -> None:
+    def __init__(self, trainer_group: Any, source: Source, deadline_seconds: float, turn: Turn) -> None:
         super().__init__(trainer_group, source, deadline_seconds)
+        self._turn = turn
         self._sender: Sender | None = None
         self._calls = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-origin")
         self._call: futures.Future[None] | None = None
@@ -330,7 +339,12 @@ class FollowingRank(Rank):
                 if isinstance(found[0], records.End):
                     self._is_open, self._buffer = False, None
                     return found[0].report
-                if not is_any_busy(found):
+                if isinstance(found[0], records.Declined):
+                    self._turn.decline(found[0].overlap)
+                elif isinstance(found[0], records.AllPacked) and not is_any_busy(found):
+                    publish_run.flight.version = group.version
+                    publish_run.flight.packed()
+                elif not is_any_busy(found):
                     self._obey(found)
                 elif self._call is not None:
                     # At most for a quarter of the deadline: the others wait meanwhile.

@@ -1,0 +1,197 @@
+"""A publish in the background: its progress, its handle, and whose turn it is to use a publisher.
+
+Invariants: one thread at a time uses a publisher; weights may change once `Flight.packed` was called, on every trainer
+rank; a publish is cancelled before its first install or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent import futures
+from typing import Any, Literal
+
+from weightcast.errors import PublishInFlightError, PublishReport, UpdateAbortedError
+
+Overlap = Literal["wait", "skip", "raise"]
+
+
+class Flight:
+    """How far one publish has come, for the thread that called it. Thread-safe."""
+
+    def __init__(self, *, is_background: bool = False, can_cancel: bool = False) -> None:
+        """`is_background`: the caller waits until all is packed only. `can_cancel`: until engines install."""
+        self.is_background = is_background
+        self.began_at = time.perf_counter()
+        self.version: int | None = None
+        """The version's number, once it is known."""
+        self.stall_seconds = 0.0
+        """How long the caller had to leave the weights alone, once all is packed."""
+        self._condition = threading.Condition()
+        self._is_packed = False
+        self._is_over = False
+        self._can_cancel = can_cancel
+        self._is_cancelled = False
+
+    # --- the publish ---
+
+    def packed(self) -> None:
+        """Say that the source is not read any more. Idempotent."""
+        with self._condition:
+            if not self._is_packed:
+                self._is_packed = True
+                self.stall_seconds = time.perf_counter() - self.began_at
+                self._condition.notify_all()
+
+    def over(self) -> None:
+        with self._condition:
+            self._is_over, self._can_cancel = True, False
+            self._condition.notify_all()
+
+    def require_wanted(self, *, installs: bool = False) -> None:
+        """Raise UpdateAbortedError if the publish was cancelled. `installs`: from now on it can't be."""
+        with self._condition:
+            if self._is_cancelled:
+                raise UpdateAbortedError("the publish was cancelled before any engine had installed the version")
+            self._can_cancel = self._can_cancel and not installs
+
+    # --- its caller ---
+
+    @property
+    def is_packed(self) -> bool:
+        return self._is_packed
+
+    def wait_until_packed(self) -> bool:
+        """Wait until the weights may change again; False if the publish has ended before all was packed."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._is_packed or self._is_over)
+            return self._is_packed
+
+    def cancel(self) -> bool:
+        with self._condition:
+            self._is_cancelled = self._is_cancelled or self._can_cancel
+            return self._can_cancel
+
+
+class PublishHandle:
+    """A publish that goes on in the background, made by `Publisher.start`. Thread-safe; can be awaited."""
+
+    def __init__(self, flight: Flight, future: futures.Future[PublishReport | None]) -> None:
+        self._flight = flight
+        self._future = future
+
+    @property
+    def version(self) -> int | None:
+        """The version's number; None before the publisher has chosen it."""
+        return self._flight.version
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long `start` had the trainer wait: until all was packed, with the wait for a publish before."""
+        return self._flight.stall_seconds
+
+    def packed(self) -> bool:
+        """Return True once the weights may change again; always for a handle that `start` has returned."""
+        return self._flight.is_packed
+
+    def done(self) -> bool:
+        """Return True once the publish has ended: `result` does not wait any more."""
+        return self._future.done()
+
+    def result(self, timeout_seconds: float | None = None) -> PublishReport:
+        """Wait until every engine serves the version; return the report, or raise what `Publisher.publish` raises.
+
+        Raises TimeoutError after `timeout_seconds`: the publish goes on. Without it the wait ends with the publish,
+        whose own waits end by `PublishOptions.deadline_seconds`.
+        """
+        report = self._future.result(timeout_seconds)
+        assert report is not None, "a handle is of a publish that was not skipped"
+        return report
+
+    def cancel(self) -> bool:
+        """Give the publish up, unless engines have begun to install it; return whether it is given up.
+
+        Does not wait: the publish ends with its present step, at most a deadline later, and `result` raises
+        UpdateAbortedError then. Every engine keeps what it has. With several trainer ranks the publishing rank cancels
+        for all; elsewhere this returns False.
+        """
+        return self._flight.cancel()
+
+    def add_done_callback(self, call: Callable[[PublishHandle], object]) -> None:
+        """Call `call(handle)` when the publish has ended, in its thread; at once if it has ended already."""
+        self._future.add_done_callback(lambda _: call(self))
+
+    def __await__(self) -> Generator[Any, None, PublishReport]:
+        """Wait as `result` does, without blocking the event loop. A cancelled wait leaves the publish alone."""
+        yield from asyncio.wrap_future(self._future).__await__()
+        return self.result()
+
+
+class Turn:
+    """Whose turn it is to use a publisher: one thread's at a time."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._thread = 0
+        self._publishes = False
+        self._declined: list[Overlap] = []
+
+    @contextlib.contextmanager
+    def taken(self, *, publishes: bool = False) -> Iterator[None]:
+        """Wait for this thread's turn, and have it inside. `publishes`: for a publish, which others may not wait for.
+
+        Raises ValueError if this thread has it already.
+        """
+        self.take(publishes=publishes)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def take(self, *, publishes: bool, waits: bool = True) -> bool:
+        """Take the turn. False, unless it `waits`, while another thread publishes."""
+        with self._condition:
+            if self._thread == threading.get_ident():
+                raise ValueError(
+                    "this thread is publishing: on_progress, a source or a signal handler can't call this publisher "
+                    "in between; call it afterwards, or raise an exception, which ends the publish"
+                )
+            self._condition.wait_for(lambda: not self._thread or (self._publishes and not waits))
+            return self._take(publishes)
+
+    def take_unless_declined(self) -> Overlap | None:
+        """On a rank that follows: take the turn, or return how the publishing rank has declined this publish."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._declined or not self._thread)
+            if self._declined:
+                return self._declined.pop(0)
+            self._take(True)
+            return None
+
+    def decline(self, overlap: Overlap) -> None:
+        """On a rank that follows: the publishing rank has declined one publish more."""
+        with self._condition:
+            self._declined.append(overlap)
+            self._condition.notify_all()
+
+    def leave(self) -> None:
+        with self._condition:
+            self._thread = 0
+            self._condition.notify_all()
+
+    def _take(self, publishes: bool) -> bool:
+        if self._thread:
+            return False
+        self._thread, self._publishes = threading.get_ident(), publishes
+        return True
+
+
+def require_skip(overlap: Overlap) -> None:
+    """Raise PublishInFlightError unless a publish is to be skipped while another one is in flight."""
+    if overlap == "raise":
+        raise PublishInFlightError(
+            "a publish of this publisher is in flight: wait for its handle's result(), or pass overlap='wait' or 'skip'"
+        )
