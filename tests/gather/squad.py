@@ -10,6 +10,7 @@ import errno
 import functools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -417,6 +418,46 @@ class Rank:
                 outcome["failures"] = {name: type(error).__name__ for name, error in exc.failures.items()}
                 outcome["report"] = exc.report.to_json()
         return {**outcome, "version": self.publisher.version, "run": self.publisher.run, "counts": dict(self.counts)}
+
+    def start(self, version: int | None = None, *, overlap: str = "wait") -> str:
+        """Start a publish in the background; say how that ended."""
+        try:
+            handle = self.publisher.start(version, overlap=overlap)
+        except Exception as exc:
+            return type(exc).__name__
+        if handle is None:
+            return "skipped"
+        self.handle = handle
+        return "packed" if handle.packed() else "not packed"
+
+    def spoil_weights(self) -> None:
+        """Overwrite all that this rank holds, in place."""
+        for held in self.source.regions().values():
+            for _, view in held:
+                view.fill_(1)
+
+    def result(self) -> dict[str, Any]:
+        return self._outcome(lambda: self.handle.result(DEADLINE_SECONDS))
+
+    def cancel(self) -> bool:
+        return bool(self.handle.cancel())
+
+    def hold_install(self, message: str = "") -> None:
+        """Hold the first engine's next install up until `let_install`; or the message of that type before it."""
+        engine, self.goes_on = self.engines[0], threading.Event()
+        call = "update" if message else "finish"
+        original = getattr(engine, call)
+
+        def held_up(argument: Any) -> None:
+            if not message or type(argument).__name__ == message:
+                setattr(engine, call, original)
+                assert self.goes_on.wait(DEADLINE_SECONDS)
+            original(argument)
+
+        setattr(engine, call, held_up)
+
+    def let_install(self) -> None:
+        self.goes_on.set()
 
     def check(self, content: int) -> list[str]:
         """The tensors of the engines that are not those of this content, bit for bit."""
