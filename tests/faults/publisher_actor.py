@@ -155,6 +155,7 @@ class Trainer:
         self._clients: dict[str, StoppingClient] = {}
         self._model = build_model(width)
         self._is_fsdp = options.pop("fsdp", False)
+        self._trains_on = options.pop("trains_on", False)
         if rank is not None:
             _join(rank)
             if self._is_fsdp:
@@ -192,7 +193,7 @@ class Trainer:
 
     def _outcome(self, version: int | None) -> dict[str, Any]:
         try:
-            report = self.publisher.publish(version)
+            report = self._published_meanwhile(version) if self._trains_on else self.publisher.publish(version)
         except weightcast.PublishError as exc:
             failures = {name: (type(e).__name__, str(e)) for name, e in exc.failures.items()}
             return {"version": getattr(exc.report, "version", None), "failures": failures}
@@ -200,6 +201,14 @@ class Trainer:
             return {"version": None, "error": (type(exc).__name__, str(exc))}
         figures = {name: getattr(report, name) for name in ("version", "num_bytes", "num_buckets")}
         return {"failures": {}, "seconds": msgspec.to_builtins(report.seconds), **figures}
+
+    def _published_meanwhile(self, version: int | None) -> weightcast.PublishReport:
+        """Publish in the background, with other weights at once."""
+        handle = self.publisher.start(version)
+        assert handle is not None
+        for parameter in self._model.parameters():
+            parameter.data.fill_(-1.0)
+        return handle.result()
 
 
 def refuse_memory(is_refused: bool) -> None:

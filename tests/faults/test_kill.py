@@ -46,13 +46,15 @@ def unix_sockets() -> list[list[str]]:
         return [line.split() for line in f][1:]
 
 
+@pytest.mark.parametrize("trains_on", [False, pytest.param(True, id="in the background")])
 @pytest.mark.parametrize(
     ("wire", "phase"),
     over({IPC: PHASES, LARGE_GLOO: ["mid-bucket"]}, full={GLOO: PHASES, LARGE_GLOO: ["offer"]}),
 )
-def test_publisher_killed(stage: Stage, wire: Wire, phase: str) -> None:
+def test_publisher_killed(stage: Stage, wire: Wire, phase: str, trains_on: bool) -> None:
     engines = stage.engines(2)
-    publisher, footprints = stage.publisher(*engines, deadline_seconds=STALL_SECONDS), None
+    publisher = stage.publisher(*engines, deadline_seconds=STALL_SECONDS, trains_on=trains_on)
+    footprints = None
     if phase == "init":
         publisher.ask("stop at", phase)
     else:
