@@ -18,7 +18,9 @@ from weightcast.errors import (
     PeerError,
     PeersLostError,
     PublishError,
+    PublishReport,
     RefusedError,
+    StageSeconds,
     WeightcastError,
     from_record,
     to_record,
@@ -35,7 +37,8 @@ KINDS = [
 
 def make(cls: type[WeightcastError]) -> WeightcastError:
     if issubclass(cls, PublishError):
-        return cls("m", {"engine": PeerError("p", peer="engine")})
+        report = PublishReport("r", 1, 0, 0, 0, "staged", StageSeconds(), {})
+        return cls("m", {"engine": PeerError("p", peer="engine")}, report)
     return cls("m")
 
 

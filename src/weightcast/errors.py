@@ -172,14 +172,9 @@ class PublishInFlightError(WeightcastError):
 
 
 class PublishError(WeightcastError):
-    """At least one engine did not take the version. `failures` maps each to its cause; `report` has the rest.
+    """At least one engine did not take the version. `failures` maps each to its cause; `report` has the rest."""
 
-    An error that a `Publisher` raises has a report.
-    """
-
-    def __init__(
-        self, message: str, failures: Mapping[str, WeightcastError], report: PublishReport | None = None
-    ) -> None:
+    def __init__(self, message: str, failures: Mapping[str, WeightcastError], report: PublishReport) -> None:
         super().__init__(message)
         self.failures = dict(failures)
         self.report = report
@@ -259,6 +254,24 @@ class PublishReport(msgspec.Struct, frozen=True):
     def gb_per_second(self) -> float:
         """Tensor data over the whole time, in 1e9 bytes a second."""
         return self.num_bytes / self.seconds.total / 1e9 if self.seconds.total else 0.0
+
+    def metrics(self, prefix: str = "weightcast/") -> dict[str, float]:
+        """Return figures for a tracker (wandb, TensorBoard), by the name that each has behind the prefix.
+
+        Seconds end with `_s`. Trackers that average what they collect find by `_max` and `_total` what to do instead.
+        """
+        seconds = self.seconds
+        figures = {
+            "version_max": float(self.version),
+            "update_s": seconds.total,
+            "stall_s": seconds.stall,
+            "pack_s": seconds.pack,
+            "send_s": seconds.send,
+            "pause_s": seconds.pause,
+            "gb_per_s": self.gb_per_second,
+            "failed_engines_total": float(sum(not result.ok for result in self.engines.values())),
+        }
+        return {prefix + name: value for name, value in figures.items()}
 
     def to_json(self) -> bytes:
         """The report as one JSON object."""

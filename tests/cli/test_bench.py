@@ -29,6 +29,7 @@ def test_its_json_has_a_publish_and_a_memcpy(
     assert found.num_bytes == 7 * 2 * ((1 << 20) // 2 // 7)
     assert found.num_buckets >= 1
     assert min(found.first_publish_seconds, found.publish_seconds, found.pause_seconds, found.memcpy_seconds) > 0
+    assert found.publish_seconds >= found.stall_seconds >= found.pack_seconds > 0
     assert found.memcpy_ratio == found.publish_seconds / found.memcpy_seconds
 
 
@@ -37,7 +38,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", *FEW]) == exits.OK
     text = capsys.readouterr().out
     assert text.startswith("1.05 MB in 7 tensors, ")
-    for row in ("one memcpy", "first publish", "later publishes", "pause"):
+    for row in ("one memcpy", "first publish", "later publishes", "trainer waits", "packing", "pause"):
         assert row in text
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from weightcast import EngineServer, TensorSpec, cli
 from weightcast.cli import exits
-from weightcast.errors import IncompatibleWeightsError, PeerDiedError, PublishError
+from weightcast.errors import IncompatibleWeightsError, PeerDiedError, PublishError, PublishReport, StageSeconds
 
 NOBODY = "http://127.0.0.1:9"  # the discard port: refused at once
 
@@ -211,7 +211,7 @@ def test_running_the_package() -> None:
         (FileNotFoundError("x"), exits.USAGE),
         (ModuleNotFoundError("x"), exits.USAGE),
         (PeerDiedError("x"), exits.NEGATIVE),
-        (PublishError("x", {}), exits.NEGATIVE),
+        (PublishError("x", {}, PublishReport("r", 1, 0, 0, 0, "staged", StageSeconds(), {})), exits.NEGATIVE),
         (BrokenPipeError("x"), exits.NEGATIVE),
         (KeyboardInterrupt(), exits.INTERRUPTED),
         (TypeError("x"), None),

@@ -274,6 +274,46 @@ def test_a_source_that_moves_nothing_on_this_thread_is_read_on_another(loop: Loo
     assert threading.get_ident() not in threads
 
 
+# --- what is known of the fleet -------------------------------------------------------------------
+
+
+def test_the_publisher_says_what_it_knows_of_its_engines(loop: Loop) -> None:
+    publisher = loop.publisher
+    assert publisher.last_report is None
+    (new,) = publisher.engines
+    assert (new.name, new.version, new.state, new.last_error) == ("engine", None, "new", None)
+    loop.engine.stops_at = "finish"
+    handle = loop.start(4)
+    assert loop.engine.reached.wait(SECONDS)
+    assert [(engine.version, engine.state) for engine in publisher.engines] == [(None, "connected")]
+    loop.engine.go_on()
+    report = handle.result(SECONDS)
+    assert publisher.last_report is report
+    assert [(engine.version, engine.state) for engine in publisher.engines] == [(4, "connected")]
+    loop.engine.worker.engine.fail_after = 3
+    with pytest.raises(PublishError) as caught:
+        loop.start(5).result(SECONDS)
+    (failed,) = publisher.engines
+    assert (failed.version, failed.state) == (4, "failed")
+    assert failed.last_error is not None
+    assert "told to fail" in failed.last_error.message
+    assert publisher.last_report is caught.value.report
+    loop.engine.worker.engine.fail_after = None
+    assert publisher.publish(6).ok
+    loop.engine.close()
+    assert [engine.state for engine in publisher.engines] == ["lost"]
+
+
+def test_a_report_has_figures_for_trackers(loop: Loop) -> None:
+    metrics = loop.start(3).result(SECONDS).metrics()
+    assert metrics["weightcast/version_max"] == 3.0
+    assert metrics["weightcast/failed_engines_total"] == 0.0
+    assert 0.0 < metrics["weightcast/stall_s"] < metrics["weightcast/update_s"]
+    assert all(type(value) is float for value in metrics.values())
+    assert loop.publisher.last_report is not None
+    assert "sync/version_max" in loop.publisher.last_report.metrics(prefix="sync/")
+
+
 # --- asyncio --------------------------------------------------------------------------------------
 
 

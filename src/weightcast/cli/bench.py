@@ -38,8 +38,9 @@ _START_SECONDS = 120.0
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON. Seconds of a publish are from its call until the engine serves; `publish_seconds`, `memcpy_seconds` and
-    `pause_seconds` are medians of the publishes after the first, each of which has a memcpy (one thread) before it."""
+    """The JSON. Seconds of a publish are from its call until the engine serves; all but the first's are medians of the
+    publishes after it, each of which has a memcpy (one thread) before it. `stall_seconds`: until the weights may change
+    again; staged publishes are made in the background."""
 
     transport: str
     install: str
@@ -48,6 +49,8 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     num_buckets: int
     first_publish_seconds: float
     publish_seconds: float
+    stall_seconds: float
+    pack_seconds: float
     pause_seconds: float
     memcpy_seconds: float
     memcpy_ratio: float
@@ -99,11 +102,14 @@ def run(args: argparse.Namespace) -> int:
             for target, values in pairs:
                 target[:] = values
             copied = time.perf_counter()
-            reports.append(publisher.publish())
+            handle = publisher.start() if args.install == "staged" else None
+            reports.append(publisher.publish() if handle is None else handle.result())
             publishes.append(time.perf_counter() - copied)
             memcpys.append(copied - started)
     pauses = [max(each.pause_seconds for each in report.engines.values()) for report in reports]
-    publish, memcpy, pause = (statistics.median(each[1:]) for each in (publishes, memcpys, pauses))
+    stalls, packs = ([getattr(report.seconds, stage) for report in reports] for stage in ("stall", "pack"))
+    figures = publishes, stalls, packs, memcpys, pauses
+    publish, stall, pack, memcpy, pause = (statistics.median(each[1:]) for each in figures)
     found = BenchResult(
         transport=args.transport,
         install=args.install,
@@ -112,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
         num_buckets=reports[-1].num_buckets,
         first_publish_seconds=publishes[0],
         publish_seconds=publish,
+        stall_seconds=stall,
+        pack_seconds=pack,
         pause_seconds=pause,
         memcpy_seconds=memcpy,
         memcpy_ratio=publish / memcpy,
@@ -160,8 +168,15 @@ def _view(it: BenchResult) -> Iterator[str | Table]:
     table = Table(
         "", Column("ms", justify="right"), Column("GB/s", justify="right"), Column("x memcpy", justify="right")
     )
-    rows = {"one memcpy": it.memcpy_seconds, "first publish": it.first_publish_seconds}
-    for name, seconds in {**rows, "later publishes": it.publish_seconds, "pause": it.pause_seconds}.items():
+    rows = {
+        "one memcpy": it.memcpy_seconds,
+        "first publish": it.first_publish_seconds,
+        "later publishes": it.publish_seconds,
+        "trainer waits": it.stall_seconds,
+        "packing": it.pack_seconds,
+        "pause": it.pause_seconds,
+    }
+    for name, seconds in rows.items():
         ratio = f"{seconds / it.memcpy_seconds:.2f}"
         table.add_row(name, f"{seconds * 1e3:.1f}", f"{it.num_bytes / seconds / 1e9:.2f}", ratio)
     yield table

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import enum
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -23,6 +25,7 @@ from weightcast.errors import (
     EngineBusyError,
     EngineResult,
     EngineTornError,
+    ErrorRecord,
     IntegrityError,
     PeerDiedError,
     PeerError,
@@ -72,6 +75,21 @@ class PauseEnd(enum.Enum):
     """Its workers may hold parts of two versions, and only the pause keeps it from serving them."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineState:
+    """One engine, as far as a publisher knows.
+
+    `version`: the number of the version that it had when the publisher heard of it last, None if there was none.
+    `state`: "new" (no publish has asked it yet), "connected", "failed" (it did not take its last update, `last_error`
+    says why) or "lost" (its connection has ended; the next publish connects it again).
+    """
+
+    name: str
+    version: int | None
+    state: Literal["new", "connected", "failed", "lost"]
+    last_error: ErrorRecord | None
+
+
 class FleetMember:
     """One engine: its client, the links of its workers, and its result in the update in progress."""
 
@@ -93,6 +111,8 @@ class FleetMember:
         self.result = EngineResult()
         self.version = -1
         """The version that was offered in the update in progress; -1 before that."""
+        self.serves: int | None = None
+        """The number of the version that it had when it was heard of last."""
         self.instance = ""
         """The engine itself, however it is called; empty for one that does not say."""
         self.has_proven = False
@@ -113,6 +133,18 @@ class FleetMember:
     @property
     def is_joined(self) -> bool:
         return self._connection is not Connection.LOST and all(link.is_alive for link in self.links)
+
+    @property
+    def state(self) -> EngineState:
+        error = self.result.error
+        state: Literal["new", "connected", "failed", "lost"]
+        if error is not None:
+            state = "failed"
+        elif self.info is None:
+            state = "new"
+        else:
+            state = "connected" if self.is_joined else "lost"
+        return EngineState(self.name, self.serves, state, error)
 
     @property
     def is_absent(self) -> bool:
@@ -143,6 +175,7 @@ class FleetMember:
             found = f"{self.name} speaks protocol {self.info.protocol}, this publisher speaks {PROTOCOL}"
             raise UnsupportedError(f"{found}: update one end")
         self.instance = "" if self.info.instance is UNSET else self.info.instance
+        self.serves = self.newest_version if self.newest_version >= 0 else None
 
     def ask_dtypes(self, specs: Sequence[TensorSpec]) -> None:
         """Ask what the engine has these tensors in, unless it has said so since `ask`. Raises UnsupportedError."""
@@ -312,7 +345,7 @@ class FleetMember:
                 raise
             if isinstance(self.client, TwoPhaseInstall):
                 self.client.settle(self.version, keep=True)
-            self.result.ok = True
+            self.result.ok, self.serves = True, self.version
             if self._pause_end is not PauseEnd.NONE:
                 self._pause_end = PauseEnd.RESUME
                 if not resumes and isinstance(self.client, ServesTraffic):

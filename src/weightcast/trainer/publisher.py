@@ -30,7 +30,7 @@ from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
 from weightcast.host import device as host_device
 from weightcast.host.closing import Closeable, ClosedOnExit, awaited_at_exit, on_failure
-from weightcast.host.deadline import number_of_seconds, run_into
+from weightcast.host.deadline import run_into
 from weightcast.host.descriptors import shortage
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
@@ -41,7 +41,7 @@ from weightcast.trainer import arguments
 from weightcast.trainer.background import Flight, Overlap, PublishHandle, Turn, require_skip
 from weightcast.trainer.engine_dtypes import EngineDtypes
 from weightcast.trainer.finite import require_finite
-from weightcast.trainer.fleet import Fleet, FleetMember
+from weightcast.trainer.fleet import EngineState, Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import PackPlan, held_shards
 from weightcast.trainer.publish_run import Connections, OnProgress, PublishedVersion, PublishInputs, PublishRun
@@ -95,6 +95,8 @@ class Publisher(ClosedOnExit):
             raise TypeError(f"options is a {type(options).__name__}; pass PublishOptions(...)")
         self.run = secrets.token_hex(16)
         self.version = -1
+        self.last_report: PublishReport | None = None
+        """Of the last publish that had one: not of one that raised another error than PublishError."""
         self._source = source
         self._url = transport
         self._transport = registry.transport(transport)
@@ -128,6 +130,14 @@ class Publisher(ClosedOnExit):
                 self._add(engine)
 
     # --- the fleet ---
+
+    @property
+    def engines(self) -> list[EngineState]:
+        """What is known of each engine now, also during a publish; on a rank that another one publishes for, nothing.
+
+        Does not wait, and asks no engine.
+        """
+        return [member.state for member in self._fleet]
 
     def add_engine(self, engine: str | EngineClient, *, sync: bool = False) -> None:
         """Add an engine; the next publish connects it, or with `sync` this call, which brings it to the last version.
@@ -393,20 +403,19 @@ class Publisher(ClosedOnExit):
         self._require_open()
 
         def inputs() -> PublishInputs:
-            if wait_ready_seconds != 0:
-                number_of_seconds("wait_ready_seconds", wait_ready_seconds)
-            if on_progress is not None and not callable(on_progress):
-                raise TypeError(f"on_progress is {on_progress!r}; it must be a function of two numbers of bytes")
+            arguments.require_call(wait_ready_seconds, on_progress)
             return self._inputs(None if version is None else arguments.whole_number("version", version))
 
         return self._publish(inputs, on_progress, wait_ready_seconds, flight)
 
-    def sync(self, engine: str | EngineClient, *, on_progress: OnProgress | None = None) -> PublishReport:
+    def sync(
+        self, engine: str | EngineClient, *, wait_ready_seconds: float = 0.0, on_progress: OnProgress | None = None
+    ) -> PublishReport:
         """Bring one engine of the fleet to the last version now, which gets no new number; blocks until it serves it.
 
         For an engine that was added since, failed then, or was started again; the others serve on. One that serves the
-        version already is left alone. The report is of this engine alone. Its bytes are those that are staged still
-        (or, from a store, the stored version), else the source's weights, which must not have changed since: where they
+        version already is left alone. `wait_ready_seconds`, `on_progress`: as of `publish`. The report is of this
+        engine alone. Its bytes are those that are staged still (or, from a store, the stored version), else the source's weights, which must not have changed since: where they
         have, the engine's update fails, it keeps what it has, and a new version must be published. Of a source that
         streams its tensors only bytes that are staged or stored can be sent again: else UpdateAbortedError, the engine
         keeps what it has, and no stream is taken. An engine that takes weights bucket by bucket by routes of its own
@@ -421,7 +430,12 @@ class Publisher(ClosedOnExit):
             self._require_open()
             if self.version < 0:
                 raise ValueError(_NOTHING_YET)
-            return self._publish(lambda: self._inputs(None, of=_name_of(engine)), on_progress)
+
+            def inputs() -> PublishInputs:
+                arguments.require_call(wait_ready_seconds, on_progress)
+                return self._inputs(None, of=_name_of(engine))
+
+            return self._publish(inputs, on_progress, wait_ready_seconds)
 
     def rollback(self, version: SupportsIndex | None = None) -> PublishReport:
         """Publish a version that the store still holds once more, as a new version; blocks until engines serve it.
@@ -488,6 +502,7 @@ class Publisher(ClosedOnExit):
                 self.version, self.run = max(self.version, group.group.version), group.run or self.run
             self._published = run.published or (self._published if run.number in (-1, last) else None)
             self._num_published += run.published is not None and run.number > last
+        self.last_report = report
         if not report.ok and self._options.on_failure == "raise":
             raise publish_error(report)
         return report

@@ -156,14 +156,7 @@ class WeightcastMetrics(transformers.TrainerCallback):
         if report is None or report is self._logged:
             return
         self._logged = report
-        metrics = {
-            "version_max": float(report.version),
-            "update_s": report.seconds.total,
-            "pause_s": report.seconds.pause,
-            "gb_per_s": report.gb_per_second,
-            "failed_engines_total": float(sum(not result.ok for result in report.engines.values())),
-        }
         is_log_due = control.should_log
         # TRL's own `log` would add what it has collected for the step's row.
-        transformers.Trainer.log(self._trainer, {f"weightcast/{name}": value for name, value in metrics.items()})
+        transformers.Trainer.log(self._trainer, report.metrics())
         control.should_log = is_log_due  # a row that was logged ends what asks for the next one
