@@ -205,7 +205,6 @@ class Trainer:
     def _published_meanwhile(self, version: int | None) -> weightcast.PublishReport:
         """Publish in the background, with other weights at once."""
         handle = self.publisher.start(version)
-        assert handle is not None
         for parameter in self._model.parameters():
             parameter.data.fill_(-1.0)
         return handle.result()

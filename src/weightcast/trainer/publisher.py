@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 import torch
 import torch.distributed as dist
@@ -299,6 +299,26 @@ class Publisher(ClosedOnExit):
         with self._turn.taken(publishes=True):
             return self._publish_new(version, wait_ready_seconds, on_progress, Flight())
 
+    @overload
+    def start(
+        self,
+        version: SupportsIndex | None = None,
+        *,
+        overlap: Literal["wait", "raise"] = "wait",
+        wait_ready_seconds: float = 0.0,
+        on_progress: OnProgress | None = None,
+    ) -> PublishHandle: ...
+
+    @overload
+    def start(
+        self,
+        version: SupportsIndex | None = None,
+        *,
+        overlap: Overlap,
+        wait_ready_seconds: float = 0.0,
+        on_progress: OnProgress | None = None,
+    ) -> PublishHandle | None: ...
+
     def start(
         self,
         version: SupportsIndex | None = None,
@@ -319,7 +339,7 @@ class Publisher(ClosedOnExit):
         `with` and `close` wait for a publish in flight.
 
         With several trainer ranks every rank calls it, in the place of `publish`, and each returns when the weights of
-        all may change; the arguments are those of the publishing rank, and all skip, raise or publish alike.
+        all may change; pass the same `overlap` on each. All skip, raise or publish alike, as the publishing rank does.
 
         Raises what `publish` raises if the publish ends before all is packed; later it is raised by the handle's
         `result`. ValueError with `install="streaming"`, where engines are written to as buckets are packed.
@@ -415,11 +435,12 @@ class Publisher(ClosedOnExit):
 
         For an engine that was added since, failed then, or was started again; the others serve on. One that serves the
         version already is left alone. `wait_ready_seconds`, `on_progress`: as of `publish`. The report is of this
-        engine alone. Its bytes are those that are staged still (or, from a store, the stored version), else the source's weights, which must not have changed since: where they
-        have, the engine's update fails, it keeps what it has, and a new version must be published. Of a source that
-        streams its tensors only bytes that are staged or stored can be sent again: else UpdateAbortedError, the engine
-        keeps what it has, and no stream is taken. An engine that takes weights bucket by bucket by routes of its own
-        (stock SGLang but for its disk route) fails with UnsupportedError: publish a new version.
+        engine alone. Its bytes are those that are staged still (or, from a store, the stored version), else the
+        source's weights, which must not have changed since: where they have, the engine's update fails, it keeps what
+        it has, and a new version must be published. Of a source that streams its tensors only bytes that are staged or
+        stored can be sent again: else UpdateAbortedError, the engine keeps what it has, and no stream is taken. An
+        engine that takes weights bucket by bucket by routes of its own (stock SGLang but for its disk route) fails with
+        UnsupportedError: publish a new version.
 
         With several trainer ranks every rank calls it, as `publish`. Raises ValueError before the first publish, for an
         engine that is not in the fleet, if the last publish sent no whole version, and with `install="streaming"`
