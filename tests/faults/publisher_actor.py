@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -191,6 +192,16 @@ class Trainer:
             fill(self._model, content)
         self.pipe.send(("published", self._outcome(version)))
 
+    def start_often(self, first: int, number: int, seed: int) -> None:
+        """Start that many publishes, of content and version `first` and up; cancel and skip some. Says so at each."""
+        chance = random.Random(seed)
+        for version in range(first, first + number):
+            fill(self._model, version)
+            handle = self.publisher.start(version, overlap=chance.choice(["wait", "skip"]))
+            if handle is not None and chance.random() < 0.2:
+                handle.cancel()
+            self.pipe.send(("started", version))
+
     def _outcome(self, version: int | None) -> dict[str, Any]:
         try:
             report = self._published_meanwhile(version) if self._trains_on else self.publisher.publish(version)
@@ -234,6 +245,8 @@ def publisher_main(pipe: Connection, urls: list[str], url: str, width: int, opti
         match words:
             case ("publish", content, version):
                 threading.Thread(target=trainer.publish, args=(content, version), daemon=True).start()
+            case ("start often", *numbers):
+                threading.Thread(target=trainer.start_often, args=numbers, daemon=True).start()
             case ("go",):
                 trainer.stops.go.set()
             case ("full digests",):
