@@ -14,9 +14,10 @@ import torch
 from publishers import publisher_of
 
 from core.direct import DirectEngine, RecordingEngine
-from weightcast import PublishHandle, TensorSource
+from weightcast import Publisher, PublishHandle, PublishOptions, TensorSource
 from weightcast.errors import ClosedError, PublishError, PublishInFlightError, UpdateAbortedError
 from weightcast.format.messages import Offer, Seal
+from weightcast.trainer.options import PublishEvent
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 SECONDS = 30.0
@@ -302,6 +303,48 @@ def test_the_publisher_says_what_it_knows_of_its_engines(loop: Loop) -> None:
     assert publisher.publish(6).ok
     loop.engine.close()
     assert [engine.state for engine in publisher.engines] == ["lost"]
+
+
+def test_each_phase_of_each_engine_is_an_event() -> None:
+    events: list[PublishEvent] = []
+    engines = [SlowEngine("a"), SlowEngine("b")]
+    options = PublishOptions(on_event=events.append, on_failure="report", bucket_size_bytes=4096)
+    with Publisher(TensorSource(content(0)), engines=engines, options=options) as publisher:
+        publisher.publish(3)
+        phases = ["offered", "packed", "received", "installed"]
+        of_engines = ["a", "b", None]
+        whole = [(phase, name) for phase in phases for name in ([None] if phase == "packed" else of_engines)]
+        assert [(event.phase, event.engine) for event in events] == whole
+        assert all(event.version == 3 and event.error is None for event in events)
+        seconds = [event.seconds for event in events]
+        assert seconds == sorted(seconds)
+        events.clear()
+        engines[0].worker.engine.fail_after = 3
+        report = publisher.publish(4)
+        failed = [(event.phase, event.engine, event.error) for event in events if event.error is not None]
+        assert failed == [("installed", "a", report.engines["a"].error)]
+        events.clear()
+        engines[0].close()
+        report = publisher.publish(5)
+        told = [(event.phase, event.error) for event in events if event.engine == "a"]
+        assert told == [("offered", report.engines["a"].error)]
+    engines[1].close()
+
+
+def test_what_on_event_raises_ends_the_publish() -> None:
+    def refuse(event: PublishEvent) -> None:
+        if event.phase == "packed" and event.version == 1:
+            raise RuntimeError("not this one")
+
+    loop = Loop(on_event=refuse)
+    assert loop.start(0).result(SECONDS).ok
+    loop.train(1)
+    with pytest.raises(RuntimeError, match="not this one"):
+        loop.start(1).result(SECONDS)
+    assert_serves(loop, 0)
+    with pytest.raises(TypeError, match="on_event"):
+        PublishOptions(on_event=3)  # type: ignore[arg-type]
+    loop.close()
 
 
 def test_a_report_has_figures_for_trackers(loop: Loop) -> None:

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeAlias
 
+from weightcast.errors import ErrorRecord
 from weightcast.format.geometry import ALIGNMENT_BYTES
 from weightcast.format.messages import MAX_LEASE_SECONDS, InstallMode
 from weightcast.host.deadline import number_of_seconds
 from weightcast.trainer.arguments import whole_number
+
+Phase: TypeAlias = Literal["offered", "packed", "received", "installed"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PublishEvent:
+    """A phase of a publish has ended, for one engine, or for the publish.
+
+    `phase`: "offered" (the engine has accepted the version), "packed" (the weights may change; of the publish alone),
+    "received" (the engine has checked all of it), "installed" (it serves it). `engine`: its name; None: the phase has
+    ended for all engines. `error`: why the engine takes no further part, in the phase in which it failed.
+    `seconds`: since the publish began.
+    """
+
+    version: int
+    phase: Phase
+    engine: str | None
+    error: ErrorRecord | None
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +51,8 @@ class PublishOptions:
     `verify_every`: compare after this publisher's first publish and each n-th after it, whatever the versions' numbers;
     a publish that failed before all was sent doesn't count. In between, an engine that has connected since (it was
     added or started again) is compared once: after the first publish that it takes.
+    `on_event`: called with a `PublishEvent` for each phase and engine, in the publish's thread: it must not wait. What
+    it raises ends the publish. With several trainer ranks, on the publishing one.
     `on_failure`: whether a publish that an engine did not take raises PublishError or returns its report.
     `deadline_seconds`: of each single wait. `lease_seconds`: how long an engine stays held by a silent publisher.
     """
@@ -41,6 +64,7 @@ class PublishOptions:
     verify: Literal["installed"] | None = None
     verify_every: int = 1
     check_finite: bool = False
+    on_event: Callable[[PublishEvent], object] | None = None
     on_failure: Literal["raise", "report"] = "raise"
     deadline_seconds: float = 60.0
     lease_seconds: float = 30.0
@@ -57,6 +81,8 @@ class PublishOptions:
         for name in ("undo", "takeover", "check_finite"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if self.on_event is not None and not callable(self.on_event):
+            raise TypeError(f"on_event is {self.on_event!r}; it must be a function of one PublishEvent")
         number_of_seconds("deadline_seconds", self.deadline_seconds)
         if number_of_seconds("lease_seconds", self.lease_seconds) > MAX_LEASE_SECONDS:
             raise ValueError(f"lease_seconds is {self.lease_seconds}; it must be at most {MAX_LEASE_SECONDS}")

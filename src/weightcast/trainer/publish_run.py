@@ -53,7 +53,7 @@ from weightcast.seams.transport import Sender
 from weightcast.trainer.background import Flight
 from weightcast.trainer.engine_dtypes import EngineDtypes
 from weightcast.trainer.fleet import Fleet, FleetMember
-from weightcast.trainer.options import PublishOptions
+from weightcast.trainer.options import Phase, PublishEvent, PublishOptions
 from weightcast.trainer.packer import Fill, PackPlan, pack
 from weightcast.trainer.sent_digests import SentDigests
 from weightcast.trainer.stream_packer import StreamPacker
@@ -180,8 +180,12 @@ class FleetRoute:
         self._keeps_versions = keeps_versions
         self._brought = sender if is_brought else None
 
+    def members(self) -> list[FleetMember]:
+        """Those that take what this sender sends, if they take anything."""
+        return [member for member in self._fleet if member.sender is self._brought]
+
     def healthy(self) -> list[FleetMember]:
-        """The members without a failure that take what this sender sends."""
+        """Its members without a failure that don't serve the version yet."""
         return [member for member in self._fleet.healthy() if member.sender is self._brought]
 
     def pause(self) -> None:
@@ -219,7 +223,7 @@ class FleetRoute:
                 member.has_proven = member.result.error is None
 
     def resume(self) -> None:
-        self._fleet.each(FleetMember.resume, [member for member in self._fleet if member.sender is self._brought])
+        self._fleet.each(FleetMember.resume, self.members())
 
     def _peers(self, member: FleetMember) -> list[str]:
         return [member.name] if self.is_brought else [link.peer for link in member.links]
@@ -275,6 +279,8 @@ class PublishRun:
         self._seconds = StageSeconds()
         self._sent: SentDigests | None = None
         self._digests: Sequence[bytes | torch.Tensor] | None = None
+        self._failed: set[str] = set()
+        """The engines whose failure `on_event` was told."""
 
     def run(
         self,
@@ -355,6 +361,7 @@ class PublishRun:
                     workers=dict(workers) if manifest.origins else UNSET,
                 )
                 self._fleet.each(lambda member: member.offer(offer))
+            self._tell("offered", fleet)
             if again is not None and is_stored:
                 # Engines read what is there; it is not written twice.
                 root = root_digest(again.manifest_digest, again.digests)
@@ -365,8 +372,10 @@ class PublishRun:
             with self._timed("seal"):
                 seal = Seal(self._run, self.number, len(manifest.buckets), root, secret)
                 self._fleet.each(lambda member: member.client.update(seal))
+            self._tell("received", route.members())
             self.flight.require_wanted(installs=True)
             route.install(self._sent, proves_all=self._proves_all)
+            self._tell("installed", route.members())
             for client_sender in self._connections.client_senders:
                 brought = FleetRoute(self._fleet, client_sender, is_staged=client_sender.is_staged, is_brought=True)
                 try:
@@ -374,7 +383,9 @@ class PublishRun:
                         self._fail_unstaged(brought)
                         brought.pause()
                     self._send(brought, fill, is_last=client_sender is self._connections.client_senders[-1])
+                    self._tell("received", brought.members())
                     brought.install(self._sent, proves_all=self._proves_all)
+                    self._tell("installed", brought.members())
                 finally:
                     brought.resume()
             if keeps_versions and not is_stored:
@@ -410,6 +421,19 @@ class PublishRun:
             seconds=self._seconds,
             engines={member.name: member.result for member in self._fleet},
         )
+
+    def _tell(self, phase: Phase, members: Iterable[FleetMember]) -> None:
+        """Call `on_event`: of these engines, each that took part in the phase, then of the publish."""
+        if (on_event := self._options.on_event) is None:
+            return
+        seconds = time.perf_counter() - self.flight.began_at
+        for member in members:
+            error = member.result.error
+            if member.name not in self._failed:
+                on_event(PublishEvent(self.number, phase, member.name, error, seconds))
+            if error is not None:
+                self._failed.add(member.name)
+        on_event(PublishEvent(self.number, phase, None, None, seconds))
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -501,6 +525,7 @@ class PublishRun:
                     root = root_digest(self._pack_plan.manifest_digest, digests)
         if is_last:
             self._on_packed()
+            self._tell("packed", ())
         with self._timed("send"):
             route.receive(num_buckets, root)
         return root
