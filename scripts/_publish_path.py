@@ -21,6 +21,7 @@ import torch
 
 import weightcast
 from weightcast.control.client import HttpConnection
+from weightcast.format.manifest import WeightVersion
 
 PACKAGE = Path(weightcast.__file__).parent
 MAX_FRAMES, MAX_FILES = 14, 39
@@ -62,7 +63,7 @@ def main() -> None:
     thread: list[str] = []
 
     class Engine(weightcast.ModuleEngine):
-        def commit(self, version: weightcast.WeightVersion) -> None:
+        def commit(self, version: WeightVersion) -> None:
             thread.extend([*ours(), "engines/module.py:commit"])
             super().commit(version)
 

@@ -39,6 +39,10 @@ def test_all_is_what_a_type_checker_sees() -> None:
     assert len(weightcast.__all__) == len(set(weightcast.__all__))
 
 
+def test_what_most_programs_need_is_at_the_top_and_no_more() -> None:
+    assert len(set(weightcast.__all__) - {"__version__"}) <= 30
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'weightcast' has no attribute 'Publicher'"):
         _ = weightcast.Publicher  # type: ignore[attr-defined]

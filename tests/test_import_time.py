@@ -36,7 +36,8 @@ def test_the_package_itself_loads_nothing_but_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["import weightcast; weightcast.errors.PublishError", "from weightcast import Manifest, TensorSpec, Gate"]
+    "code",
+    ["import weightcast; weightcast.errors.PublishError", "from weightcast import PublishReport, TensorSpec, Region"],
 )
 def test_plain_values_load_no_torch(code: str) -> None:
     assert not loaded(code) & {"torch", *SERVER, *CLIENT, *TOOLS, *ENGINES}

@@ -23,8 +23,6 @@ from torch.distributed.tensor import DTensor, Shard
 import weightcast
 from weightcast import (
     EngineServer,
-    Follower,
-    Gate,
     HttpEngine,
     LocalEngine,
     MegatronSource,
@@ -37,12 +35,13 @@ from weightcast import (
     StoreSource,
     TensorSource,
     TensorSpec,
-    TextGenerator,
     cli,
     follow,
     rollback,
 )
 from weightcast.cli import exits
+from weightcast.engines.gate import Gate
+from weightcast.engines.transformers import TextGenerator
 from weightcast.errors import (
     ClosedError,
     ControlError,
@@ -51,6 +50,7 @@ from weightcast.errors import (
     VersionNotFoundError,
     WeightcastError,
 )
+from weightcast.serving.follower import Follower
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

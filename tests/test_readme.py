@@ -127,11 +127,12 @@ def test_the_site_shows_the_signature_of_every_public_name(tmp_path: Path) -> No
     signed = {
         name.split(".")[-1] for name, body in zip(parts[1::2], parts[2::2], strict=True) if "doc-signature" in body
     }
-    # An error that carries nothing but its message has no constructor of its own.
+    # An error that carries nothing but its message has no constructor of its own, nor has a Protocol.
     plain = {
         name
         for name in weightcast.__all__
         if getattr(getattr(weightcast, name), "__init__", None) is Exception.__init__
+        or getattr(getattr(weightcast, name), "_is_protocol", False)
     }
     assert set(weightcast.__all__) - {"errors", "__version__"} - signed == plain
 

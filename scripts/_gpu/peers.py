@@ -285,7 +285,8 @@ class EngineCommands(Commands):
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job)
-        from weightcast import EngineServer, ModuleEngine, TensorSink
+        from weightcast import EngineServer, ModuleEngine
+        from weightcast.engines.tensors import TensorSink
 
         self.engine: Any = TensorSink() if job["role"] == "sink" else ModuleEngine(self.weights)
         self.server = EngineServer(self.engine).start()

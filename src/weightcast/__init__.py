@@ -15,26 +15,22 @@ if TYPE_CHECKING:
     from weightcast.control.client import HttpEngine as HttpEngine
     from weightcast.control.local import LocalEngine as LocalEngine
     from weightcast.control.server.app import EngineServer as EngineServer
-    from weightcast.engines.gate import Gate as Gate
     from weightcast.engines.module import ModuleEngine as ModuleEngine
-    from weightcast.engines.tensors import TensorSink as TensorSink
-    from weightcast.engines.transformers import TextGenerator as TextGenerator
-    from weightcast.errors import EngineResult as EngineResult
-    from weightcast.errors import InstallError as InstallError
-    from weightcast.errors import IntegrityError as IntegrityError
-    from weightcast.errors import PeerError as PeerError
+    from weightcast.errors import ErrorRecord as ErrorRecord
     from weightcast.errors import PublishError as PublishError
     from weightcast.errors import PublishReport as PublishReport
-    from weightcast.errors import RefusedError as RefusedError
+    from weightcast.errors import StageSeconds as StageSeconds
     from weightcast.errors import WeightcastError as WeightcastError
     from weightcast.format.geometry import Region as Region
-    from weightcast.format.manifest import Manifest as Manifest
     from weightcast.format.manifest import TensorSpec as TensorSpec
-    from weightcast.format.manifest import WeightVersion as WeightVersion
-    from weightcast.serving.follower import Followed as Followed
-    from weightcast.serving.follower import Follower as Follower
+    from weightcast.seams.client import EngineClient as EngineClient
+    from weightcast.seams.engine import Engine as Engine
+    from weightcast.seams.source import Source as Source
+    from weightcast.seams.source import StreamSource as StreamSource
+    from weightcast.seams.transport import Receiver as Receiver
+    from weightcast.seams.transport import Sender as Sender
+    from weightcast.seams.transport import Transport as Transport
     from weightcast.serving.follower import follow as follow
-    from weightcast.sources.joined import JoinedSource as JoinedSource
     from weightcast.sources.megatron.source import MegatronSource as MegatronSource
     from weightcast.sources.module import ModuleSource as ModuleSource
     from weightcast.sources.safetensors import SafetensorsSource as SafetensorsSource
@@ -51,8 +47,8 @@ _HOMES = {
     "Publisher": "weightcast.trainer.publisher",
     "PublishOptions": "weightcast.trainer.options",
     "PublishReport": "weightcast.errors",
+    "StageSeconds": "weightcast.errors",
     "PublishHandle": "weightcast.trainer.background",
-    "EngineResult": "weightcast.errors",
     "HttpEngine": "weightcast.control.client",
     "LocalEngine": "weightcast.control.local",
     "ModuleSource": "weightcast.sources.module",
@@ -61,29 +57,26 @@ _HOMES = {
     "StoreSource": "weightcast.sources.store",
     "TensorSource": "weightcast.sources.tensors",
     "IteratorSource": "weightcast.sources.stream",
-    "JoinedSource": "weightcast.sources.joined",
     "rollback": "weightcast.trainer.rollback",
     # the engine's side
     "EngineServer": "weightcast.control.server.app",
     "ModuleEngine": "weightcast.engines.module",
-    "TensorSink": "weightcast.engines.tensors",
-    "TextGenerator": "weightcast.engines.transformers",
-    "Gate": "weightcast.engines.gate",
     "follow": "weightcast.serving.follower",
-    "Follower": "weightcast.serving.follower",
-    "Followed": "weightcast.serving.follower",
+    # what you may implement
+    "Source": "weightcast.seams.source",
+    "StreamSource": "weightcast.seams.source",
+    "Engine": "weightcast.seams.engine",
+    "EngineClient": "weightcast.seams.client",
+    "Sender": "weightcast.seams.transport",
+    "Receiver": "weightcast.seams.transport",
+    "Transport": "weightcast.seams.transport",
     # what travels
-    "Manifest": "weightcast.format.manifest",
     "TensorSpec": "weightcast.format.manifest",
     "Region": "weightcast.format.geometry",
-    "WeightVersion": "weightcast.format.manifest",
     # errors; the whole tree is in `weightcast.errors`
     "WeightcastError": "weightcast.errors",
+    "ErrorRecord": "weightcast.errors",
     "PublishError": "weightcast.errors",
-    "RefusedError": "weightcast.errors",
-    "PeerError": "weightcast.errors",
-    "InstallError": "weightcast.errors",
-    "IntegrityError": "weightcast.errors",
 }
 __all__ = [*_HOMES, "errors", "__version__"]
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from publishing.model import build_model
 
-from weightcast import LocalEngine, ModuleEngine, ModuleSource, Publisher, PublishOptions, TensorSink
+from weightcast import LocalEngine, ModuleEngine, ModuleSource, Publisher, PublishOptions
 from weightcast.cli.planned_bytes import Deployment, equal, estimate, gloo_tree
+from weightcast.engines.tensors import TensorSink
 from weightcast.format.bucket import HEADER_BYTES, Layout, pages
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import MAX_ORIGINS, TensorSpec

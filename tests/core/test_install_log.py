@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import weightcast
+from weightcast.serving.follower import Follower
 
 LINE = r"installed version 0 of run \w{8} in \d\.\d{3} s: 2 tensors, 288 bytes, \d+\.\d{3} s after its offer"
 
@@ -35,6 +36,6 @@ def test_a_follower_logs_its_installs(tmp_path: Path, caplog: pytest.LogCaptureF
     store = tmp_path.as_uri()
     with weightcast.Publisher(weightcast.ModuleSource(torch.nn.Linear(8, 8)), transport=store) as publisher:
         publisher.publish()
-    with weightcast.Follower(store, weightcast.ModuleEngine(torch.nn.Linear(8, 8))) as follower:
+    with Follower(store, weightcast.ModuleEngine(torch.nn.Linear(8, 8))) as follower:
         assert follower.poll() is not None
     assert len(installs(caplog)) == 1

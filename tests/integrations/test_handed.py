@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from weightcast import IteratorSource, LocalEngine, Publisher, PublishError, TensorSink, TensorSource
+from weightcast import IteratorSource, LocalEngine, Publisher, PublishError, TensorSource
+from weightcast.engines.tensors import TensorSink
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.integrations.handed import HandedPublisher, exhaust
 

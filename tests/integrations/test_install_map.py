@@ -12,7 +12,7 @@ import torch
 from core.direct import fleet
 
 from integrations.loader_model import EXPERTS, FUSED, HIDDEN, Model, ModelEngine, checkpoint, specs, without_memory
-from weightcast import Follower, Publisher, TensorSource
+from weightcast import Publisher, TensorSource
 from weightcast.errors import PublishError
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.plan import plan
@@ -20,6 +20,7 @@ from weightcast.integrations.plugin.dry_run import dry_run
 from weightcast.integrations.plugin.rank_consensus import RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.serving.admission import admit
+from weightcast.serving.follower import Follower
 from weightcast.serving.install import BlockCopies
 from weightcast.serving.install_map import StridedBlock
 

@@ -40,7 +40,8 @@ from real_vllm.programs import PROGRAM_SECONDS
 from real_vllm.servers import ONE, TESTS, Server, child_environment
 from real_vllm.trainer import trainer
 from real_vllm.trainer_ranks import ParamMeta, Source, placements_of
-from weightcast import LocalEngine, PublishError, TensorSink
+from weightcast import LocalEngine, PublishError
+from weightcast.engines.tensors import TensorSink
 from weightcast.integrations.vllm import WeightcastTrainerInitInfo
 from weightcast.integrations.vllm.trainer_engine import region_of
 

@@ -29,7 +29,8 @@ from real_vllm.oracle import NUM_TOKENS, PROMPT, assert_is_of, assert_other
 from real_vllm.programs import PROGRAM_SECONDS, run
 from real_vllm.servers import ONE, PLAIN, TESTS, Server, child_environment
 from real_vllm.trainer import trainer
-from weightcast import LocalEngine, PublishError, PublishOptions, TensorSink, cli
+from weightcast import LocalEngine, PublishError, PublishOptions, cli
+from weightcast.engines.tensors import TensorSink
 from weightcast.integrations.trl import WeightcastTransfer
 
 EXAMPLE = TESTS.parent / "examples" / "trl_async_grpo.py"

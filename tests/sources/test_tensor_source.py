@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from weightcast import EngineServer, LocalEngine, Publisher, PublishError, PublishOptions, TensorSink, TensorSource
+from weightcast import EngineServer, LocalEngine, Publisher, PublishError, PublishOptions, TensorSource
+from weightcast.engines.tensors import TensorSink
 from weightcast.format.manifest import WeightVersion
 
 
