@@ -94,7 +94,7 @@ def report(case: Case) -> dict[str, Any]:
 def serve(case: Case, engine: str) -> dict[str, Any]:
     """Start two of an engine's servers cold, each from what mbridge exports after a step, and publish to both.
 
-    They get the second step's weights over gloo, and then the first's. Gives what both answer from their start on, and
+    They get the second step's weights over gloo, in the background, and then the first's. Gives what both answer from their start on, and
     what Megatron itself goes on with after each step, greedily.
     """
     from megatron_core.trainer import Trainer
@@ -121,11 +121,12 @@ def serve(case: Case, engine: str) -> dict[str, Any]:
         with Publisher(
             source, transport="gloo://127.0.0.1:0", engines=urls, options=PublishOptions(deadline_seconds=60.0)
         ) as publisher:
-            publisher.publish()
-            ask()
-            with torch.no_grad():
+            handle = publisher.start()
+            with torch.no_grad():  # as if training went on, which must not change what is published
                 for tensor, value in zip(live, first, strict=True):
                     tensor.copy_(value)
+            handle.result()
+            ask()
             publisher.publish()
             ask()
     return {"own": own, "served": served}
