@@ -94,8 +94,8 @@ def report(case: Case) -> dict[str, Any]:
 def serve(case: Case, engine: str) -> dict[str, Any]:
     """Start two of an engine's servers cold, each from what mbridge exports after a step, and publish to both.
 
-    They get the second step's weights over gloo, in the background, and then the first's. Gives what both answer from their start on, and
-    what Megatron itself goes on with after each step, greedily.
+    They get the second step's weights over gloo, in the background, and then the first's. Gives what both answer from
+    their start on, and what Megatron itself goes on with after each step, greedily.
     """
     from megatron_core.trainer import Trainer
 
