@@ -53,7 +53,7 @@ def _complete(folder: str, marker: str = "config.json") -> list[str]:
 
 ENVIRONMENT = ["python3 -m venv .venv", "source .venv/bin/activate"]
 FIRST = {
-    "README.md": [
+    "quickstart.md": [
         "weightcast publish CHECKPOINT_DIR --transport file:///mnt/weights --version 699",
         *_complete("DIR/step_1000", "STABLE"),
     ],

@@ -29,7 +29,7 @@ def test_the_long_description_is_the_readme_and_leads_nowhere_else(metadata: ema
     assert text.startswith("# weightcast\n")
     assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
     linked = set(re.findall(r"\]\((?!https?:|#)([^)]+)\)", (ROOT / "README.md").read_text()))
-    assert linked - set(re.findall(r"\(`([^`]+)`\)", text)) == {"docs/weightcast.svg", "docs/benchmarks-process.svg"}
+    assert linked - set(re.findall(r"\(`([^`]+)`\)", text)) == {"docs/weightcast.svg"}
 
 
 def test_every_extra_that_a_page_names_can_be_installed(metadata: email.message.Message) -> None:

@@ -119,40 +119,30 @@ def ahead(it: Comparison) -> Iterator[tuple[Way, Way, str, float]]:
 
 
 def summary(comparisons: Sequence[Comparison]) -> str:
-    """The README's section: a picture and five lines."""
+    """The README's section: how long ways take that others bring, and in which one is ahead."""
 
-    def times(peer: str, ours: str, *models: str) -> str:
-        found = {
-            it.shapes: f"{ratio(row, other, 'seconds'):.1f}"
+    def times(peer: str) -> str:
+        found = [
+            ratio(row, other, "seconds")
             for it in comparisons
             for row in it.peers
             for other in it.against(row)
-            if (row.name, other.name) == (peer, ours)
-        }
-        return " and ".join(found.get(model, "(not measured)") for model in models)
+            if (it.shapes, row.name, other.name) == ("qwen3-0.6b", peer, "weightcast ipc")
+        ]
+        return f"{found[0]:.1f} times" if found else "(not measured)"
 
-    both, layers = ("many-small", "qwen3-0.6b"), "qwen3-0.6b's layers"
-    disturbed = "" if all(it.is_quiet for it in comparisons) else " (on CPUs that had other work too)"
+    disturbed = "" if all(it.is_quiet for it in comparisons) else ", which had other work too"
     text = (
-        f"Times as long as weightcast, for 5,000 small tensors and for Qwen3-0.6B, from process to process{disturbed}: "
-        f"verl's `BucketedWeightSender` {times('verl BucketedWeightSender, 512 MiB', 'weightcast ipc', *both)}, a "
-        f"safetensors file {times('safetensors file', 'weightcast ipc', *both)}, TorchRL's double buffer "
-        f"{times('TorchRL double buffer', 'weightcast ipc', *both)}; into vLLM its packed broadcasts "
-        f"{times('vLLM nccl packed, over gloo', 'weightcast gloo, vllm', layers)}, into SGLang its flattened buckets "
-        f"{times('SGLang flattened bucket, 512 MiB', 'weightcast ipc, sglang', layers)}."
+        f"From one process to another over shared memory, Qwen3-0.6B (1.2 GB of bfloat16), on two CPU cores{disturbed}"
+        f": verl's `BucketedWeightSender` takes {times('verl BucketedWeightSender, 512 MiB')} as long as weightcast, a "
+        f"safetensors file {times('safetensors file')}, TorchRL's double buffer {times('TorchRL double buffer')}."
     )
-    won = [(peer.name, field, found) for it in comparisons for peer, _, field, found in ahead(it)]
-    faster = sorted((found, name) for name, field, found in won if field == "seconds")
-    num_peers = len({name for _, name in faster})
-    others = [f"{name} takes {found:.2f} times as long" for found, name in faster[:1]]
-    others += [f"{num_peers - 1} more by less"] if num_peers > 1 else []
-    others += ["some pause for less"] if any(field == "pause_seconds" for _, field, _ in won) else []
-    if others:
-        text += f" Where others are ahead: {', '.join(others)}."
-    text += " [Benchmarks](docs/benchmarks.md) has all figures and reasons."
-    alt = "Seconds to installed of weightcast and of other ways, on the same two processes"
-    lines = textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)
-    return f"## How fast, beside the others?\n\n![{alt}](docs/benchmarks-process.svg)\n\n{lines}\n"
+    won = [(found, peer.name) for it in comparisons for peer, _, field, found in ahead(it) if field == "seconds"]
+    if won:
+        found, name = min(won)
+        text += f" Ahead of weightcast: {name}, which takes {found:.2f} times as long."
+    text += " [Benchmarks](docs/benchmarks.md) has all figures, also where others are ahead."
+    return f"## How fast\n\n{textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)}\n"
 
 
 def _figures(row: Row) -> str:
