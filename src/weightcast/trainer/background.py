@@ -160,7 +160,10 @@ class Turn:
                     "in between; call it afterwards, or raise an exception, which ends the publish"
                 )
             self._condition.wait_for(lambda: not self._thread or (self._publishes and not waits))
-            return self._take(publishes)
+            if self._thread:
+                return False
+            self._thread, self._publishes = threading.get_ident(), publishes
+            return True
 
     def take_unless_declined(self) -> Overlap | None:
         """On a rank that follows: take the turn, or return how the publishing rank has declined this publish."""
@@ -168,7 +171,7 @@ class Turn:
             self._condition.wait_for(lambda: self._declined or not self._thread)
             if self._declined:
                 return self._declined.pop(0)
-            self._take(True)
+            self._thread, self._publishes = threading.get_ident(), True
             return None
 
     def decline(self, overlap: Overlap) -> None:
@@ -181,12 +184,6 @@ class Turn:
         with self._condition:
             self._thread = 0
             self._condition.notify_all()
-
-    def _take(self, publishes: bool) -> bool:
-        if self._thread:
-            return False
-        self._thread, self._publishes = threading.get_ident(), publishes
-        return True
 
 
 def require_skip(overlap: Overlap) -> None:

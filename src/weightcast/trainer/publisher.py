@@ -297,7 +297,8 @@ class Publisher(ClosedOnExit):
         """
         self._require_here()  # first: the turn may be one that a thread of the other process has
         with self._turn.taken(publishes=True):
-            return self._publish_new(version, wait_ready_seconds, on_progress, Flight())
+            inputs = self._new_version(version, wait_ready_seconds, on_progress)
+            return self._publish(inputs, on_progress, wait_ready_seconds)
 
     @overload
     def start(
@@ -404,7 +405,8 @@ class Publisher(ClosedOnExit):
                     return None
                 try:
                     with present_stream():
-                        return self._publish_new(version, wait_ready_seconds, on_progress, flight)
+                        inputs = self._new_version(version, wait_ready_seconds, on_progress)
+                        return self._publish(inputs, on_progress, wait_ready_seconds, flight)
                 finally:
                     self._turn.leave()
             finally:
@@ -413,20 +415,16 @@ class Publisher(ClosedOnExit):
         awaited_at_exit(functools.partial(run_into, future, publish), "weightcast-publish")
         return flight, future
 
-    def _publish_new(
-        self,
-        version: SupportsIndex | None,
-        wait_ready_seconds: float,
-        on_progress: OnProgress | None,
-        flight: Flight,
-    ) -> PublishReport:
-        self._require_open()
+    def _new_version(
+        self, version: SupportsIndex | None, wait_ready_seconds: float, on_progress: OnProgress | None
+    ) -> Callable[[], PublishInputs]:
+        """Return a function that refuses wrong arguments and makes the inputs of a new version."""
 
         def inputs() -> PublishInputs:
             arguments.require_call(wait_ready_seconds, on_progress)
             return self._inputs(None if version is None else arguments.whole_number("version", version))
 
-        return self._publish(inputs, on_progress, wait_ready_seconds, flight)
+        return inputs
 
     def sync(
         self, engine: str | EngineClient, *, wait_ready_seconds: float = 0.0, on_progress: OnProgress | None = None
@@ -494,6 +492,7 @@ class Publisher(ClosedOnExit):
         flight: Flight | None = None,
     ) -> PublishReport:
         """Have all ranks publish what the publishing rank's inputs say."""
+        self._require_open()
         if not self._is_joined:
             # At the first publish, not before: torch.distributed may be initialised after this publisher is made.
             self._join_trainer_group()
