@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from weightcast import ModuleSource, Publisher, PublishOptions
+from weightcast import EngineServer, ModuleEngine, ModuleSource, Publisher, PublishOptions
 from weightcast.errors import PublishError
 
 ENGINE = """
@@ -51,3 +51,31 @@ def test_an_engine_process_that_ends_while_a_version_streams_in() -> None:
                 assert process.wait(60) == 7
         finally:
             process.kill()
+
+
+TRAINER = """
+import sys
+
+import torch
+import weightcast
+
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(20)]).requires_grad_(False)
+publisher = weightcast.Publisher(weightcast.ModuleSource(model), engines=[sys.argv[1]])
+handle = publisher.start()
+print(handle.version, flush=True)
+sys.exit(7)
+"""
+
+
+def test_a_trainer_that_ends_while_its_version_is_installed() -> None:
+    """The interpreter waits for the publish; the engine has all of it, or nothing."""
+    serving = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(20)]).requires_grad_(False)
+    with EngineServer(ModuleEngine(serving)) as server:
+        done = subprocess.run(
+            [sys.executable, "-c", TRAINER, server.url], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stdout) == (7, "0\n"), done.stderr
+        assert "Traceback" not in done.stderr
+        with server.step() as version:
+            assert version is None or version.number == 0
