@@ -29,13 +29,13 @@ from weightcast.errors import (
 from weightcast.format.bucket import BucketBuffer, header_digest, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.closing import awaited_at_exit
-from weightcast.host.memory import CommonMemory
+from weightcast.host.memory import SharedMemory
 from weightcast.seams.transport import Bucket, Share, Transport
 from weightcast.seams.versions import StoredVersion
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader
 from weightcast.store.writing import OriginWriter, StoreWriter
-from weightcast.transports.kept_memory import FilledTogether, KeptMemory, MemoryToSend
+from weightcast.transports.kept_memory import KeptMemory, MemoryToSend
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
 from weightcast.transports.sending import RunSender, check_length, check_next
 
@@ -316,8 +316,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         self._new_pool = functools.partial(ThreadPoolExecutor, address.num_threads, "weightcast-store")
         self._pool = self._new_pool()
         self._arena = KeptMemory(*_READ_INTO)
-        self._common_memory: CommonMemory | None = None
-        self._together: FilledTogether | None = None
+        self._common_memory: SharedMemory | None = None
+        self._together: KeptMemory | None = None
         self._share: Share | None = None
         """Of the version that is opened next."""
         self._newest: PinnedVersion | None = None
@@ -343,7 +343,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         with self._condition:
             self._require_open()
             if self._common_memory is None:
-                self._common_memory = CommonMemory.create()
+                self._common_memory = SharedMemory.make()
             return self._common_memory.location
 
     def share(self, manifest: Manifest, share: Share) -> bool:
@@ -352,8 +352,9 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             return False
         with self._condition:
             self._require_open()
-            if self._together is None or self._together.shared.location != share.memory:
-                self._together = FilledTogether(CommonMemory.find(share.memory), _READ_INTO[1])
+            shared = None if self._together is None else self._together.shared
+            if shared is None or shared.location != share.memory:
+                self._together = KeptMemory(*_READ_INTO, shared=SharedMemory.open(share.memory))
             self._share = share
         return True
 

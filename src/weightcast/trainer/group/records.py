@@ -21,7 +21,6 @@ from weightcast.errors import (
 )
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import RunId, TensorSpec
-from weightcast.host.memory import MemoryLocation
 from weightcast.trainer.packer import HeldRegion
 
 
@@ -67,11 +66,11 @@ class Settings(_Record, frozen=True):
 
 
 class Held(_Record, frozen=True):
-    """Every rank's regions, by number of the specs; its host, and memory of its own that others try to map."""
+    """Every rank's regions, by number of the specs; its host; the location of memory that others try to map."""
 
     parts: list[HeldRegion]
     host: str
-    probe: MemoryLocation | None
+    probe: str
 
 
 class Mappable(_Record, frozen=True):
@@ -114,11 +113,11 @@ class Open(_Record, frozen=True):
 
 
 class NextBucket(msgspec.Struct, frozen=True):
-    """The round of an origin's next bucket, and where its payload begins in which memory; None: no other rank's."""
+    """The round of an origin's next bucket, and where its payload begins in the memory at this location, if any."""
 
     number: int
     offset_bytes: int
-    memory: MemoryLocation | None
+    memory: str
 
 
 class Pack(_Record, frozen=True):
