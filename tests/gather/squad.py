@@ -466,8 +466,8 @@ class Rank:
 
         PartPacker.pack = pack  # type: ignore[method-assign]
 
-    def rewind(self, at: int, to: int) -> None:
-        """Once, lose the buckets from `to` on, notice it at bucket `at`, and go on from `to` when opened again."""
+    def rewind(self, at: int) -> None:
+        """Once, lose every bucket, notice it at bucket `at`, and begin again when opened again."""
         from weightcast.format.bucket import BucketBuffer, slot_size_bytes
         from weightcast.host.memory import SharedMemory
 
@@ -480,17 +480,15 @@ class Rank:
         def losing_open(*args: Any, peers: Sequence[str], staged: bool) -> int:
             if survivors:
                 sender.open, sender.buffer, sender.send = open_, buffer, send
-                return to
+                return 0
             survivors.extend(peers)
             return int(open_(*args, peers=peers, staged=staged))
 
         def losing_buffer(index: int) -> BucketBuffer:
-            return lost if index >= to else buffer(index)
+            return lost
 
         def losing_send(index: int, num_bytes: int) -> None:
-            if index < to:
-                send(index, num_bytes)
-            elif index == at:
+            if index == at:
                 raise PeersLostError("as if an engine had been lost", survivors)
 
         sender.open, sender.buffer, sender.send = losing_open, losing_buffer, losing_send

@@ -19,7 +19,7 @@ import torch
 from weightcast.errors import ManifestError, PeerDiedError, PeerError, Translated
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode, encode
 from weightcast.process_group import ProcessGroup, wait
-from weightcast.trainer.group.records import Failure, RankStatus, Record, Row, Wait
+from weightcast.trainer.group.records import Failure, Nothing, RankStatus, Record, Row
 from weightcast.trainer.group.rendezvous import Rendezvous, named
 
 _ROW_BYTES = 512
@@ -45,10 +45,9 @@ class _ErrorAtNextExchange:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
-        if error is None:
-            return False
-        self._group.error = error
-        return True
+        if error is not None:
+            self._group.error = error
+        return error is not None
 
 
 class Group:
@@ -208,7 +207,7 @@ class Group:
                 while not over.wait(max(0.0, self._last_exchange + interval - time.monotonic())):
                     with self._lock:
                         if not over.is_set() and self._last_exchange + interval <= time.monotonic():
-                            self.exchange(Wait())
+                            self.exchange(Nothing())
 
         thread = threading.Thread(target=keep_alive, name="weightcast-ranks", daemon=True)
         thread.start()

@@ -139,10 +139,10 @@ class Rank:
         if any(start.specs != started[0].specs for start in started):
             self._has_agreed = False
             differs = group.is_publishing or self._digest != started[0].specs
-            found = group.exchange(records.Specs(list(self._specs)) if differs else records.Acknowledged())
+            found = group.exchange(records.Specs(list(self._specs)) if differs else records.Nothing())
             other = next(rank for rank, start in enumerate(started) if start.specs != started[0].specs)
             group.error = _difference(found[0].specs, found[other].specs, group.ranks[0], group.ranks[other])
-            group.exchange(records.Acknowledged())
+            group.exchange(records.Nothing())
         return started
 
     def _agree(self, settings: records.Settings) -> list[records.Agreed]:
@@ -201,7 +201,7 @@ class Rank:
                 )
             assert isinstance(self._source, CollectiveSource)
             self._source.complete(functools.partial(gather_whole, group))
-        group.exchange(records.Acknowledged())
+        group.exchange(records.Nothing())
 
     def _check_finite(self) -> None:
         """Look for NaN and infinity in what this rank brings; the next exchange raises NotFiniteError."""
@@ -210,17 +210,22 @@ class Rank:
 
     # --- pack ---
 
-    def _next_bucket(self, number: int, payload: torch.Tensor) -> NextBucket:
-        """What the other ranks of an origin that this rank leads are told of its next bucket."""
-        memory = SharedMemory.of(payload) if self._contributors else None
-        return NextBucket(number, int(payload.storage_offset()), "" if memory is None else memory.location)
+    def _next_bucket(self, payload: torch.Tensor) -> NextBucket:
+        """Where the other ranks of the origin find the next bucket. Raises UnsupportedError if they can't map it."""
+        memory = SharedMemory.of(payload)
+        if memory is None and self._contributors:
+            raise UnsupportedError(
+                "the sender's buckets are not in memory that other ranks can map (`SharedMemory`), which several "
+                "trainer ranks need"
+            )
+        return NextBucket(int(payload.storage_offset()), "" if memory is None else memory.location)
 
     def _pack(self, bucket: NextBucket | None, number: int, payload: torch.Tensor | None = None) -> None:
-        """Write this rank's part of its origin's bucket, if that is one of this round; else do nothing.
+        """Write this rank's part of its origin's bucket of this round, if there is one.
 
         `payload`: of the origin that this rank leads. What goes wrong is raised at the next exchange.
         """
-        if bucket is None or bucket.number != number:
+        if bucket is None:
             return
         with self.group.error_at_next_exchange():
             index = self._span[number]
@@ -235,13 +240,7 @@ class Rank:
         """A bucket's payload, in memory of the rank that leads the origin. Raises UnsupportedError."""
         if self._mapped is None or self._mapped[0] != bucket.memory:
             self.forget_views()
-            try:
-                self._mapped = bucket.memory, SharedMemory.open(bucket.memory).map().tensor()
-            except UnsupportedError as exc:
-                raise UnsupportedError(
-                    f"buckets of trainer rank {self.group.ranks[self._leader]} can't be mapped: it has ended, or they "
-                    "are not in memory that other ranks can map (`SharedMemory`), which several trainer ranks need"
-                ) from exc
+            self._mapped = bucket.memory, SharedMemory.open(bucket.memory).map().tensor()
         start, end = bucket.offset_bytes, bucket.offset_bytes + self._assignment.layout.manifest.buckets[index]
         if (index, start) not in self._payloads:
             self._payloads[index, start] = self._mapped[1][start:end]

@@ -1,9 +1,9 @@
 """What trainer ranks say to each other: a record for each phase of a publish.
 
 A publish begins with `Start`. If anything has changed on any rank, `Settings`, `Held`, `Mappable` and `Agreed` follow.
-Then the publishing rank gives one instruction after the other (`Wait` to `End`), to each of which every other rank
+Then the publishing rank gives one instruction after the other (`Check` to `End`), to each of which every other rank
 sends its `RankStatus`. A round, which is the next bucket of each origin, is `Pack` and `Packed`. Where all have to be
-through with something before they go on, or one of them reports, the others send `Acknowledged`.
+through with something before they go on, or one of them reports, they send `Nothing`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from weightcast.trainer.packer import HeldRegion
 class _Record(msgspec.Struct, frozen=True, tag=True, omit_defaults=True): ...
 
 
-class Acknowledged(_Record, frozen=True):
-    """Nothing besides."""
+class Nothing(_Record, frozen=True):
+    """Nothing to say, or of the publishing rank: nothing to do."""
 
 
 class Start(_Record, frozen=True):
@@ -96,16 +96,12 @@ class HeldParts(_Record, frozen=True):
 # --- the publishing rank's instructions ---
 
 
-class Wait(_Record, frozen=True):
-    """Nothing to do."""
-
-
 class Check(_Record, frozen=True):
     """Look for NaN and infinity."""
 
 
 class Open(_Record, frozen=True):
-    """An update begins, or goes on, for these peers. `place`: see `Sender.share`."""
+    """An update begins, or begins again, for these peers. `place`: see `Sender.share`."""
 
     peers: tuple[str, ...]
     staged: bool
@@ -113,15 +109,14 @@ class Open(_Record, frozen=True):
 
 
 class NextBucket(msgspec.Struct, frozen=True):
-    """The round of an origin's next bucket, and where its payload begins in the memory at this location, if any."""
+    """Where the payload of an origin's next bucket begins in the memory at this location, if any."""
 
-    number: int
     offset_bytes: int
     memory: str
 
 
 class Pack(_Record, frozen=True):
-    """Pack your parts of this round. `bucket`: the publishing rank's own origin's. `proves`: digest tensors, too."""
+    """Pack your parts of round `number`. `bucket`: the publishing rank's own. `proves`: digest tensors, too."""
 
     number: int
     bucket: NextBucket | None = None
@@ -130,8 +125,6 @@ class Pack(_Record, frozen=True):
 
 class Packed(_Record, frozen=True):
     """The publishing rank has packed its part; all have, once all have brought a status to this."""
-
-    number: int
 
 
 class AskSenders(_Record, frozen=True):
@@ -154,14 +147,13 @@ class RankStatus(_Record, frozen=True):
     """`sums`: what this rank fills alone of the bucket that it packed last brings to that bucket's digest.
 
     Of a rank that leads an origin: `is_busy` with what it was told before; `is_lost`: its sender has lost peers;
-    `num_failures` of its sender; `next_round`: that of its next bucket; `bucket`: None while that can't be packed.
+    `num_failures` of its sender; `bucket`: its next one, None if all were sent or peers were lost.
     """
 
     sums: tuple[int, int] = (0, 0)
     is_busy: bool = False
     is_lost: bool = False
     num_failures: int = 0
-    next_round: int = 0
     bucket: NextBucket | None = None
 
 
@@ -202,8 +194,8 @@ class Failure(_Record, frozen=True):
 
 
 Agreement: TypeAlias = Start | Specs | Settings | Held | Mappable | Agreed | HeldParts
-Instruction: TypeAlias = Wait | Check | Open | Pack | Packed | AskSenders | End
-Answer: TypeAlias = Acknowledged | RankStatus | OriginReport | Failure
+Instruction: TypeAlias = Check | Open | Pack | Packed | AskSenders | End
+Answer: TypeAlias = Nothing | RankStatus | OriginReport | Failure
 Record: TypeAlias = Agreement | Instruction | Answer
 
 

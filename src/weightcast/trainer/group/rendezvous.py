@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -64,14 +63,10 @@ class Rendezvous:
 
         Raises PeerTimeoutError that names the ranks which did not come.
         """
-        arrived = threading.Event()
 
         def connect() -> ProcessGroup:
-            try:
-                with translated("the trainer's store"):
-                    epoch = self._arrive()
-            finally:
-                arrived.set()
+            with translated("the trainer's store"):
+                epoch = self._arrive()
             return ProcessGroup(
                 "gloo",
                 PrefixStore(f"{epoch}/gloo", self._store),
@@ -81,7 +76,7 @@ class Rendezvous:
             )
 
         with on_failure(self.leave):
-            group = self._within(self._deadline_seconds, connect, ProcessGroup.close, arrived)
+            group = self._within(2 * self._deadline_seconds, connect, ProcessGroup.close)
         self._has_met = True
         return group
 
@@ -146,16 +141,10 @@ class Rendezvous:
         signs = [f"{epoch}/{word}/{group_rank}" for group_rank in range(len(self.ranks))]
         return tuple(rank for rank, sign in zip(self.ranks, signs, strict=True) if not self._store.check([sign]))
 
-    def _within(
-        self,
-        seconds: float,
-        call: Callable[[], T],
-        discard: Callable[[T], None],
-        arrived: threading.Event | None = None,
-    ) -> T:
-        """Run `call` in a thread: a store that does not answer blocks its caller for many minutes.
+    def _within(self, seconds: float, call: Callable[[], T], discard: Callable[[T], None]) -> T:
+        """Run `call` in a thread, for `seconds`: a store that does not answer blocks its caller for many minutes.
 
-        It has `seconds` (with `arrived`: until that is set, and as many again); what it returns later is discarded.
+        What it returns later is discarded.
         """
         patience = seconds + _GRACE_SECONDS
         former = self._background
@@ -174,8 +163,7 @@ class Rendezvous:
             future.add_done_callback(discard_result)
 
         with on_failure(abandon):
-            has_arrived = arrived is None or arrived.wait(patience)
-            if not (has_arrived and futures.wait([future], patience).done):
+            if not futures.wait([future], patience).done:
                 raise PeerTimeoutError(_SILENT_STORE, peer="trainer")
         return future.result()
 
