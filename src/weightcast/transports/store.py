@@ -29,6 +29,7 @@ from weightcast.errors import (
 from weightcast.format.bucket import BucketBuffer, header_digest, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.closing import awaited_at_exit
+from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS
 from weightcast.host.memory import SharedMemory
 from weightcast.seams.transport import Bucket, Share, Transport
 from weightcast.seams.versions import StoredVersion
@@ -39,9 +40,6 @@ from weightcast.transports.kept_memory import KeptMemory, MemoryToSend
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
 from weightcast.transports.sending import RunSender, check_length, check_next
 
-_FIRST_PAUSE_SECONDS = 0.001
-_LONGEST_PAUSE_SECONDS = 0.05
-_SHARED_READ_SECONDS = 5.0
 _HOST_MEMORY = torch.device("cpu")
 _READ_INTO = _HOST_MEMORY, "reading this version", 'publish with install="streaming", or free memory'
 
@@ -283,7 +281,7 @@ class StoreUpdate(WantedUpdate[PinnedVersion]):
     attempt: int
     num_ahead: int
     reads: collections.deque[Future[None]] = dataclasses.field(default_factory=collections.deque)
-    pause_seconds: float = _FIRST_PAUSE_SECONDS
+    pause_seconds: float = 0.001
 
 
 class StoreReceiver(ReceivingEnd[StoreUpdate]):
@@ -421,8 +419,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
     def _await_shared_reads(self, reads: list[Future[None]]) -> None:
         """Other ranks read into the same memory: this one reads nothing more there while an old read goes on."""
-        if wait(reads, _SHARED_READ_SECONDS).not_done:
-            self._ended = f"the filesystem of {self._directory} has not ended a read for {_SHARED_READ_SECONDS:g} s"
+        if wait(reads, GRACE_SECONDS).not_done:
+            self._ended = f"the filesystem of {self._directory} has not ended a read for {GRACE_SECONDS:g} s"
 
     def _disconnect(self) -> None:
         self._arena.free()
@@ -437,7 +435,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
     def _wait(self, wanted: StoreUpdate, seconds: float) -> None:
         self._condition.wait(min(wanted.pause_seconds, seconds))
-        wanted.pause_seconds = min(2 * wanted.pause_seconds, _LONGEST_PAUSE_SECONDS)
+        wanted.pause_seconds = min(2 * wanted.pause_seconds, POLL_SECONDS)
 
     def _silence(self, wanted: StoreUpdate, seconds: float) -> str:
         number = wanted.version.number

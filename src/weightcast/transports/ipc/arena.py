@@ -18,7 +18,7 @@ import torch
 from weightcast.format.bucket import BucketBuffer, Buffers
 from weightcast.host import memory as host_memory
 from weightcast.host.closing import awaited_at_exit, close_at_exit, on_failure
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import GRACE_SECONDS, Deadline
 from weightcast.host.memory import SharedMemory
 from weightcast.native import tables
 from weightcast.transports.ipc.records import SharedArena
@@ -28,8 +28,6 @@ from weightcast.transports.sending import OwnedArena
 _WHAT = "the arena of this update"
 _STEP_BYTES = 32 << 20
 """Of memory that is populated, between two questions for how much there is."""
-_CLOSE_SECONDS = 5.0
-"""For the kernel to end a step, which takes milliseconds."""
 
 
 class OwnedSharedArena(OwnedArena):
@@ -109,7 +107,7 @@ class Populating:
         with self._changed:
             self._has_stopped = True
             self._changed.notify_all()
-        deadline = Deadline(_CLOSE_SECONDS)
+        deadline = Deadline(GRACE_SECONDS)
         for thread in self._threads:
             thread.join(deadline.remaining_seconds)
         self._memory = None
