@@ -126,7 +126,7 @@ class Follower(ClosedOnExit):
         stop = stop or threading.Event()
         if timeout_seconds != 0:
             number_of_seconds("timeout_seconds", timeout_seconds)
-        for _ in Deadline(timeout_seconds).polls(wait=stop.wait):
+        for _ in Deadline(timeout_seconds).polls(max_pause_seconds=0.25, wait=stop.wait):
             followed = None if stop.is_set() else self.poll()
             if followed is not None or stop.is_set():
                 return followed

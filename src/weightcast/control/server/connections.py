@@ -15,10 +15,12 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from weightcast.host.deadline import GRACE_SECONDS
+
 _Message = MutableMapping[str, Any]
 
 KEEP_ALIVE_SECONDS = 75
-"""For a request's header, its body, and the next request.
+"""For a request's body, and for the next request.
 
 Longer than HTTP clients keep an idle connection, so that they close it: a server that closes first can lose the request
 that is on its way.
@@ -55,7 +57,7 @@ class LimitedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_within(KEEP_ALIVE_SECONDS)
+        self._expect_within(2 * GRACE_SECONDS)
         if len(self.connections) > most_connections():
             others = [each for each in self.connections if isinstance(each, LimitedConnection) and each._owes_request]
             first = min((each for each in others if each is not self), key=LimitedConnection._order, default=self)
@@ -103,4 +105,4 @@ class LimitedConnection(H11Protocol):
             await self._serve(scope, receive_body, send)
         finally:
             if not self.transport.is_closing():
-                self._expect_within(2 * KEEP_ALIVE_SECONDS)
+                self._expect_within(KEEP_ALIVE_SECONDS + 2 * GRACE_SECONDS)
