@@ -493,6 +493,13 @@ class Rank:
 
         sender.open, sender.buffer, sender.send = losing_open, losing_buffer, losing_send
 
+    def keep_buckets_private(self) -> None:
+        """Have this rank's sender pack into memory that no other rank can map."""
+        from weightcast.format.bucket import BucketBuffer, slot_size_bytes
+
+        size_bytes = slot_size_bytes(self.publisher._pack_plan.layout.manifest)
+        self.publisher._group._sender.buffer = lambda index: BucketBuffer.of(torch.zeros(size_bytes, dtype=torch.uint8))
+
     def add_stock(self) -> None:
         """Add an engine that brings a sender of its own, which is known only once it was asked what it is."""
         from core.test_brought_sender import Bringing, ListedSender

@@ -140,6 +140,15 @@ def test_a_sender_that_has_lost_buckets_begins_again(ranks: Squad) -> None:
         assert ranks[0].ask("check", 13 + at) == []
 
 
+def test_buckets_that_other_ranks_can_not_map_are_an_error_on_every_rank(ranks: Squad) -> None:
+    ranks.all("make", "table", "rows")
+    published(ranks.publish(1))
+    ranks[0].ask("keep_buckets_private")
+    errors = failed(ranks.publish(2))
+    assert all("not in memory that other ranks can map" in text for _, text in errors)
+    assert ranks[0].ask("check", 1) == []
+
+
 def test_the_last_bucket_may_be_lost(ranks: Squad) -> None:
     ranks.all("make", "table", "rows")
     last = published(ranks.publish(20))["num_buckets"] - 1
