@@ -30,7 +30,7 @@ from weightcast.format.bucket import (
 )
 from weightcast.format.manifest import WeightVersion
 from weightcast.host import device as host_device
-from weightcast.host.memory import MemoryLocation, SealedMemory
+from weightcast.host.memory import SharedMemory
 from weightcast.process_group import ProcessGroup, Store, serve_store, wait
 from weightcast.seams.engine import Engine
 
@@ -54,7 +54,7 @@ class TensorMessage(msgspec.Struct, frozen=True):
 class UseSlot(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
     """Map the slot of a `TensorSlot`, and load what comes into it."""
 
-    location: MemoryLocation
+    location: str
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
@@ -129,13 +129,13 @@ class TensorSlot:
 
     def __init__(self, largest_bytes: int) -> None:
         """Raises InsufficientMemoryError if the host or a cgroup hasn't that much left."""
-        self._memory = SealedMemory.allocate(HEADER_BYTES + largest_bytes, "a slot for each tensor")
+        self._memory = SharedMemory.make(HEADER_BYTES + largest_bytes, "a slot for each tensor").map()
         self.buffer = BucketBuffer.of(self._memory.tensor())
         self.buffer.payload.zero_()
 
     def lend(self, engines: Channels) -> None:
         """Let every engine map the slot; they wait for tensors until `end`."""
-        send_all(engines, UseSlot(self._memory.location))
+        send_all(engines, UseSlot(self._memory.memory.location))
         await_done(engines)
 
     def publish(self, tensors: Tensors, engines: Channels) -> float:
@@ -155,7 +155,8 @@ class TensorSlot:
         send_all(engines, TensorMessage(""))
 
     def close(self) -> None:
-        self._memory.release(free=True)
+        self._memory.free()
+        self._memory.memory.close()
 
 
 def take_from_slot(buffer: BucketBuffer, message: TensorMessage) -> torch.Tensor:

@@ -40,7 +40,7 @@ from weightcast.engines.module import ModuleEngine
 from weightcast.errors import PeerDiedError, WeightcastError
 from weightcast.format.bucket import BucketBuffer
 from weightcast.format.manifest import TensorSpec, decode
-from weightcast.host.memory import map_shared
+from weightcast.host.memory import SharedMemory
 from weightcast.process_group import join_store, serve_store
 
 LOOPBACK = "127.0.0.1"
@@ -88,8 +88,7 @@ def serve_engine(job: Job, bench: BenchChannel) -> None:
         while True:
             match command := bench.receive(EngineCommand):
                 case UseSlot(location):
-                    memory = map_shared(location)
-                    assert memory is not None, "the bench runs on this host, as this user"
+                    memory = SharedMemory.open(location).map().tensor()
                     load_each(engine, bench, functools.partial(take_from_slot, BucketBuffer.of(memory)))
                 case JoinGroup():
                     store = join_store(job.settings.host, command.port, ANSWER_SECONDS)

@@ -32,7 +32,7 @@ from weightcast.errors import (
     WeightcastError,
 )
 from weightcast.host import device as host_device
-from weightcast.host.deadline import Deadline, in_background
+from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline, in_background
 
 _MAX_CTAS = 8
 """Thread blocks that a broadcast may take from the engine's own kernels."""
@@ -48,11 +48,8 @@ _NCCL_ENVIRONMENT = {
 }
 Store: TypeAlias = Any
 """A c10d store: TCPStore, PrefixStore, ..."""
-_STORE_ATTEMPT_SECONDS = 3.0
 _CHATTER = re.compile(r"Exception raised from|This is typically caused by")
 """Where a message of torch goes on with a trace, or with advice that does not fit here."""
-_POLL_SECONDS = 0.0002
-_CONNECT_POLL_SECONDS = 0.02
 _environment_lock = threading.Lock()
 T = TypeVar("T")
 
@@ -64,7 +61,7 @@ def serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
     """
     end = time.monotonic() + timeout_seconds
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    attempt = datetime.timedelta(seconds=min(timeout_seconds, _STORE_ATTEMPT_SECONDS))
+    attempt = datetime.timedelta(seconds=min(timeout_seconds, GRACE_SECONDS))
     tcp_store: Any = TCPStore
     while True:
         listener = socket.create_server((host, 0), family=family)
@@ -207,7 +204,7 @@ class ProcessGroup:
             if self.backend == "gloo":
                 wait(work)
                 return
-            for _ in Deadline(self._timeout_seconds).polls(_POLL_SECONDS, _POLL_SECONDS):
+            for _ in Deadline(self._timeout_seconds).polls(0.0002, 0.0002):
                 # NCCL's own wait returns at once, and has a stream wait: for ever if a member has died.
                 if work.is_completed():
                     if error := _nccl_error(work):
@@ -279,7 +276,7 @@ def in_time(
     future, deadline = in_background(run, name="weightcast-connect"), Deadline(seconds)
     try:
         while not future.done() and not (deadline.has_passed or is_left()):
-            futures.wait([future], min(_CONNECT_POLL_SECONDS, deadline.remaining_seconds))
+            futures.wait([future], min(POLL_SECONDS, deadline.remaining_seconds))
         if future.done():
             return future.result()
         future.add_done_callback(lambda done: None if done.exception() else discard(done.result()))

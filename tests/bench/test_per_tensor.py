@@ -18,7 +18,7 @@ from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IntegrityError, PeerDiedError, PeerTimeoutError
 from weightcast.format.bucket import BucketBuffer
 from weightcast.format.manifest import TensorSpec
-from weightcast.host.memory import map_shared
+from weightcast.host.memory import SharedMemory
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -72,8 +72,7 @@ def test_every_tensor_arrives_at_every_engine() -> None:
 
 
 def _load(model: torch.nn.Module, bench: BenchChannel) -> None:
-    memory = map_shared(bench.receive(UseSlot).location)
-    assert memory is not None
+    memory = SharedMemory.open(bench.receive(UseSlot).location).map().tensor()
     load_each(ModuleEngine(model), bench, partial(take_from_slot, BucketBuffer.of(memory)))
     bench.close()
 

@@ -48,7 +48,7 @@ def test_an_engine_that_does_not_come_is_an_error(
     code: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It ends before it serves, or does nothing until the deadline."""
-    monkeypatch.setattr(bench, "_START_SECONDS", 60.0 if error is PeerDiedError else 0.1)
+    monkeypatch.setattr(bench, "LOAD_SECONDS", 60.0 if error is PeerDiedError else 0.1)
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **more: popen([command[0], "-c", code], **more))
     assert cli.main(["bench", *FEW, "--json"]) == exits.NEGATIVE

@@ -109,7 +109,7 @@ def test_that_nothing_complete_is_there_is_said(tmp_path: Path, monkeypatch: pyt
             return super().write(text)
 
     save(tmp_path, 3, marker="")
-    monkeypatch.setattr("weightcast.cli.follow._FIRST_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("weightcast.cli.follow.GRACE_SECONDS", 0.01)
     monkeypatch.setattr(sys, "stderr", Stderr())
     with serving() as (server, module):
         words = ["follow", str(tmp_path), "--marker", "STABLE", "--engine", server.url, "--once"]

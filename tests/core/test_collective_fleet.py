@@ -19,7 +19,7 @@ from weightcast import TensorSource
 from weightcast.errors import PeerDiedError, PublishError
 from weightcast.format.manifest import WeightVersion
 from weightcast.host.deadline import Deadline
-from weightcast.host.memory import SealedMemory, shared_memory_of
+from weightcast.host.memory import SharedMemory
 from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.publisher import Publisher
 from weightcast.transports.collective.sender import CollectiveSender
@@ -191,13 +191,13 @@ def test_an_engine_is_free_for_another_run_as_soon_as_its_publisher_is_closed(tr
 def test_memory_that_a_broken_group_may_still_read_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The update goes on in other memory, and nothing keeps the former one, once its broadcasts are over."""
     engine = DirectEngine("a", RecordingEngine())
-    former: list[weakref.ref[SealedMemory]] = []
+    former: list[weakref.ref[SharedMemory]] = []
     send = CollectiveSender.send
 
     def break_once(self: CollectiveSender, index: int, num_bytes: int) -> None:
         if index == 2 and not former:
             with self.condition:
-                memory = shared_memory_of(self.buffer(index).payload)
+                memory = SharedMemory.of(self.buffer(index).payload)
                 assert memory is not None
                 former.append(weakref.ref(memory))
                 self._slots_are_lost = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,9 +17,9 @@ from publishers import publisher_of
 from core.direct import RecordingEngine
 from core.parallel import ParallelEngine
 from weightcast import TensorSource, registry
-from weightcast.errors import PublishError, UnsupportedError
+from weightcast.errors import InsufficientMemoryError, PublishError, UnsupportedError
 from weightcast.format.bucket import HEADER_BYTES
-from weightcast.host.memory import CommonMemory
+from weightcast.host.memory import SharedMemory
 from weightcast.testing.faults import SCHEME, Corrupt, FaultyTransport
 from weightcast.trainer.publisher import Publisher
 
@@ -154,30 +155,58 @@ def test_a_changed_bit_is_found_by_the_rank_whose_share_it_is(
 
 
 def test_where_no_memory_is_to_be_found() -> None:
-    own = CommonMemory.create()
-    pid, number, name = own.location.split("/")
-    unsealed = os.memfd_create("weightcast-common-x")
+    own, fixed = SharedMemory.make(), SharedMemory.make(100)
+    pid, number, size, name = own.location.split("/")
+    _, fixed_number, fixed_size, fixed_name = fixed.location.split("/")
+    unsealed, named_otherwise = os.memfd_create("weightcast-buckets-x"), os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(named_otherwise, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     try:
         for place in (
             "",
             "1/2",
-            f"{pid}/{number}/other",
-            f"{pid}/{number}/weightcast-common-x",
-            f"{pid}/{unsealed}/weightcast-common-x",
-            f"{pid}/../{number}/{name}",
-            f"{1 << 40}/{number}/{name}",
+            f"{pid}/{number}/{name}",
+            f"{pid}/{number}/{size}/other",
+            f"{pid}/{named_otherwise}/0/other",
+            f"{pid}/{number}/{size}/weightcast-buckets-x",
+            f"{pid}/{unsealed}/0/weightcast-buckets-x",
+            f"{pid}/../{number}/{size}/{name}",
+            f"{1 << 40}/{number}/{size}/{name}",
+            f"{pid}/{number}/4096/{name}",
+            f"{pid}/{fixed_number}/{2 * int(fixed_size)}/{fixed_name}",
         ):
-            with pytest.raises(UnsupportedError, match="ranks on one host"):
-                CommonMemory.find(place)
-        found = CommonMemory.find(own.location)
-        found.map(100, "this test", private=False)[:3] = b"abc"
-        shown = own.map(1 << 20, "this test", private=True)
+            with pytest.raises(UnsupportedError, match="processes of one host share can't be reached"):
+                SharedMemory.open(place)
+        assert len(SharedMemory.open(fixed.location).map()) == int(fixed_size)
+        found = SharedMemory.open(own.location)
+        found.grow(100, "this test")
+        found.map()[:3] = b"abc"
+        own.grow(1 << 20, "this test")
+        shown = own.map(private=True)
         assert shown[:3] == b"abc"
         assert len(shown) == 1 << 20
         shown[:3] = b"xyz"
-        assert found.map(1, "this test", private=True)[:3] == b"abc"
+        assert found.map(private=True)[:3] == b"abc"
+        shown.reread(shown.tensor()[1:2])
+        assert shown[:3] == b"abc"
         found.close()
         found.close()
     finally:
-        os.close(unsealed)
+        for descriptor in (unsealed, named_otherwise):
+            os.close(descriptor)
         own.close()
+        fixed.close()
+
+
+def test_memory_is_asked_for_before_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightcast.host.memory.available_bytes", lambda: 1 << 20)
+    with pytest.raises(InsufficientMemoryError, match="this test needs 2097152 bytes"):
+        SharedMemory.make(2 << 20, "this test")
+    with contextlib.closing(SharedMemory.make()) as memory:
+        memory.grow(1 << 20, "this test")
+        with pytest.raises(InsufficientMemoryError, match="this test needs 2097152 bytes"):
+            memory.grow(2 << 20, "this test")
+        memory.map().tensor().fill_(1)
+        memory.grow(2 << 20, "this test")
+        for size_bytes in (0, 1 << 20):
+            with pytest.raises(PermissionError):
+                os.ftruncate(memory.descriptor, size_bytes)

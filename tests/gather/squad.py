@@ -27,6 +27,7 @@ from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held
 from weightcast.sources.module import ModuleSource
+from weightcast.trainer.group.rank import _can_map
 from weightcast.trainer.packer import PartPacker
 
 DEADLINE_SECONDS = 30.0
@@ -311,12 +312,11 @@ class Rank:
         import torch.distributed as dist
         from core.direct import DirectEngine, ReadableEngine, RecordingEngine
 
-        from weightcast.host.memory import map_shared
         from weightcast.trainer.group import rank
 
         self.unmake()
         rank.host_identity = lambda: f"host {self.rank * hosts // self.size}"
-        rank.map_shared = _nothing_mapped if is_apart else map_shared
+        rank._can_map = _can_not_map if is_apart else _can_map
 
         leads = self.rank % 2 == 0
         PartPacker.pack = functools.partialmethod(_late, _pack, late_seconds * leads)  # type: ignore[assignment]
@@ -507,41 +507,46 @@ class Rank:
 
         PartPacker.pack = pack  # type: ignore[method-assign]
 
-    def rewind(self, at: int, to: int) -> None:
-        """Once, lose the buckets from `to` on, notice it at bucket `at`, and go on from `to` when opened again."""
+    def rewind(self, at: int) -> None:
+        """Once, lose every bucket, notice it at bucket `at`, and begin again when opened again."""
         from weightcast.format.bucket import BucketBuffer, slot_size_bytes
-        from weightcast.host.memory import SealedMemory
+        from weightcast.host.memory import SharedMemory
 
         sender = self.publisher._group._sender
         open_, buffer, send = sender.open, sender.buffer, sender.send
         manifest = self.publisher._pack_plan.layout.manifest
-        lost = BucketBuffer.of(SealedMemory.allocate(slot_size_bytes(manifest)).tensor())
+        lost = BucketBuffer.of(SharedMemory.make(slot_size_bytes(manifest)).map().tensor())
         survivors: list[str] = []
 
         def losing_open(*args: Any, peers: Sequence[str], staged: bool) -> int:
             if survivors:
                 sender.open, sender.buffer, sender.send = open_, buffer, send
-                return to
+                return 0
             survivors.extend(peers)
             return int(open_(*args, peers=peers, staged=staged))
 
         def losing_buffer(index: int) -> BucketBuffer:
-            return lost if index >= to else buffer(index)
+            return lost
 
         def losing_send(index: int, num_bytes: int) -> None:
-            if index < to:
-                send(index, num_bytes)
-            elif index == at:
+            if index == at:
                 raise PeersLostError("as if an engine had been lost", survivors)
 
         sender.open, sender.buffer, sender.send = losing_open, losing_buffer, losing_send
+
+    def keep_buckets_private(self) -> None:
+        """Have this rank's sender pack into memory that no other rank can map."""
+        from weightcast.format.bucket import BucketBuffer, slot_size_bytes
+
+        size_bytes = slot_size_bytes(self.publisher._pack_plan.layout.manifest)
+        self.publisher._group._sender.buffer = lambda index: BucketBuffer.of(torch.zeros(size_bytes, dtype=torch.uint8))
 
     def add_stock(self) -> None:
         """Add an engine that brings a sender of its own, which is known only once it was asked what it is."""
         from core.test_brought_sender import Bringing, ListedSender
 
         from weightcast.format.bucket import BucketBuffer, slot_size_bytes
-        from weightcast.host.memory import SealedMemory
+        from weightcast.host.memory import SharedMemory
         from weightcast.seams.client import EngineClient
 
         class Keeping(ListedSender):
@@ -551,7 +556,7 @@ class Rank:
 
             def buffer(self, index: int) -> Any:
                 """In memory that the other ranks can map."""
-                self.last = BucketBuffer.of(SealedMemory.allocate(slot_size_bytes(self._manifest)).tensor())
+                self.last = BucketBuffer.of(SharedMemory.make(slot_size_bytes(self._manifest)).map().tensor())
                 return self.last
 
             def send(self, index: int, num_bytes: int) -> None:
@@ -677,8 +682,9 @@ def _late(owner: object, call: Callable[..., Any], seconds: float, *args: Any) -
     return call(owner, *args)
 
 
-def _nothing_mapped(location: object) -> None:
-    """What `map_shared` gives where nothing can be mapped."""
+def _can_not_map(location: object) -> bool:
+    """Stand in for `rank._can_map` where nothing can be mapped."""
+    return False
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -131,19 +131,28 @@ def test_two_exchanges_for_each_bucket_and_a_message_for_each_exchange(ranks: Sq
         assert counts.get("receive", 0) == (0 if rank else (NUM_RANKS - 1) * counts["exchange"])
 
 
-def test_the_sender_goes_back_for_a_lost_bucket(ranks: Squad) -> None:
+def test_a_sender_that_has_lost_buckets_begins_again(ranks: Squad) -> None:
     ranks.all("make", "table", "rows")
     published(ranks.publish(12))
-    for at, to in ((3, 1), (5, 5)):
-        ranks[0].ask("rewind", at, to)
+    for at in (0, 3, 5):
+        ranks[0].ask("rewind", at)
         published(ranks.publish(13 + at))
         assert ranks[0].ask("check", 13 + at) == []
 
 
-def test_the_last_bucket_may_be_sent_again(ranks: Squad) -> None:
+def test_buckets_that_other_ranks_can_not_map_are_an_error_on_every_rank(ranks: Squad) -> None:
+    ranks.all("make", "table", "rows")
+    published(ranks.publish(1))
+    ranks[0].ask("keep_buckets_private")
+    errors = failed(ranks.publish(2))
+    assert all("not in memory that other ranks can map" in text for _, text in errors)
+    assert ranks[0].ask("check", 1) == []
+
+
+def test_the_last_bucket_may_be_lost(ranks: Squad) -> None:
     ranks.all("make", "table", "rows")
     last = published(ranks.publish(20))["num_buckets"] - 1
-    ranks[0].ask("rewind", last, last - 1)
+    ranks[0].ask("rewind", last)
     published(ranks.publish(21))
     assert ranks[0].ask("check", 21) == []
 

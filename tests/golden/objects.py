@@ -85,7 +85,10 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
     "local_ranks.json": (LocalRanks((0, 1)), LocalRanks),
     "offer_ranks.json": (
         Offer(
-            RUN, 8, "d" * 64, ranks={"host/a": LocalRanks((0, 1), "7/8/weightcast-common-x"), "b": LocalRanks((2, 3))}
+            RUN,
+            8,
+            "d" * 64,
+            ranks={"host/a": LocalRanks((0, 1), "7/8/0/weightcast-buckets-x"), "b": LocalRanks((2, 3))},
         ),
         UpdateInfo,
     ),
@@ -104,7 +107,7 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
     ),
     "hello.json": (Hello(RUN, "http://127.0.0.1:8000", 1, "c" * 64), LinkMessage),
     "hello_memory.json": (
-        Hello(RUN, "http://127.0.0.1:8000", 1, "c" * 64, host="h", memory="7/8/weightcast-common-x"),
+        Hello(RUN, "http://127.0.0.1:8000", 1, "c" * 64, host="h", memory="7/8/0/weightcast-buckets-x"),
         LinkMessage,
     ),
     "hello_host.json": (Hello(RUN, "http://127.0.0.1:8000", 1, "c" * 64, host="boot/net/1000"), LinkMessage),

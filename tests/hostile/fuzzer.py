@@ -167,7 +167,7 @@ _IPC_RECEIVER = [
 
 _COLLECTIVE_SENDER = [
     {"kind": "hello", "run": "a" * 32, "engine": "e", "engine_rank": 0, "secret": "b" * 64, "host": "h"},
-    {"kind": "joining", "epoch": 1, "memory": "1/2/weightcast-common-x"},
+    {"kind": "joining", "epoch": 1, "memory": "1/2/0/weightcast-buckets-x"},
     {"kind": "join_failed", "epoch": 1, "reason": "r", "is_own": True},
     {"kind": "progress", "epoch": 1, "update": 1, "num_received": 2, "num_awaited": 3},
 ]
@@ -182,7 +182,7 @@ _COLLECTIVE_RECEIVER = [
         "timeout_seconds": 3.0,
         "is_read_along": True,
     },
-    {"kind": "read_along", "epoch": 1, "memory": "1/2/weightcast-common-x"},
+    {"kind": "read_along", "epoch": 1, "memory": "1/2/0/weightcast-buckets-x"},
     {"kind": "begin", "version": 1, "update": 1, "staged": True, "num_buckets": 2, "opening": 1},
     {"kind": "arrived", "update": 1, "num_buckets": 2},
 ]

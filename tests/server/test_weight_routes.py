@@ -348,7 +348,7 @@ HALF_SENT = {
 def test_a_request_that_does_not_come_whole_ends_its_connection(
     module: torch.nn.Module, kind: str, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_HEADER_SECONDS", "_BODY_SECONDS", "KEEP_ALIVE_SECONDS"):
+    for name in ("GRACE_SECONDS", "KEEP_ALIVE_SECONDS"):
         monkeypatch.setattr(connections, name, 0.2)
     with EngineServer(ModuleEngine(module)) as server, socket.create_connection(("127.0.0.1", server.port)) as client:
         client.settimeout(60)
@@ -362,7 +362,7 @@ def test_a_request_that_does_not_come_whole_ends_its_connection(
 def test_a_call_that_takes_longer_than_a_request_may_is_answered(
     module: torch.nn.Module, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_HEADER_SECONDS", "_BODY_SECONDS", "KEEP_ALIVE_SECONDS"):
+    for name in ("GRACE_SECONDS", "KEEP_ALIVE_SECONDS"):
         monkeypatch.setattr(connections, name, 0.05)
     with EngineServer(ModuleEngine(module)) as server:
         with ThreadPoolExecutor(1) as pool, server.step():

@@ -37,7 +37,7 @@ from weightcast.store.records import FORMAT, Commit, seal
 @pytest.fixture(autouse=True)
 def _clean(leaves_nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left open; a slot that never gets its version is given up soon."""
-    monkeypatch.setattr(reading, "_PIN_SECONDS", 0.2)
+    monkeypatch.setattr(reading, "GRACE_SECONDS", 0.2)
 
 
 def slot_of(directory: Path) -> Path:

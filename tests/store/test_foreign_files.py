@@ -56,7 +56,7 @@ Place = Callable[[Path], object]
 @pytest.fixture(autouse=True)
 def _clean(leaves_nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left open; a slot that never gets its version is given up soon."""
-    monkeypatch.setattr(reading, "_PIN_SECONDS", 0.2)
+    monkeypatch.setattr(reading, "GRACE_SECONDS", 0.2)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from weightcast.transports.store import JoinedStoreSender, StoreSender
 @pytest.fixture(autouse=True)
 def _clean(leaves_nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left open; a slot that never gets its version is given up soon."""
-    monkeypatch.setattr(reading, "_PIN_SECONDS", 0.2)
+    monkeypatch.setattr(reading, "GRACE_SECONDS", 0.2)
 
 
 @contextlib.contextmanager

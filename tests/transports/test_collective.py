@@ -278,7 +278,7 @@ def test_a_worker_that_is_to_read_along_where_it_cannot_says_so_and_is_lost(hall
         )
         stack.callback(receiver.close)
         (link,) = listener.links()
-        for epoch, memory in enumerate(("nowhere", f"{os.getpid()}/0/weightcast-common-x"), 1):
+        for epoch, memory in enumerate(("nowhere", f"{os.getpid()}/0/0/weightcast-buckets-x"), 1):
             link.send(ReadAlong(epoch, memory))
             with listener.condition:
                 assert listener.condition.wait_for(lambda: link._messages, DEADLINE_SECONDS)

@@ -17,7 +17,7 @@ from transports.conftest import Ends
 
 from weightcast.errors import ClosedError, InsufficientMemoryError
 from weightcast.host import memory as host_memory
-from weightcast.host.memory import SealedMemory
+from weightcast.host.memory import SharedMemory
 from weightcast.native import tables
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, Background, numbered, read_all, send_all, version
 from weightcast.transports.ipc import IpcSender
@@ -62,21 +62,21 @@ class Kernel:
 
 @pytest.mark.skipif(not tables.populate(np.zeros(1 << 14).ctypes.data, 1), reason="the kernel is older than Linux 5.14")
 def test_every_page_is_there_before_it_is_written() -> None:
-    memory = SealedMemory.allocate(SIZE_BYTES)
+    memory = SharedMemory.make(SIZE_BYTES).map()
     populating = Populating(memory.tensor(), "the test")
     for end_bytes in (1, STEP_BYTES, STEP_BYTES + 1, SIZE_BYTES):
         populating.wait(end_bytes, PATIENCE_SECONDS)
-        assert taken_bytes(memory.location.descriptor) >= end_bytes
-    assert taken_bytes(memory.location.descriptor) == SIZE_BYTES
+        assert taken_bytes(memory.memory.descriptor) >= end_bytes
+    assert taken_bytes(memory.memory.descriptor) == SIZE_BYTES
     assert not memory.tensor().any()
     assert populating.wait(SIZE_BYTES, PATIENCE_SECONDS) == 0.0
     populating.close()
-    memory.release(free=True)
+    memory.free()
 
 
 def test_a_wait_ends_with_the_bytes_that_it_needs_or_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch)
-    populating = Populating(SealedMemory.allocate(SIZE_BYTES).tensor(), "the test")
+    populating = Populating(SharedMemory.make(SIZE_BYTES).map().tensor(), "the test")
     assert kernel.begun.acquire(timeout=PATIENCE_SECONDS)
     assert populating.wait(1, 0.01) > 0
     kernel.may_go_on.set()
@@ -87,7 +87,7 @@ def test_a_wait_ends_with_the_bytes_that_it_needs_or_in_time(monkeypatch: pytest
 
 def test_nothing_is_touched_that_a_limit_forbids(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer takes memory after the arena was allocated; when there is room again, the arena is written as is."""
-    memory = SealedMemory.allocate(SIZE_BYTES)
+    memory = SharedMemory.make(SIZE_BYTES).map()
     kernel = Kernel(monkeypatch)
     room = [SIZE_BYTES]
     monkeypatch.setattr(host_memory, "available_bytes", lambda: room[0])
@@ -100,13 +100,13 @@ def test_nothing_is_touched_that_a_limit_forbids(monkeypatch: pytest.MonkeyPatch
     for end_bytes in (0, SIZE_BYTES):
         with pytest.raises(InsufficientMemoryError, match=f"test needs {SIZE_BYTES - STEP_BYTES} bytes.*free some"):
             populating.wait(end_bytes, PATIENCE_SECONDS)
-    assert (kernel.num_calls, taken_bytes(memory.location.descriptor) <= STEP_BYTES) == (1, True)
+    assert (kernel.num_calls, taken_bytes(memory.memory.descriptor) <= STEP_BYTES) == (1, True)
     room[0] += 1
     populating.wait(SIZE_BYTES, PATIENCE_SECONDS)
     room[0] = 0  # it is in the arena now
     assert populating.wait(SIZE_BYTES, PATIENCE_SECONDS) == 0.0
     populating.close()
-    memory.release(free=True)
+    memory.free()
 
 
 def test_memory_that_can_not_be_touched_is_left_to_who_writes_it() -> None:
@@ -125,7 +125,7 @@ def test_memory_that_can_not_be_touched_is_left_to_who_writes_it() -> None:
 def test_an_old_kernel_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch, lambda number: False)
     kernel.may_go_on.set()
-    populating = Populating(SealedMemory.allocate(SIZE_BYTES).tensor(), "the test")
+    populating = Populating(SharedMemory.make(SIZE_BYTES).map().tensor(), "the test")
     populating.wait(SIZE_BYTES, PATIENCE_SECONDS)
     populating.close()
     assert kernel.num_calls == 1
@@ -136,7 +136,7 @@ def test_no_thread_to_be_had_is_no_error(monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(ipc_arena, "awaited_at_exit", refuse)
-    populating = Populating(SealedMemory.allocate(SIZE_BYTES).tensor(), "the test")
+    populating = Populating(SharedMemory.make(SIZE_BYTES).map().tensor(), "the test")
     populating.wait(SIZE_BYTES, PATIENCE_SECONDS)
     populating.close()
 
@@ -191,7 +191,7 @@ def test_memory_that_ran_short_is_found_when_the_update_is_opened(
 
 
 def test_a_child_that_is_forked_meanwhile_has_no_thread_and_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, kernel = SealedMemory.allocate(SIZE_BYTES), Kernel(monkeypatch)
+    memory, kernel = SharedMemory.make(SIZE_BYTES).map(), Kernel(monkeypatch)
     populating = Populating(memory.tensor(), "the test")
     assert kernel.begun.acquire(timeout=PATIENCE_SECONDS)
     assert in_child(lambda: str(len(os.listdir("/proc/self/task")))) == "1"
@@ -199,13 +199,13 @@ def test_a_child_that_is_forked_meanwhile_has_no_thread_and_ends_at_once(monkeyp
     populating.wait(SIZE_BYTES, PATIENCE_SECONDS)
     assert kernel.num_calls == NUM_STEPS
     populating.close()
-    memory.release(free=True)
+    memory.free()
 
 
 def test_a_process_ends_well_in_the_middle_of_it() -> None:
     code = (
-        "from weightcast.host.memory import SealedMemory\n"
+        "from weightcast.host.memory import SharedMemory\n"
         "from weightcast.transports.ipc.arena import Populating\n"
-        f"populating = Populating(SealedMemory.allocate({SIZE_BYTES}).tensor(), 'the test')\n"
+        f"populating = Populating(SharedMemory.make({SIZE_BYTES}).map().tensor(), 'the test')\n"
     )
     subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_SECONDS, check=True)

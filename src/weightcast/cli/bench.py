@@ -19,6 +19,7 @@ from weightcast.cli import exits, output, values
 from weightcast.errors import PeerDiedError, PeerTimeoutError
 from weightcast.format.amounts import count, size
 from weightcast.format.manifest import TensorSpec
+from weightcast.host.deadline import LOAD_SECONDS
 
 if TYPE_CHECKING:
     from weightcast.engines.module import ModuleEngine
@@ -34,7 +35,6 @@ this one). Every value changes before each publish. Takes three times their byte
 """
 
 _MIB = 1 << 20
-_START_SECONDS = 120.0
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,8 +153,8 @@ def _started(args: argparse.Namespace) -> Iterator[str]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         try:
-            if not select.select([process.stdout], [], [], _START_SECONDS)[0]:
-                raise PeerTimeoutError(f"the engine did not start within {_START_SECONDS:g} s", peer="the engine")
+            if not select.select([process.stdout], [], [], LOAD_SECONDS)[0]:
+                raise PeerTimeoutError(f"the engine did not start within {LOAD_SECONDS:g} s", peer="the engine")
             if not (url := process.stdout.readline().decode().strip()):
                 raise PeerDiedError("the engine ended before it served: see what it wrote", peer="the engine")
             yield url

@@ -23,9 +23,6 @@ from weightcast.serving.follower import Followed
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.relay import Relay
 
-_FIRST_PAUSE_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 1.0
-
 logger = logging.getLogger(__name__)
 
 
@@ -57,7 +54,7 @@ class DirectoryFollower(ClosedOnExit):
 
     def wait(self, timeout_seconds: float, *, stop: threading.Event) -> Followed | None:
         """Poll until there is news; None after the timeout, or soon after `stop` was set."""
-        for _ in Deadline(timeout_seconds).polls(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, stop.wait):
+        for _ in Deadline(timeout_seconds).polls(0.05, 1.0, stop.wait):
             followed = None if stop.is_set() else self.poll()
             if followed is not None or stop.is_set():
                 return followed

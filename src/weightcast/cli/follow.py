@@ -16,6 +16,7 @@ import msgspec
 from weightcast.cli import exits, output, values
 from weightcast.errors import WeightcastError
 from weightcast.format.amounts import size
+from weightcast.host.deadline import GRACE_SECONDS, MAX_SECONDS
 
 if TYPE_CHECKING:
     from weightcast.cli.directory_follower import DirectoryFollower
@@ -37,12 +38,6 @@ last is the newest. A directory is complete when it has the marker, a file that 
 STABLE, in later versions .finished.
 """
 
-_FIRST_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 30.0
-_LOOK_SECONDS = 60.0
-_FIRST_LOOK_SECONDS = 5.0
-"""If nothing is there by then, it is said: the directory or its marker may be the wrong one."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -59,8 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
-    stop, pause_seconds = threading.Event(), _FIRST_PAUSE_SECONDS
-    look_seconds = _FIRST_LOOK_SECONDS
+    stop, pause_seconds = threading.Event(), 1.0
+    # If nothing is there by then, it is said: the directory or its marker may be the wrong one.
+    look_seconds = GRACE_SECONDS
 
     def end(number: int, frame: object) -> None:
         # Not here: this interrupts the thread that waits for `stop`, perhaps while it has the lock of it.
@@ -77,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
                     raise
                 print(f"weightcast: {exits.describe(exc)}; trying again in {pause_seconds:g} s", file=sys.stderr)
                 stop.wait(pause_seconds)
-                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+                pause_seconds = min(2 * pause_seconds, 30.0)
                 continue
-            if followed is None and look_seconds != _LOOK_SECONDS and not stop.is_set():
+            if followed is None and look_seconds == GRACE_SECONDS and not stop.is_set():
                 needed = f" (a directory with the file {' or '.join(args.marker)})" if args.marker else ""
                 print(f"weightcast: {args.target} has no complete version yet{needed}; waiting", file=sys.stderr)
-            look_seconds = _LOOK_SECONDS
+            look_seconds = MAX_SECONDS
             if followed is not None:
-                pause_seconds = _FIRST_PAUSE_SECONDS
+                pause_seconds = 1.0
                 text = f"version {followed.version}: all engines hold it, nothing is sent"
                 if followed.run:
                     text = (

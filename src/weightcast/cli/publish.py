@@ -8,6 +8,7 @@ from pathlib import Path
 
 from weightcast.cli import exits, output, values
 from weightcast.format.manifest import MAX_VERSION
+from weightcast.host.deadline import LOAD_SECONDS
 
 EPILOG = """
 examples:
@@ -20,7 +21,6 @@ examples:
 """
 
 _MIB = 1 << 20
-WAIT_SECONDS = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--dtype", choices=(*values.DTYPES, "engine"), help=dtype_help)
     output.add_update(parser, transport_help="how bytes travel, or the store that they go into")
-    wait_help = f"for engines that are starting, all together; refusals are not waited for (default: {WAIT_SECONDS:g})"
-    add("--wait", type=values.seconds, nargs="?", const=WAIT_SECONDS, default=0.0, metavar="SECONDS", help=wait_help)
+    wait_help = f"for engines that are starting, all together; refusals are not waited for (default: {LOAD_SECONDS:g})"
+    add("--wait", type=values.seconds, nargs="?", const=LOAD_SECONDS, default=0.0, metavar="SECONDS", help=wait_help)
     add("--bucket-size-mib", type=values.integer(1), metavar="M", help="default: the transport's")
     output.add_json(parser)
 

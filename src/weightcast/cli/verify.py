@@ -15,7 +15,7 @@ from weightcast.cli import exits, output, values
 from weightcast.errors import ControlError, UnsupportedError, listed
 from weightcast.format.amounts import count, size
 from weightcast.format.manifest import TensorSpec
-from weightcast.host.deadline import in_background, to_its_end
+from weightcast.host.deadline import LOAD_SECONDS, in_background, to_its_end
 from weightcast.seams.source import Source
 from weightcast.store.address import StoreAddress
 
@@ -33,7 +33,6 @@ proven. An engine reads 64 MiB at a time and generates between; --bandwidth make
 In a store's newest version every bucket's header and digest is checked.
 """
 
-ENGINE_TIMEOUT_SECONDS = 600.0
 _MEANING = {
     "differs": "differs",
     "missing": "is missing in the engine",
@@ -153,7 +152,7 @@ def verify(
     engines: Sequence[str],
     token: str | None,
     *,
-    timeout_seconds: float = ENGINE_TIMEOUT_SECONDS,
+    timeout_seconds: float = LOAD_SECONDS,
     bandwidth: int | None = None,
     quarantine: bool = False,
 ) -> Verdict:

@@ -19,9 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Protocol, Self, TypeVar
 
-from weightcast.host.deadline import Deadline
-
-_EXIT_SECONDS = 5.0
+from weightcast.host.deadline import GRACE_SECONDS, Deadline
 
 
 class Closeable(Protocol):
@@ -88,7 +86,7 @@ def awaited_at_exit(call: Callable[[], None], name: str) -> threading.Thread:
 
 @atexit.register
 def _close_all() -> None:
-    deadline = Deadline(_EXIT_SECONDS)
+    deadline = Deadline(GRACE_SECONDS)
     for thing in list(_open):
         if not deadline.has_passed:
             with contextlib.suppress(Exception):

@@ -1,4 +1,7 @@
-"""How long a wait may take: one value for all of its parts; calls that nothing can end run in the background."""
+"""How long a wait may take: one value for all of its parts; calls that nothing can end run in the background.
+
+Each wait for a peer has the deadline that the user named, or a part of it. The others have one of the times below.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,13 @@ T = TypeVar("T")
 
 MAX_SECONDS = 864_000
 """Ten days: poll(2), which sockets and pipes wait with, counts milliseconds in 31 bits."""
+
+POLL_SECONDS = 0.05
+"""The longest pause between two looks at what wakes nobody."""
+GRACE_SECONDS = 5.0
+"""For what takes milliseconds unless something is broken: a thread's end, a last word, a slot that changes hands."""
+LOAD_SECONDS = 600.0
+"""For what an engine does with a whole model: start, load, install."""
 
 
 def number_of_seconds(name: str, value: Any) -> float:
@@ -45,7 +55,10 @@ class Deadline:
         return condition.wait_for(predicate, self.remaining_seconds)
 
     def polls(
-        self, first_pause_seconds: float, max_pause_seconds: float, wait: Callable[[float], object] = time.sleep
+        self,
+        first_pause_seconds: float = 0.001,
+        max_pause_seconds: float = POLL_SECONDS,
+        wait: Callable[[float], object] = time.sleep,
     ) -> Iterator[None]:
         """Yield at once, then after pauses that double, and a last time once the deadline has passed."""
         pause_seconds = first_pause_seconds

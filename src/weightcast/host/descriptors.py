@@ -10,7 +10,6 @@ import time
 
 ACCEPT_RETRY_SECONDS = 0.1
 """A connection that could not be accepted stays in the queue: a pause before the next attempt, not a busy loop."""
-_LOG_SECONDS = 60.0
 
 
 def shortage(error: BaseException | None) -> str:
@@ -50,7 +49,7 @@ class AcceptLog:
     def failed(self, error: BaseException | None) -> None:
         self._num_failed += 1
         if time.monotonic() >= self._next_at:
-            self._next_at = time.monotonic() + _LOG_SECONDS
+            self._next_at = time.monotonic() + 60
             reason = shortage(error) or error
             self._logger.warning("%s could not be accepted (attempts: %d): %s", self._what, self._num_failed, reason)
             self._num_failed = 0

@@ -1,18 +1,17 @@
-"""How much more memory this process may take, memory that it shares with others, and when garbage is collected.
+"""How much more memory this process may take, and memory that it shares with others.
 
 The room is the host's and that of every enclosing cgroup, whichever is less.
 
 Sources: `MemAvailable` of proc(5); `memory.max`, `memory.current` and `inactive_file` of cgroup v2, and their v1
 counterparts. What can't be read sets no limit. Nothing is cached: the answer is about now.
 
-Shared memory is anonymous, each under a name that no other has. Invariants: its size is sealed, so that no access to a
-mapping of it can fail; it goes with the last process that has it; a location that another process was told of is opened
-only if what is found there has the name and the size that were told.
+Shared memory is anonymous, each under a name that no other has. Invariants: it is sealed and never shrinks, so that no
+access to a mapping of it can fail; memory of a fixed size is never resized; it goes with the last process that has it;
+memory that another process was told of is mapped only if it has the name, the size and the seals that it must have.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -22,9 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from weightcast.errors import InsufficientMemoryError, UnsupportedError
+from weightcast.errors import InsufficientMemoryError, ManifestError, UnsupportedError
 from weightcast.host.closing import on_failure
 from weightcast.host.descriptors import shortage
 
@@ -109,51 +106,15 @@ def _text(path: Path) -> str:
 
 # --- memory that is shared ---
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_NAME = "weightcast-buckets-"
+_NEVER_SHRINKS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_NEVER_RESIZED = _NEVER_SHRINKS | fcntl.F_SEAL_GROW
 
 
-class MemoryLocation(msgspec.Struct, frozen=True):
-    """Where another process finds it: as descriptor number `descriptor` of process `pid`."""
+class MappedMemory(mmap.mmap):
+    """A mapping of shared memory. It stays as long as a tensor of it is referred to, and keeps `memory` open."""
 
-    pid: int
-    descriptor: int
-    name: str
-    size_bytes: int
-
-
-class SealedMemory(mmap.mmap):
-    """This process's own, made by `allocate`. It stays mapped as long as a tensor of it is referred to."""
-
-    location: MemoryLocation
-    _close_descriptor: weakref.finalize  # type: ignore[type-arg]
-
-    @classmethod
-    def allocate(cls, size_bytes: int, what: str = "a buffer of this update", kind: str = "buckets") -> SealedMemory:
-        """Zeros, in whole pages, which cost memory when they are first written.
-
-        `what` needs them, for an error's text; `kind` and this process's id are in the name that /proc/PID/maps shows.
-        Raises InsufficientMemoryError if the host or a cgroup hasn't that much left.
-        """
-        size_bytes = max(1, -(-size_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-        require(size_bytes, what, LESS_AT_ONCE)
-        name = f"weightcast-{kind}-{os.getpid()}-{secrets.token_hex(16)}"
-        try:
-            descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            try:
-                os.ftruncate(descriptor, size_bytes)
-                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-                memory = cls(descriptor, size_bytes)
-            except OSError:
-                os.close(descriptor)
-                raise
-        except OSError as exc:
-            reason = shortage(exc) or exc
-            raise InsufficientMemoryError(f"{size_bytes} bytes of shared memory could not be had: {reason}") from exc
-        memory.location = MemoryLocation(os.getpid(), descriptor, name, size_bytes)
-        memory._close_descriptor = weakref.finalize(memory, os.close, descriptor)
-        memory._close_descriptor.atexit = False
-        _allocated[memory.tensor().data_ptr()] = memory
-        return memory
+    memory: SharedMemory
 
     def tensor(self) -> torch.Tensor:
         """All of it as a flat uint8 tensor, which keeps it mapped."""
@@ -161,98 +122,131 @@ class SealedMemory(mmap.mmap):
 
         return torch.frombuffer(self, dtype=torch.uint8)
 
-    def release(self, *, free: bool) -> None:
-        """Close the descriptor; with `free` give the memory back at once: all that have it mapped read zeros then."""
-        if free:
-            self.madvise(mmap.MADV_REMOVE)
-        self._close_descriptor()
+    def reread(self, part: torch.Tensor) -> None:
+        """Of a private mapping: have `part` of its tensor show the memory again, in whole pages."""
+        start = int(part.storage_offset())
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        self.madvise(mmap.MADV_DONTNEED, first, start + part.numel() - first)
+
+    def free(self) -> None:
+        """Give the memory back at once: every mapping of it, in any process, reads zeros then."""
+        self.madvise(mmap.MADV_REMOVE)
 
 
-class CommonMemory:
-    """Shared memory that several processes fill together. It grows and never shrinks: no access to a mapping can fail.
+class SharedMemory:
+    """Anonymous memory of this process, or another's, by a descriptor that is open until `close`.
 
-    `location`: where other processes of this user find it, as text.
+    `location`: where other processes of this user find it, as text; empty if this process was handed the descriptor.
     """
 
-    _NAME = "weightcast-common-"
-
-    def __init__(self, descriptor: int, location: str) -> None:
-        self._descriptor = descriptor
-        self.location = location
+    def __init__(self, descriptor: int, location: str = "") -> None:
+        self.descriptor, self.location = descriptor, location
         self._close = weakref.finalize(self, os.close, descriptor)
         self._close.atexit = False
 
     @classmethod
-    def create(cls) -> CommonMemory:
-        """Of this process's own; empty."""
-        name = f"{cls._NAME}{os.getpid()}-{secrets.token_hex(16)}"
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-        return cls(descriptor, f"{os.getpid()}/{descriptor}/{name}")
+    def make(cls, size_bytes: int | None = None, what: str = "a buffer of this update") -> SharedMemory:
+        """Make some, of whole pages of zeros, which cost memory when they are first written; None: it may `grow`.
+
+        Raises InsufficientMemoryError that names `what` if the host or a cgroup hasn't that much left.
+        """
+        name = f"{_NAME}{os.getpid()}-{secrets.token_hex(16)}"
+        try:
+            descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as exc:
+            raise InsufficientMemoryError(f"shared memory for {what} could not be had: {shortage(exc) or exc}") from exc
+        size_bytes = None if size_bytes is None else _in_pages(size_bytes)
+        memory = cls(descriptor, f"{os.getpid()}/{descriptor}/{size_bytes or 0}/{name}")
+        with on_failure(memory.close):
+            if size_bytes is not None:
+                memory.grow(size_bytes, what)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _NEVER_SHRINKS if size_bytes is None else _NEVER_RESIZED)
+        return memory
 
     @classmethod
-    def find(cls, location: str) -> CommonMemory:
-        """Another process's. Raises UnsupportedError where this process can't reach it: from another container, say."""
-        pid, _, rest = location.partition("/")
-        number, _, name = rest.partition("/")
+    def open(cls, location: str) -> SharedMemory:
+        """Open another process's.
+
+        Raises UnsupportedError where this process can't reach it: in another container, on another host, for another
+        user, or if that process has ended.
+        """
         try:
-            if not (pid.isdecimal() and number.isdecimal() and name.startswith(cls._NAME)):
-                raise OSError(f"{location!r} is no such place")
-            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-            with on_failure(lambda: os.close(descriptor)):
-                if os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:{name} (deleted)":
+            pid, number, size, name = location.split("/")
+            memory = cls(os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC), location)
+            with on_failure(memory.close):
+                found = os.readlink(f"/proc/self/fd/{memory.descriptor}")
+                if found != f"/memfd:{name} (deleted)" or not name.startswith(_NAME):
                     raise OSError(f"descriptor {number} of process {pid} is another file")
-                if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                    raise OSError("it can be cut short, which is not safe to map")
-                return cls(descriptor, location)
-        except OSError as exc:
+                memory._check(int(size) or None)
+            return memory
+        except (OSError, ValueError, ManifestError) as exc:
             raise UnsupportedError(
-                f"the memory that an engine's ranks on one host share can't be reached: {exc}. Have these ranks in one "
+                f"memory that processes of one host share can't be reached: {exc}. Have these processes in one "
                 "container, or send over ipc://"
             ) from exc
 
-    def map(self, size_bytes: int, what: str, *, private: bool) -> mmap.mmap:
-        """At least that much of it, for `what`. What is written to a `private` mapping stays this process's own.
+    @classmethod
+    def received(cls, descriptor: int, size_bytes: int) -> SharedMemory:
+        """Own a descriptor that came over a socket, also if it is not of `size_bytes`, sealed: raises ManifestError."""
+        memory = cls(descriptor)
+        with on_failure(memory.close):
+            memory._check(size_bytes)
+        return memory
 
-        Raises InsufficientMemoryError if the host or a cgroup hasn't that much left.
-        """
-        status = os.fstat(self._descriptor)
-        size_bytes = max(-(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, status.st_size)
-        require(size_bytes - 512 * status.st_blocks, what, LESS_AT_ONCE)
+    @staticmethod
+    def of(tensor: torch.Tensor) -> SharedMemory | None:
+        """The memory that a tensor of this process is a view of, if it is mapped as shared."""
+        mapping = _mapped.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None
+        return None if mapping is None else mapping.memory
+
+    def _check(self, size_bytes: int | None) -> None:
+        """Raises ManifestError unless it has that size for good; None: unless it can't shrink."""
         try:
-            if size_bytes > status.st_size:
-                os.ftruncate(self._descriptor, size_bytes)
-            return mmap.mmap(self._descriptor, size_bytes, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
+            size, seals = os.fstat(self.descriptor).st_size, fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS)
+        except OSError as exc:
+            raise ManifestError(f"a descriptor is not of anonymous shared memory: {exc}", fault="type") from exc
+        if size_bytes is not None and (size != size_bytes or not size):
+            raise ManifestError(f"shared memory has {size} bytes, {size_bytes} were announced", fault="size")
+        expected = _NEVER_SHRINKS if size_bytes is None else _NEVER_RESIZED
+        if seals & expected != expected:
+            what = f"shared memory can be resized, its seals are {seals:#x}, expected {expected:#x}: not safe to map"
+            raise ManifestError(what, fault="type")
+
+    def grow(self, size_bytes: int, what: str) -> None:
+        """Have at least that much, for `what`. Raises InsufficientMemoryError as `make`."""
+        status = os.fstat(self.descriptor)
+        size_bytes = max(_in_pages(size_bytes), status.st_size)
+        require(size_bytes - 512 * status.st_blocks, what, LESS_AT_ONCE)
+        if size_bytes > status.st_size:
+            try:
+                os.ftruncate(self.descriptor, size_bytes)
+            except OSError as exc:
+                raise InsufficientMemoryError(f"{size_bytes} bytes of shared memory could not be had: {exc}") from exc
+
+    def map(self, *, private: bool = False) -> MappedMemory:
+        """Map all of it. What is written to a `private` mapping stays this process's own, page by page.
+
+        Raises InsufficientMemoryError.
+        """
+        size_bytes = os.fstat(self.descriptor).st_size
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0) if private else mmap.MAP_SHARED
+        try:
+            mapping = MappedMemory(self.descriptor, size_bytes, flags)
         except OSError as exc:
             raise InsufficientMemoryError(f"{size_bytes} bytes of shared memory could not be mapped: {exc}") from exc
+        mapping.memory = self
+        if not private:
+            _mapped[mapping.tensor().data_ptr()] = mapping
+        return mapping
 
     def close(self) -> None:
-        """What is mapped stays. Idempotent."""
+        """Close the descriptor; what is mapped stays. Idempotent."""
         self._close()
 
 
-_allocated: weakref.WeakValueDictionary[int, SealedMemory] = weakref.WeakValueDictionary()
+def _in_pages(size_bytes: int) -> int:
+    return max(1, -(-size_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+
+
+_mapped: weakref.WeakValueDictionary[int, MappedMemory] = weakref.WeakValueDictionary()
 """By the address of the first byte."""
-
-
-def shared_memory_of(tensor: torch.Tensor) -> SealedMemory | None:
-    """The shared memory of this process that a tensor is a view of, if it is one."""
-    return _allocated.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None
-
-
-def map_shared(location: MemoryLocation) -> torch.Tensor | None:
-    """Another process's shared memory, to be written too; None where this process can't reach it.
-
-    That is so in another container or on another host, for another user, and if that process has ended.
-    """
-    import torch
-
-    with contextlib.suppress(OSError):
-        descriptor = os.open(f"/proc/{location.pid}/fd/{location.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            found = os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size
-            if found == (f"/memfd:{location.name} (deleted)", location.size_bytes):
-                return torch.frombuffer(mmap.mmap(descriptor, location.size_bytes), dtype=torch.uint8)
-        finally:
-            os.close(descriptor)
-    return None

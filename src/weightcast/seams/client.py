@@ -103,7 +103,7 @@ class SenderContext:
     """What a client's sender is made from: the transport's URL, the run, the device of the weights, the deadline.
 
     `has_several_ranks`: several trainer ranks publish, and pack into what `Sender.buffer` gives: shared host memory
-    (`host.memory.SealedMemory`).
+    (`host.memory.SharedMemory`).
     """
 
     url: str

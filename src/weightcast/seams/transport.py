@@ -197,7 +197,7 @@ class Transport:
     origins: Origins = "one"
     mappable_on_gpu: Literal["always", "staged", "never"] = "never"
     """In which installs buckets of weights on a GPU lie in host memory that other trainer ranks of the host can map
-    (`host.memory.SealedMemory`), as those of weights on a CPU must. Else each rank has a sender of its own."""
+    (`host.memory.SharedMemory`), as those of weights on a CPU must. Else each rank has a sender of its own."""
     keeps_versions: bool = False
     """Whether its ends are a `VersionWriter` and a `VersionReader` that keep versions for readers that come later."""
     joined_sender: MakeSender | None = None

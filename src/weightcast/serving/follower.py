@@ -28,9 +28,6 @@ from weightcast.serving.admission import admit, check_undo, require_engine
 from weightcast.serving.install import Install
 from weightcast.serving.update import Update
 
-FIRST_PAUSE_SECONDS = 0.001
-LONGEST_PAUSE_SECONDS = 0.25
-
 OnError = Literal["raise", "skip"]
 logger = logging.getLogger(__name__)
 
@@ -129,7 +126,7 @@ class Follower(ClosedOnExit):
         stop = stop or threading.Event()
         if timeout_seconds != 0:
             number_of_seconds("timeout_seconds", timeout_seconds)
-        for _ in Deadline(timeout_seconds).polls(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, stop.wait):
+        for _ in Deadline(timeout_seconds).polls(max_pause_seconds=0.25, wait=stop.wait):
             followed = None if stop.is_set() else self.poll()
             if followed is not None or stop.is_set():
                 return followed

@@ -22,6 +22,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import Failed, Hello, InitInfo, LinkMessage, ReleaseMemory, Secret, UpdateInfo
 from weightcast.host import device as host_device
 from weightcast.host.closing import awaited_at_exit, on_failure
+from weightcast.host.deadline import GRACE_SECONDS
 from weightcast.host.memory import host_identity
 from weightcast.links.link import WorkerLink
 from weightcast.seams.transport import Bucket, Receiver, Share
@@ -29,10 +30,6 @@ from weightcast.serving.install import Install
 from weightcast.serving.update import Update
 
 logger = logging.getLogger(__name__)
-
-_RECEIVER_SECONDS = 5.0
-_MIN_PATIENCE_SECONDS = 60.0
-"""A publisher that is silent for a while may itself wait for another peer: it is the first to give up."""
 
 
 class PublisherSession:
@@ -132,7 +129,8 @@ class PublisherSession:
                         peer=f"{info.engine}#{rank}" if rank else info.engine,
                         run=info.run,
                         device=self.device,
-                        deadline_seconds=max(info.deadline_seconds, _MIN_PATIENCE_SECONDS),
+                        # A publisher that is silent may itself wait for another peer: it is the first to give up.
+                        deadline_seconds=max(info.deadline_seconds, 60.0),
                     )
                     receivers.append(receiver)
             self.receiver = OriginReceivers(receivers) if info.origins else receivers[0]
@@ -174,7 +172,7 @@ class PublisherSession:
     def require_receiver(self) -> Receiver:
         """The connected receiver. Raises why the session has ended, ClosedError if it is still connecting."""
         # The hello may have been answered with an offer before the connecting thread has returned from saying it.
-        if not self._connected.wait(_RECEIVER_SECONDS):
+        if not self._connected.wait(GRACE_SECONDS):
             raise ClosedError("the link to the publisher is not up yet; wait for the worker's hello before an offer")
         self.require_going_on()
         assert self.receiver is not None
@@ -211,7 +209,7 @@ class PublisherSession:
         if self.update is not None:
             self.update.abort(error)
         if self._receiving is not None:
-            self._receiving.join(timeout=_RECEIVER_SECONDS)
+            self._receiving.join(timeout=GRACE_SECONDS)
             if self._receiving.is_alive():
                 raise ClosedError("the former update is still receiving; connect again")
 

@@ -20,14 +20,11 @@ from weightcast.errors import IntegrityError, VersionNotFoundError
 from weightcast.format.bucket import BucketBuffer, check_bucket, decoded, root_digest, slot_size_bytes
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
 from weightcast.host.closing import ClosedOnExit, on_failure
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline
 from weightcast.store import files, locks
 from weightcast.store.locks import LockFile
 from weightcast.store.records import Commit, SlotInfo, Stored, StoreInfo, WriterRecord, read_record, this_reader
 
-_PIN_SECONDS = 5.0
-_FIRST_PAUSE_SECONDS = 0.0005
-_LONGEST_PAUSE_SECONDS = 0.05
 _ANY = "any version yet: publish one first"
 _PREVIOUS = "the version before the newest: only one was published, or it is overwritten"
 
@@ -93,7 +90,7 @@ class StoreReader:
         What is about to be the newest is for engines of the publish that it is of. Waits only while a slot changes
         hands. Raises IntegrityError if a part of the version is missing or damaged.
         """
-        deadline, pause = Deadline(_PIN_SECONDS), _FIRST_PAUSE_SECONDS
+        deadline, pause = Deadline(GRACE_SECONDS), 0.001
         while (commit := self._commit_of(version)) is not None:
             pinned = self._pin(commit.newest, must_hold=deadline.has_passed)
             if pinned is not None:
@@ -102,7 +99,7 @@ class StoreReader:
                     return pinned
                 pinned.close()
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, POLL_SECONDS)
         return None
 
     def pin_newest(self, known: WeightVersion | None) -> PinnedVersion | None:

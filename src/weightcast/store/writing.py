@@ -54,8 +54,6 @@ from weightcast.store.records import (
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.01
-_LONGEST_POLL_SECONDS = 0.25
 _OURS = {files.POINTER, files.NEXT, files.WRITER, files.WRITER_LOCK, files.SLOTS, "lost+found"}
 
 
@@ -387,7 +385,7 @@ class StoreWriter(_SlotWriter):
 
     def _free_slot(self) -> _Slot:
         """A slot that no reader has pinned: a new one while there are few, else the oldest, else another new one."""
-        for _ in Deadline(self._deadline_seconds).polls(_POLL_SECONDS, _POLL_SECONDS):
+        for _ in Deadline(self._deadline_seconds).polls():
             known = self._slots()
             previous = None if self._commit is None else self._commit.previous
             if len(known) >= self._address.num_slots:
@@ -496,7 +494,7 @@ class OriginWriter(_SlotWriter):
         """
         where: SlotPlace = decode(place.encode(), SlotPlace)
         slot = files.slot_path(self._address.directory, where.slot)
-        for _ in Deadline(self._deadline_seconds).polls(_POLL_SECONDS, _LONGEST_POLL_SECONDS):
+        for _ in Deadline(self._deadline_seconds).polls():
             if not self._is_written(where):
                 continue
             # On a network filesystem names of new files may be seen later than a file that was replaced.

@@ -44,7 +44,7 @@ from weightcast.format.bucket import (
 from weightcast.format.manifest import MAX_VERSION, WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, ReleaseMemory, Seal
 from weightcast.host import device as host_device
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import GRACE_SECONDS, Deadline
 from weightcast.links.link import LinkListener, frame
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, SenderContext
@@ -60,11 +60,6 @@ from weightcast.trainer.stream_packer import StreamPacker
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[int, int], None]
-_FIRST_PAUSE_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 1.0
-"""Between two questions to an engine that is not there yet."""
-_LAST_WORD_SECONDS = 1.0
-"""For the word of a worker whose receiver has gone: it comes on another connection."""
 
 
 class Connections:
@@ -239,8 +234,9 @@ class FleetRoute:
             lost = [error for error in lost if isinstance(error, PeerError) or self.is_brought]
             if lost:
                 if isinstance(lost[0], PeerDiedError):
+                    # The word of a worker whose receiver has gone comes on another connection.
                     for link in member.links:
-                        link.wait_for_failure(member.version, _LAST_WORD_SECONDS)
+                        link.wait_for_failure(member.version, GRACE_SECONDS)
                 member.fail(lost[0])
 
 
@@ -461,7 +457,7 @@ class PublishRun:
             if self._again is not None or not member.is_joined or len(sender.connected(peers)) != len(peers):
                 newcomers.append(member)
         absent = newcomers
-        for _ in Deadline(self._wait_ready_seconds).polls(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):
+        for _ in Deadline(self._wait_ready_seconds).polls(0.05, 1.0):
             # Waits in the caller's thread, which a Ctrl-C ends at once.
             self.flight.require_wanted()
             self._fleet.each(lambda member: member.ask(listener), absent)

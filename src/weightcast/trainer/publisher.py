@@ -30,7 +30,7 @@ from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
 from weightcast.host import device as host_device
 from weightcast.host.closing import Closeable, ClosedOnExit, awaited_at_exit, on_failure
-from weightcast.host.deadline import run_into
+from weightcast.host.deadline import GRACE_SECONDS, run_into
 from weightcast.host.descriptors import shortage
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
     from weightcast.trainer.group.rounds import FollowingRank, PublishingRank
 
-_DROPPED_SECONDS = 5.0
 _NOTHING_YET = "nothing was published yet: call publish() first"
 
 
@@ -732,7 +731,7 @@ def _drop(owned: list[Closeable], process: int) -> None:
     with contextlib.suppress(RuntimeError):  # the interpreter starts no thread any more
         closing.start()
         if not threading.current_thread().name.startswith("weightcast"):
-            closing.join(_DROPPED_SECONDS)
+            closing.join(GRACE_SECONDS)
 
 
 def _close_all(owned: list[Closeable]) -> None:

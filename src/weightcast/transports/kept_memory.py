@@ -11,7 +11,7 @@ from weightcast.errors import InsufficientMemoryError
 from weightcast.format.bucket import ArenaLayout, BucketBuffer, Buffers
 from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
-from weightcast.host.memory import CommonMemory, SealedMemory
+from weightcast.host.memory import MappedMemory, SharedMemory
 
 
 def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = host_memory.LESS_AT_ONCE) -> torch.Tensor:
@@ -34,51 +34,72 @@ def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = hos
 
 
 class KeptMemory:
-    """Kept while it is large enough; the same index is the same buffer while the manifest stays."""
+    """Kept while it is large enough; the same index is the same buffer while the manifest stays.
+
+    With `shared` it is as much for all processes that map that, each of which fills a part; what this one writes into a
+    `buffer` stays its own then, so that none spoils another's bytes.
+    """
 
     size_bytes: int
     arena_layout: ArenaLayout
-    shared: CommonMemory | None = None
-    """What others fill, too."""
 
-    def __init__(self, device: torch.device, what: str, remedy: str = host_memory.LESS_AT_ONCE) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        what: str,
+        remedy: str = host_memory.LESS_AT_ONCE,
+        *,
+        shared: SharedMemory | None = None,
+    ) -> None:
         """As for `allocate`."""
-        self.device = device
+        self.device, self.shared = device, shared
         self._what, self._remedy = what, remedy
+        self._view: MappedMemory | None = None
         self.free()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """That much more. Raises InsufficientMemoryError."""
+        """That much more, of this process's own. Raises InsufficientMemoryError."""
         return allocate(size_bytes, self.device, self._what, self._remedy)
 
     def prepare(self, arena_layout: ArenaLayout) -> None:
         """Make room. What does not fit is freed first. Raises InsufficientMemoryError."""
         if arena_layout.size_bytes > self.size_bytes:
             self.free()
-            self._buffers = Buffers(self.allocate(arena_layout.size_bytes))
+            if self.shared is None:
+                self._buffers = self._targets = Buffers(self.allocate(arena_layout.size_bytes))
+            else:
+                self.shared.grow(arena_layout.size_bytes, self._what)
+                self._view = self.shared.map(private=True)
+                self._buffers, self._targets = Buffers(self._view.tensor()), Buffers(self.shared.map().tensor())
             self.size_bytes = arena_layout.size_bytes
         self.arena_layout = arena_layout
         self._buffers.forget_above(len(arena_layout.slots))
+        self._targets.forget_above(len(arena_layout.slots))
 
     def buffer(self, index: int) -> BucketBuffer:
         return self._buffers.at(self.arena_layout, index)
 
     def target(self, index: int) -> BucketBuffer:
         """Where to write what `buffer` shows."""
-        return self.buffer(index)
+        return self._targets.at(self.arena_layout, index)
 
     def reread(self, buffer: BucketBuffer) -> bool:
         """Have `buffer` show what was written to its target, whatever this process has written over it since.
 
         False where both are the same memory.
         """
-        return False
+        if self._view is None:
+            return False
+        self._view.reread(buffer.header)
+        self._view.reread(buffer.payload)
+        return True
 
     def free(self) -> None:
         """What was handed out stays as long as it is referred to."""
         self.size_bytes = 0
         self.arena_layout = ArenaLayout((), (), (), ())
-        self._buffers = Buffers(torch.empty(0, dtype=torch.uint8))
+        self._buffers = self._targets = Buffers(torch.empty(0, dtype=torch.uint8))
+        self._view = None
 
     def close(self) -> None:
         """Free it for good."""
@@ -88,61 +109,21 @@ class KeptMemory:
 class MemoryToSend(KeptMemory):
     """Memory that on a CPU other ranks of the trainer on this host can map, to pack into it."""
 
-    _shared: SealedMemory | None
+    _mapping: MappedMemory | None
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         if self.device.type != "cpu":
             return super().allocate(size_bytes)
-        self._shared = SealedMemory.allocate(size_bytes, self._what)
-        return self._shared.tensor()
+        self._mapping = SharedMemory.make(size_bytes, self._what).map()
+        return self._mapping.tensor()
 
     def free(self) -> None:
         super().free()
-        self._shared = None
+        self._mapping = None
 
     def close(self) -> None:
         """Free it for good, at once: an error that somebody keeps refers to buffers, which read as zeros then."""
-        if self._shared is not None:
-            self._shared.release(free=True)
+        if self._mapping is not None:
+            self._mapping.free()
+            self._mapping.memory.close()
         self.free()
-
-
-class FilledTogether(KeptMemory):
-    """As much for all ranks of an engine on one host, each of which writes a part. `buffer` is this process's own view.
-
-    What an engine writes into that view stays its own, so that no rank spoils another's bytes.
-    """
-
-    shared: CommonMemory
-
-    def __init__(self, shared: CommonMemory, what: str) -> None:
-        """`what` needs the memory, for an error's text."""
-        self.shared = shared
-        self._view: mmap.mmap | None = None
-        super().__init__(torch.device("cpu"), what)
-
-    def allocate(self, size_bytes: int) -> torch.Tensor:
-        self._view = view = self.shared.map(size_bytes, self._what, private=True)
-        targets = self.shared.map(size_bytes, self._what, private=False)
-        self._targets = Buffers(torch.frombuffer(targets, dtype=torch.uint8))
-        return torch.frombuffer(view, dtype=torch.uint8)
-
-    def prepare(self, arena_layout: ArenaLayout) -> None:
-        super().prepare(arena_layout)
-        self._targets.forget_above(len(arena_layout.slots))
-
-    def free(self) -> None:
-        super().free()
-        self._targets = self._buffers
-        self._view = None
-
-    def target(self, index: int) -> BucketBuffer:
-        return self._targets.at(self.arena_layout, index)
-
-    def reread(self, buffer: BucketBuffer) -> bool:
-        assert self._view is not None
-        for part in (buffer.header, buffer.payload):
-            start, size_bytes = int(part.storage_offset()), part.numel()
-            first = start // mmap.PAGESIZE * mmap.PAGESIZE
-            self._view.madvise(mmap.MADV_DONTNEED, first, start + size_bytes - first)
-        return True

@@ -29,19 +29,17 @@ from weightcast.errors import (
 from weightcast.format.bucket import BucketBuffer, header_digest, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.closing import awaited_at_exit
-from weightcast.host.memory import CommonMemory
+from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS
+from weightcast.host.memory import SharedMemory
 from weightcast.seams.transport import Bucket, Share, Transport
 from weightcast.seams.versions import StoredVersion
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader
 from weightcast.store.writing import OriginWriter, StoreWriter
-from weightcast.transports.kept_memory import FilledTogether, KeptMemory, MemoryToSend
+from weightcast.transports.kept_memory import KeptMemory, MemoryToSend
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
 from weightcast.transports.sending import RunSender, check_length, check_next
 
-_FIRST_PAUSE_SECONDS = 0.001
-_LONGEST_PAUSE_SECONDS = 0.05
-_SHARED_READ_SECONDS = 5.0
 _HOST_MEMORY = torch.device("cpu")
 _READ_INTO = _HOST_MEMORY, "reading this version", 'publish with install="streaming", or free memory'
 
@@ -283,7 +281,7 @@ class StoreUpdate(WantedUpdate[PinnedVersion]):
     attempt: int
     num_ahead: int
     reads: collections.deque[Future[None]] = dataclasses.field(default_factory=collections.deque)
-    pause_seconds: float = _FIRST_PAUSE_SECONDS
+    pause_seconds: float = 0.001
 
 
 class StoreReceiver(ReceivingEnd[StoreUpdate]):
@@ -316,8 +314,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         self._new_pool = functools.partial(ThreadPoolExecutor, address.num_threads, "weightcast-store")
         self._pool = self._new_pool()
         self._arena = KeptMemory(*_READ_INTO)
-        self._common_memory: CommonMemory | None = None
-        self._together: FilledTogether | None = None
+        self._common_memory: SharedMemory | None = None
+        self._together: KeptMemory | None = None
         self._share: Share | None = None
         """Of the version that is opened next."""
         self._newest: PinnedVersion | None = None
@@ -343,7 +341,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         with self._condition:
             self._require_open()
             if self._common_memory is None:
-                self._common_memory = CommonMemory.create()
+                self._common_memory = SharedMemory.make()
             return self._common_memory.location
 
     def share(self, manifest: Manifest, share: Share) -> bool:
@@ -352,8 +350,9 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             return False
         with self._condition:
             self._require_open()
-            if self._together is None or self._together.shared.location != share.memory:
-                self._together = FilledTogether(CommonMemory.find(share.memory), _READ_INTO[1])
+            shared = None if self._together is None else self._together.shared
+            if shared is None or shared.location != share.memory:
+                self._together = KeptMemory(*_READ_INTO, shared=SharedMemory.open(share.memory))
             self._share = share
         return True
 
@@ -420,8 +419,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
     def _await_shared_reads(self, reads: list[Future[None]]) -> None:
         """Other ranks read into the same memory: this one reads nothing more there while an old read goes on."""
-        if wait(reads, _SHARED_READ_SECONDS).not_done:
-            self._ended = f"the filesystem of {self._directory} has not ended a read for {_SHARED_READ_SECONDS:g} s"
+        if wait(reads, GRACE_SECONDS).not_done:
+            self._ended = f"the filesystem of {self._directory} has not ended a read for {GRACE_SECONDS:g} s"
 
     def _disconnect(self) -> None:
         self._arena.free()
@@ -436,7 +435,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
     def _wait(self, wanted: StoreUpdate, seconds: float) -> None:
         self._condition.wait(min(wanted.pause_seconds, seconds))
-        wanted.pause_seconds = min(2 * wanted.pause_seconds, _LONGEST_PAUSE_SECONDS)
+        wanted.pause_seconds = min(2 * wanted.pause_seconds, POLL_SECONDS)
 
     def _silence(self, wanted: StoreUpdate, seconds: float) -> str:
         number = wanted.version.number

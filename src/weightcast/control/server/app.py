@@ -30,7 +30,7 @@ from weightcast.control.server.worker_engine import WorkerEngine
 from weightcast.engines.gate import Gate
 from weightcast.errors import ClosedError, WeightcastError
 from weightcast.format.manifest import WeightVersion
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import LOAD_SECONDS, POLL_SECONDS, Deadline
 from weightcast.host.descriptors import AcceptLog, shortage
 from weightcast.seams.engine import Engine
 from weightcast.serving.worker import Worker
@@ -42,10 +42,6 @@ logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 8
 _QUEUE_LENGTH = 1024
-_START_SECONDS = 15.0
-_STOP_SECONDS = 30.0
-_START_POLL_SECONDS = 0.01
-_SIGNAL_POLL_SECONDS = 0.1
 
 
 class EngineServer:
@@ -127,9 +123,9 @@ class EngineServer:
             target=asyncio.run, args=(self._serve(self._socket),), name="weightcast-server", daemon=True
         )
         self._thread.start()
-        deadline = Deadline(_START_SECONDS)
+        deadline = Deadline(LOAD_SECONDS)
         while not self._uvicorn.started and self._thread.is_alive() and not deadline.has_passed:
-            self._thread.join(_START_POLL_SECONDS)
+            self._thread.join(POLL_SECONDS)
         if not self._uvicorn.started:
             self.close()
             raise WeightcastError(f"the server on {self._host}:{self._port} did not start; see its log")
@@ -160,7 +156,7 @@ class EngineServer:
         self.worker.close()
         self._uvicorn.should_exit = True
         if self._thread is not None:
-            self._thread.join(_STOP_SECONDS)
+            self._thread.join(LOAD_SECONDS)
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._socket is not None:
             self._socket.close()
@@ -180,7 +176,7 @@ class EngineServer:
             if announce is not None:
                 announce()
             while thread is not None and thread.is_alive() and not signals:
-                thread.join(_SIGNAL_POLL_SECONDS)
+                thread.join(POLL_SECONDS)
         finally:
             self.close()
             for number, handler in zip(numbers, former, strict=True):

@@ -15,14 +15,16 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from weightcast.host.deadline import GRACE_SECONDS
+
 _Message = MutableMapping[str, Any]
 
 KEEP_ALIVE_SECONDS = 75
-"""Longer than HTTP clients keep an idle connection, so that they close it: a server that closes first can lose the
-request that is on its way.
+"""For a request's body, and for the next request.
+
+Longer than HTTP clients keep an idle connection, so that they close it: a server that closes first can lose the request
+that is on its way.
 """
-_HEADER_SECONDS = 10.0
-_BODY_SECONDS = 60.0
 _MAX_BACKLOG = 128
 
 
@@ -37,7 +39,7 @@ def backlog() -> int:
 
 
 class LimitedConnection(H11Protocol):
-    """uvicorn's connection, which ends if a header takes over 10 s, or a body over 60 s."""
+    """uvicorn's connection, which ends if a header or a body takes too long."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class LimitedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_within(_HEADER_SECONDS)
+        self._expect_within(2 * GRACE_SECONDS)
         if len(self.connections) > most_connections():
             others = [each for each in self.connections if isinstance(each, LimitedConnection) and each._owes_request]
             first = min((each for each in others if each is not self), key=LimitedConnection._order, default=self)
@@ -98,9 +100,9 @@ class LimitedConnection(H11Protocol):
         if headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers:
             self._has_come()
         else:
-            self._expect_within(_BODY_SECONDS)
+            self._expect_within(KEEP_ALIVE_SECONDS)
         try:
             await self._serve(scope, receive_body, send)
         finally:
             if not self.transport.is_closing():
-                self._expect_within(KEEP_ALIVE_SECONDS + _HEADER_SECONDS)
+                self._expect_within(KEEP_ALIVE_SECONDS + 2 * GRACE_SECONDS)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from weightcast.engines.gate import Gate
 
-_SECONDS_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class ServerMetrics:
@@ -23,7 +23,7 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         seconds = "Seconds that each stage of an update took, failed ones included."
         self.stage_seconds = Histogram(
-            "weightcast_update_seconds", seconds, ["stage"], registry=self._registry, buckets=_SECONDS_BUCKETS
+            "weightcast_update_seconds", seconds, ["stage"], registry=self._registry, buckets=_BUCKETS
         )
         self.stage_failures = self._counter("update_failures", "Stages of updates that failed.", "stage")
         self._errors = self._counter("weight_request_failures", "Errors of weight routes, by class.", "kind")

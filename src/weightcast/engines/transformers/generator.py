@@ -21,9 +21,8 @@ from weightcast.engines.transformers.request import Completion, Delta, Request, 
 from weightcast.errors import ClosedError, EngineTornError, PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import WeightVersion
 from weightcast.host.closing import ClosedOnExit, close_at_exit
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import POLL_SECONDS, Deadline
 
-_POLL_SECONDS = 0.1
 """How often a paused generator looks for cancelled requests, an abort, or `close`."""
 
 
@@ -170,7 +169,7 @@ class TextGenerator(ClosedOnExit):
             with torch.inference_mode():
                 while self._wait_for_work():
                     try:
-                        with self.gate.step(timeout_seconds=_POLL_SECONDS) as version:
+                        with self.gate.step(timeout_seconds=POLL_SECONDS) as version:
                             self._step(version)
                     except PeerTimeoutError:
                         pass  # Paused: the next turn looks again.
@@ -186,7 +185,7 @@ class TextGenerator(ClosedOnExit):
         """False once the generator is closed."""
         with self._condition:
             while not (self._is_closed or self._running or (self._waiting and not self.gate.is_draining)):
-                self._condition.wait(_POLL_SECONDS if self._waiting else None)
+                self._condition.wait(POLL_SECONDS if self._waiting else None)
             return not self._is_closed
 
     def _step(self, version: WeightVersion | None) -> None:

@@ -42,12 +42,12 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldWeights, InitInfo, Offer, PauseMode, UpdateInfo, WeightInfo
+from weightcast.host.deadline import LOAD_SECONDS
 from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 
 T = TypeVar("T")
 _PEER = "engine"
-_INSTALL_SECONDS = 300.0
 
 
 class PluginEngine(ServedEngine, abc.ABC):
@@ -115,10 +115,10 @@ class PluginEngine(ServedEngine, abc.ABC):
         self._installs.add(task)
         task.add_done_callback(self._installs.discard)
         try:
-            return await asyncio.wait_for(asyncio.shield(task), _INSTALL_SECONDS)
+            return await asyncio.wait_for(asyncio.shield(task), LOAD_SECONDS)
         except TimeoutError as exc:
             raise PeerTimeoutError(
-                f"the install of version {number} has not ended within {_INSTALL_SECONDS:g} s, and goes on: ask "
+                f"the install of version {number} has not ended within {LOAD_SECONDS:g} s, and goes on: ask "
                 "/weight_info what became of it",
                 peer=_PEER,
             ) from exc

@@ -18,7 +18,6 @@ from pathlib import Path
 from weightcast.errors import ControlError, PeerTimeoutError
 from weightcast.host.closing import on_failure
 
-_POLL_SECONDS = 0.005
 _NUM_SERVERS, _IN_DOUBT = 0, 1
 """Offsets in the file, a byte each: how many servers have come, and whether to ask the ranks before generating."""
 
@@ -89,7 +88,7 @@ class ServerMutex:
                         with contextlib.suppress(BlockingIOError):
                             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                             break
-                        await asyncio.sleep(_POLL_SECONDS)
+                        await asyncio.sleep(0.005)
             except TimeoutError as exc:
                 text = f"another request has had this vLLM to itself for {deadline_seconds:g} s: ask again"
                 raise PeerTimeoutError(text, peer="engine") from exc

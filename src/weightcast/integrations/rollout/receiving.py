@@ -25,14 +25,10 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import WeightVersion
 from weightcast.host import device as host_device
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline
 from weightcast.integrations.handed import Named
 from weightcast.integrations.rollout.threads import in_thread
 from weightcast.serving.worker import Worker
-
-_POLL_SECONDS = 0.1
-_REJOIN_SECONDS = 10.0
-"""How long a trainer that has closed its publisher may take to connect with another one."""
 
 
 class RolloutEngine:
@@ -175,7 +171,8 @@ class RolloutEngine:
                 if self._error is not None:
                     raise from_record(to_record(self._error))
                 if self.worker.info().holder:
-                    rejoin = Deadline(_REJOIN_SECONDS)
+                    # A trainer that has closed its publisher may connect with another one.
+                    rejoin = Deadline(2 * GRACE_SECONDS)
                 elif rejoin is not None and rejoin.has_passed:
                     raise PeerDiedError("the trainer's connection ended before all weights were sent", peer="trainer")
                 if not self._is_offered and deadline.has_passed:
@@ -185,7 +182,7 @@ class RolloutEngine:
                         f"{self._deadline_option}",
                         peer="trainer",
                     )
-                self._condition.wait(_POLL_SECONDS)
+                self._condition.wait(POLL_SECONDS)
             return None if self._is_committed else self._tensors
 
 

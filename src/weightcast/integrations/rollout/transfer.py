@@ -18,7 +18,7 @@ from weightcast.control.server.app import EngineServer
 from weightcast.errors import InstallError, PublishError, PublishReport, from_record, to_record
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size
-from weightcast.host.deadline import number_of_seconds
+from weightcast.host.deadline import GRACE_SECONDS, number_of_seconds
 from weightcast.host.memory import host_identity
 from weightcast.integrations.handed import HandedPublisher, Named, exhaust
 from weightcast.integrations.rollout.receiving import RolloutEngine
@@ -27,9 +27,6 @@ from weightcast.sources.stream import IteratorSource
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
-DEADLINE_SECONDS = 300.0
-_LEASE_SECONDS = 30.0
-_LAST_CALL_SECONDS = 5.0
 _UNFIT = ("memory:", "file:")
 """Of one process; and what keeps versions, which a trainer that goes back to an earlier step would write again."""
 
@@ -60,7 +57,7 @@ class RolloutOptions:
 
     transport: str | None = None
     install: InstallMode = "staged"
-    deadline_seconds: float = DEADLINE_SECONDS
+    deadline_seconds: float = 300.0
     host: str | None = None
     keep_connected: bool = True
 
@@ -105,7 +102,7 @@ class RolloutTransfer:
             install=given.install,
             takeover=True,
             deadline_seconds=number_of_seconds("deadline_seconds", given.deadline_seconds),
-            lease_seconds=min(_LEASE_SECONDS, given.deadline_seconds),
+            lease_seconds=min(PublishOptions().lease_seconds, given.deadline_seconds),
         )
         self._framework = framework
         self._batch_bytes = batch_bytes
@@ -231,7 +228,7 @@ class RolloutTransfer:
         self._disconnect()
         # Rollout workers fail from here on. This rank's error says which of them are untouched: it must reach the
         # framework while that still waits for it, though a worker stands still.
-        workers = self._clients(min(_LAST_CALL_SECONDS, self._options.deadline_seconds / 4))
+        workers = self._clients(min(GRACE_SECONDS, self._options.deadline_seconds / 4))
         workers.shutdown()
         workers.close()
         self._begin()

@@ -21,6 +21,7 @@ from weightcast.control.routes import guarded, weight_handlers
 from weightcast.control.worker_rpc import RankCall, RankReply
 from weightcast.errors import EngineTornError
 from weightcast.format.messages import PauseMode
+from weightcast.host.deadline import POLL_SECONDS
 from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.engine import PluginEngine
 from weightcast.integrations.plugin.replies import Replies
@@ -29,7 +30,6 @@ from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.sglang import internals
 from weightcast.integrations.sglang.scheduler import FORMAT
 
-_POLL_SECONDS = 0.02
 _GENERATION = (
     *("/generate", "/v1/", "/encode", "/classify", "/decisions", "/invocations", "/vertex_generate"),
     *("/api/chat", "/api/generate", "/rerank", "/score", "/systemone"),
@@ -124,7 +124,7 @@ class SglangEngine(PluginEngine):
             while await self._manager.model_update_lock.is_locked():
                 if mode == "abort":
                     self._manager.abort_request(abort_all=True)
-                await asyncio.sleep(_POLL_SECONDS)
+                await asyncio.sleep(POLL_SECONDS)
         await self._manager.pause_generation(internals.io("PauseGenerationReqInput", mode="retract"))
 
     async def _schedule(self) -> None:

@@ -18,7 +18,7 @@ from verl.utils.ray_utils import auto_await
 
 from weightcast.errors import InstallError, WeightcastError
 from weightcast.host.deadline import number_of_seconds
-from weightcast.integrations.rollout.transfer import DEADLINE_SECONDS
+from weightcast.integrations.rollout.transfer import RolloutOptions
 from weightcast.integrations.verl import BACKEND
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
         self.torn_replicas: list[Any] = []
         options = config.engine_kwargs.get(BACKEND, {})
         self._deadline_seconds = number_of_seconds(
-            "deadline_seconds", options.get("deadline_seconds", DEADLINE_SECONDS)
+            "deadline_seconds", options.get("deadline_seconds", RolloutOptions().deadline_seconds)
         )
 
     @auto_await  # type: ignore[untyped-decorator]

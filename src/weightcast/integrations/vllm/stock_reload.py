@@ -16,6 +16,7 @@ from weightcast.control.client import HttpRoutes
 from weightcast.errors import ControlError, EngineTornError, UnsupportedError
 from weightcast.format.manifest import Manifest
 from weightcast.format.messages import PauseMode
+from weightcast.host.deadline import LOAD_SECONDS
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.stock_directory import INCOMPLETE, ServerStatus, StockApi, StockServer
 from weightcast.integrations.vllm.plugin import BACKEND, OPTION, PLUGINS
@@ -24,7 +25,6 @@ from weightcast.links.watchdog import RecoveryRequest
 _REMEDY = f"`pip install PATH_TO_WEIGHTCAST` in its environment, and start it with {PLUGINS} and {OPTION}"
 _RESUME = "/wake_up?tags=scheduling"
 """Not /resume: a server of which only the weights are awake must not schedule before its KV cache is."""
-_RELOAD_SECONDS = 600.0
 _encode = msgspec.json.encode
 
 
@@ -116,7 +116,7 @@ class StockVllmApi(StockApi):
     def recovery_requests(self, directory: Path, former: str, label: str) -> list[RecoveryRequest]:
         def request(path: str, body: Any = None, expected: Mapping[str, Any] = {}) -> RecoveryRequest:
             text = "" if body is None else _encode(body).decode()
-            return RecoveryRequest(f"{self.name}{path}", dict(self._http.headers), text, expected, _RELOAD_SECONDS)
+            return RecoveryRequest(f"{self.name}{path}", dict(self._http.headers), text, expected, LOAD_SECONDS)
 
         # One null for each rank: anything else is a reply to another call.
         all_done = {"results": [None] * self._num_ranks}

@@ -18,20 +18,14 @@ import torch
 
 from weightcast.errors import ManifestError, PeerDiedError, PeerError, Translated
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode, encode
+from weightcast.host.deadline import GRACE_SECONDS
 from weightcast.process_group import ProcessGroup, wait
-from weightcast.trainer.group.records import Failure, RankStatus, Record, Row, Wait
+from weightcast.trainer.group.records import Failure, Nothing, RankStatus, Record, Row
 from weightcast.trainer.group.rendezvous import Rendezvous, named
 
 _ROW_BYTES = 512
 """Of what every rank brings to an exchange; longer records go in a second step."""
 _SIZE_BYTES = 4
-_ROLL_CALL_SECONDS = 2.0
-_MAX_SILENCE_SECONDS = 10.0
-"""The longest time that the publishing rank sends nothing.
-
-Other ranks of origins give their receivers a sign of life only when they hear from it: this is well below the
-receivers' deadlines.
-"""
 
 
 class _GivenUpError(PeerDiedError):
@@ -45,10 +39,9 @@ class _ErrorAtNextExchange:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
-        if error is None:
-            return False
-        self._group.error = error
-        return True
+        if error is not None:
+            self._group.error = error
+        return error is not None
 
 
 class Group:
@@ -200,7 +193,8 @@ class Group:
     def keeping_alive(self) -> Iterator[None]:
         """On the publishing rank: tell the others to wait on, as often as it takes, in a thread of its own."""
         over = threading.Event()
-        interval = min(self._deadline_seconds / 3, _MAX_SILENCE_SECONDS)
+        # Other ranks of origins give their receivers a sign of life only when they hear from this one.
+        interval = min(self._deadline_seconds / 3, GRACE_SECONDS)
 
         def keep_alive() -> None:
             # What fails here fails the caller's next exchange.
@@ -208,7 +202,7 @@ class Group:
                 while not over.wait(max(0.0, self._last_exchange + interval - time.monotonic())):
                     with self._lock:
                         if not over.is_set() and self._last_exchange + interval <= time.monotonic():
-                            self.exchange(Wait())
+                            self.exchange(Nothing())
 
         thread = threading.Thread(target=keep_alive, name="weightcast-ranks", daemon=True)
         thread.start()
@@ -252,7 +246,7 @@ class Group:
         """The loss of another rank, with who that was, as far as the others' signs say it."""
         if self._is_kept and isinstance(exc, PeerDiedError):
             return _GivenUpError(str(exc))
-        missing = self._rendezvous.missing(min(_ROLL_CALL_SECONDS, self._deadline_seconds / 4))
+        missing = self._rendezvous.missing(min(GRACE_SECONDS, self._deadline_seconds / 4))
         if missing and self._is_kept:
             return self._rendezvous.late(missing)
         names = named(missing or ())

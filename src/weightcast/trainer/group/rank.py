@@ -22,7 +22,7 @@ from weightcast.errors import IncompatibleWeightsError, UnsupportedError
 from weightcast.format.bucket import Digest, narrow
 from weightcast.format.geometry import ALIGNMENT_BYTES, relative
 from weightcast.format.manifest import TensorSpec
-from weightcast.host.memory import MemoryLocation, SealedMemory, host_identity, map_shared, shared_memory_of
+from weightcast.host.memory import SharedMemory, host_identity
 from weightcast.native.tables import Chunks, Sums, added, digest
 from weightcast.seams.source import CollectiveSource, Regions, Source
 from weightcast.trainer.background import Overlap
@@ -66,8 +66,8 @@ class Rank:
         """What the other ranks of the origin bring that this rank leads."""
         self._unfilled: dict[tuple[int, int], Chunks] = {}
         """By rank and bucket, the chunks that another rank does not fill alone."""
-        self._mapped: tuple[MemoryLocation, torch.Tensor] | None = None
-        """The memory of the origin's buckets, which another rank leads."""
+        self._mapped: tuple[str, torch.Tensor] | None = None
+        """Where it was found, and the memory of the origin's buckets, which another rank leads."""
         self._payloads: dict[tuple[int, int], torch.Tensor] = {}
         """Of buckets there, by number and first byte: the same tensor as long as it stays there."""
         self._sums: Sums = 0, 0
@@ -153,10 +153,10 @@ class Rank:
         if any(start.specs != started[0].specs for start in started):
             self._has_agreed = False
             differs = group.is_publishing or self._digest != started[0].specs
-            found = group.exchange(records.Specs(list(self._specs)) if differs else records.Acknowledged())
+            found = group.exchange(records.Specs(list(self._specs)) if differs else records.Nothing())
             other = next(rank for rank, start in enumerate(started) if start.specs != started[0].specs)
             group.error = _difference(found[0].specs, found[other].specs, group.ranks[0], group.ranks[other])
-            group.exchange(records.Acknowledged())
+            group.exchange(records.Nothing())
         return started
 
     def _agree(self, settings: records.Settings) -> list[records.Agreed]:
@@ -166,8 +166,8 @@ class Rank:
         self.forget_views()
         probe, mappable, agreed = None, records.Mappable(()), records.Agreed("")
         with group.error_at_next_exchange():
-            probe = SealedMemory.allocate(1, "finding out which ranks share memory", "probe")
-        location = None if probe is None else probe.location
+            probe = SharedMemory.make(1, "finding out which ranks share memory")
+        location = "" if probe is None else probe.location
         held: list[records.Held] = group.exchange(records.Held(self._parts, host_identity(), location))
         with group.error_at_next_exchange():
             near = [rank for rank in range(own) if held[rank].host == held[own].host]
@@ -215,7 +215,7 @@ class Rank:
                 )
             assert isinstance(self._source, CollectiveSource)
             self._source.complete(functools.partial(gather_whole, group))
-        group.exchange(records.Acknowledged())
+        group.exchange(records.Nothing())
 
     def _check_finite(self) -> None:
         """Look for NaN and infinity in what this rank brings; the next exchange raises NotFiniteError."""
@@ -224,17 +224,22 @@ class Rank:
 
     # --- pack ---
 
-    def _next_bucket(self, number: int, payload: torch.Tensor) -> NextBucket:
-        """What the other ranks of an origin that this rank leads are told of its next bucket."""
-        memory = shared_memory_of(payload) if self._contributors else None
-        return NextBucket(number, int(payload.storage_offset()), None if memory is None else memory.location)
+    def _next_bucket(self, payload: torch.Tensor) -> NextBucket:
+        """Where the other ranks of the origin find the next bucket. Raises UnsupportedError if they can't map it."""
+        memory = SharedMemory.of(payload)
+        if memory is None and self._contributors:
+            raise UnsupportedError(
+                "the sender's buckets are not in memory that other ranks can map (`SharedMemory`), which several "
+                "trainer ranks need"
+            )
+        return NextBucket(int(payload.storage_offset()), "" if memory is None else memory.location)
 
     def _pack(self, bucket: NextBucket | None, number: int, payload: torch.Tensor | None = None) -> None:
-        """Write this rank's part of its origin's bucket, if that is one of this round; else do nothing.
+        """Write this rank's part of its origin's bucket of this round, if there is one.
 
         `payload`: of the origin that this rank leads. What goes wrong is raised at the next exchange.
         """
-        if bucket is None or bucket.number != number:
+        if bucket is None:
             return
         with self.group.error_at_next_exchange():
             index = self._span[number]
@@ -249,13 +254,7 @@ class Rank:
         """A bucket's payload, in memory of the rank that leads the origin. Raises UnsupportedError."""
         if self._mapped is None or self._mapped[0] != bucket.memory:
             self.forget_views()
-            memory = None if bucket.memory is None else map_shared(bucket.memory)
-            if bucket.memory is None or memory is None:
-                raise UnsupportedError(
-                    f"buckets of trainer rank {self.group.ranks[self._leader]} can't be mapped: it has ended, or they "
-                    "are not in memory that other ranks can map (`SealedMemory`), which several trainer ranks need"
-                )
-            self._mapped = bucket.memory, memory
+            self._mapped = bucket.memory, SharedMemory.open(bucket.memory).map().tensor()
         start, end = bucket.offset_bytes, bucket.offset_bytes + self._assignment.layout.manifest.buckets[index]
         if (index, start) not in self._payloads:
             self._payloads[index, start] = self._mapped[1][start:end]
@@ -283,8 +282,11 @@ class Rank:
         self._mapped = None
 
 
-def _can_map(probe: MemoryLocation | None) -> bool:
-    return probe is not None and map_shared(probe) is not None
+def _can_map(location: str) -> bool:
+    with contextlib.suppress(UnsupportedError):
+        SharedMemory.open(location).map()
+        return True
+    return False
 
 
 def _difference(

@@ -1,9 +1,9 @@
 """What trainer ranks say to each other: a record for each phase of a publish.
 
 A publish begins with `Start`. If anything has changed on any rank, `Settings`, `Held`, `Mappable` and `Agreed` follow.
-Then the publishing rank gives one instruction after the other (`Wait` to `End`), to each of which every other rank
+Then the publishing rank gives one instruction after the other (`Check` to `End`), to each of which every other rank
 sends its `RankStatus`. A round, which is the next bucket of each origin, is `Pack` and `Packed`. Where all have to be
-through with something before they go on, or one of them reports, the others send `Acknowledged`.
+through with something before they go on, or one of them reports, they send `Nothing`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from weightcast.errors import (
 )
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import RunId, TensorSpec
-from weightcast.host.memory import MemoryLocation
 from weightcast.trainer.background import Overlap
 from weightcast.trainer.packer import HeldRegion
 
@@ -29,8 +28,8 @@ from weightcast.trainer.packer import HeldRegion
 class _Record(msgspec.Struct, frozen=True, tag=True, omit_defaults=True): ...
 
 
-class Acknowledged(_Record, frozen=True):
-    """Nothing besides."""
+class Nothing(_Record, frozen=True):
+    """Nothing to say, or of the publishing rank: nothing to do."""
 
 
 class Start(_Record, frozen=True):
@@ -68,11 +67,11 @@ class Settings(_Record, frozen=True):
 
 
 class Held(_Record, frozen=True):
-    """Every rank's regions, by number of the specs; its host, and memory of its own that others try to map."""
+    """Every rank's regions, by number of the specs; its host; the location of memory that others try to map."""
 
     parts: list[HeldRegion]
     host: str
-    probe: MemoryLocation | None
+    probe: str
 
 
 class Mappable(_Record, frozen=True):
@@ -98,16 +97,12 @@ class HeldParts(_Record, frozen=True):
 # --- the publishing rank's instructions ---
 
 
-class Wait(_Record, frozen=True):
-    """Nothing to do."""
-
-
 class Check(_Record, frozen=True):
     """Look for NaN and infinity."""
 
 
 class Open(_Record, frozen=True):
-    """An update begins, or goes on, for these peers. `place`: see `Sender.share`."""
+    """An update begins, or begins again, for these peers. `place`: see `Sender.share`."""
 
     peers: tuple[str, ...]
     staged: bool
@@ -115,15 +110,14 @@ class Open(_Record, frozen=True):
 
 
 class NextBucket(msgspec.Struct, frozen=True):
-    """The round of an origin's next bucket, and where its payload begins in which memory; None: no other rank's."""
+    """Where the payload of an origin's next bucket begins in the memory at this location, if any."""
 
-    number: int
     offset_bytes: int
-    memory: MemoryLocation | None
+    memory: str
 
 
 class Pack(_Record, frozen=True):
-    """Pack your parts of this round. `bucket`: the publishing rank's own origin's. `proves`: digest tensors, too."""
+    """Pack your parts of round `number`. `bucket`: the publishing rank's own. `proves`: digest tensors, too."""
 
     number: int
     bucket: NextBucket | None = None
@@ -132,8 +126,6 @@ class Pack(_Record, frozen=True):
 
 class Packed(_Record, frozen=True):
     """The publishing rank has packed its part; all have, once all have brought a status to this."""
-
-    number: int
 
 
 class AskSenders(_Record, frozen=True):
@@ -166,14 +158,13 @@ class RankStatus(_Record, frozen=True):
     """`sums`: what this rank fills alone of the bucket that it packed last brings to that bucket's digest.
 
     Of a rank that leads an origin: `is_busy` with what it was told before; `is_lost`: its sender has lost peers;
-    `num_failures` of its sender; `next_round`: that of its next bucket; `bucket`: None while that can't be packed.
+    `num_failures` of its sender; `bucket`: its next one, None if all were sent or peers were lost.
     """
 
     sums: tuple[int, int] = (0, 0)
     is_busy: bool = False
     is_lost: bool = False
     num_failures: int = 0
-    next_round: int = 0
     bucket: NextBucket | None = None
 
 
@@ -214,8 +205,8 @@ class Failure(_Record, frozen=True):
 
 
 Agreement: TypeAlias = Start | Specs | Settings | Held | Mappable | Agreed | HeldParts
-Instruction: TypeAlias = Wait | Check | Open | Pack | Packed | AskSenders | AllPacked | Declined | End
-Answer: TypeAlias = Acknowledged | RankStatus | OriginReport | Failure
+Instruction: TypeAlias = Check | Open | Pack | Packed | AskSenders | AllPacked | Declined | End
+Answer: TypeAlias = Nothing | RankStatus | OriginReport | Failure
 Record: TypeAlias = Agreement | Instruction | Answer
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,11 +21,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from weightcast.errors import PeerDiedError, PeerTimeoutError
 from weightcast.host.closing import on_failure
-from weightcast.host.deadline import Deadline, in_background
+from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline, in_background
 from weightcast.process_group import ProcessGroup, translated
 
-_POLL_SECONDS = 0.02
-_GRACE_SECONDS = 0.5
 _SILENT_STORE = (
     "the store of torch.distributed does not answer: the process that serves it, usually trainer rank 0, has ended or "
     "is blocked; see its log"
@@ -64,14 +61,10 @@ class Rendezvous:
 
         Raises PeerTimeoutError that names the ranks which did not come.
         """
-        arrived = threading.Event()
 
         def connect() -> ProcessGroup:
-            try:
-                with translated("the trainer's store"):
-                    epoch = self._arrive()
-            finally:
-                arrived.set()
+            with translated("the trainer's store"):
+                epoch = self._arrive()
             return ProcessGroup(
                 "gloo",
                 PrefixStore(f"{epoch}/gloo", self._store),
@@ -81,7 +74,7 @@ class Rendezvous:
             )
 
         with on_failure(self.leave):
-            group = self._within(self._deadline_seconds, connect, ProcessGroup.close, arrived)
+            group = self._within(2 * self._deadline_seconds + GRACE_SECONDS, connect, ProcessGroup.close)
         self._has_met = True
         return group
 
@@ -97,11 +90,11 @@ class Rendezvous:
                 self._sign("left")
                 deadline = Deadline(patience_seconds)
                 while not (self._store.check([f"{self._announced}/all left"]) or deadline.has_passed):
-                    time.sleep(_POLL_SECONDS)
+                    time.sleep(POLL_SECONDS)
                 return self._absent(self._announced, "left")
 
         with contextlib.suppress(PeerTimeoutError, PeerDiedError):
-            return self._within(patience_seconds, call_roll, lambda ranks: None)
+            return self._within(2 * patience_seconds, call_roll, lambda ranks: None)
         return None
 
     def late(self, ranks: Sequence[int]) -> PeerTimeoutError:
@@ -135,7 +128,7 @@ class Rendezvous:
                 absences = [self._absent(epoch, "here") for epoch in attended]
                 absent = [rank for rank in self.ranks if all(rank in each for each in absences)]
                 raise self.late(absent)
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _sign(self, word: str) -> None:
         self._store.set(f"{self._announced}/{word}/{self.group_rank}", "1")
@@ -146,20 +139,13 @@ class Rendezvous:
         signs = [f"{epoch}/{word}/{group_rank}" for group_rank in range(len(self.ranks))]
         return tuple(rank for rank, sign in zip(self.ranks, signs, strict=True) if not self._store.check([sign]))
 
-    def _within(
-        self,
-        seconds: float,
-        call: Callable[[], T],
-        discard: Callable[[T], None],
-        arrived: threading.Event | None = None,
-    ) -> T:
-        """Run `call` in a thread: a store that does not answer blocks its caller for many minutes.
+    def _within(self, seconds: float, call: Callable[[], T], discard: Callable[[T], None]) -> T:
+        """Run `call` in a thread, for `seconds`: a store that does not answer blocks its caller for many minutes.
 
-        It has `seconds` (with `arrived`: until that is set, and as many again); what it returns later is discarded.
+        What it returns later is discarded.
         """
-        patience = seconds + _GRACE_SECONDS
         former = self._background
-        if former is not None and not futures.wait([former], patience).done:
+        if former is not None and not futures.wait([former], seconds).done:
             raise PeerTimeoutError(_SILENT_STORE, peer="trainer")
         self._is_unwanted = False
         future = in_background(call, name="weightcast-meeting")
@@ -174,8 +160,7 @@ class Rendezvous:
             future.add_done_callback(discard_result)
 
         with on_failure(abandon):
-            has_arrived = arrived is None or arrived.wait(patience)
-            if not (has_arrived and futures.wait([future], patience).done):
+            if not futures.wait([future], seconds).done:
                 raise PeerTimeoutError(_SILENT_STORE, peer="trainer")
         return future.result()
 

@@ -1,10 +1,10 @@
 """Several trainer ranks as one publisher: the publishing rank leads, the others follow, all end alike.
 
-When a bucket leaves: in a round each origin sends its next bucket. All ranks pack their parts of it (`Pack`); once all
+When a bucket leaves: in round k each origin sends its bucket k. All ranks pack their parts of it (`Pack`); once all
 have said that they have (`Packed`), the rank that leads an origin digests the bucket and sends it: the publishing rank
 when its publish run calls `send`, another one in a thread of its own. A rank whose sender still waits for workers says
-that it is busy, and no round begins before none is. Where a sender has lost peers, the update is opened again for the
-survivors on every origin: those that are ahead sit rounds out.
+that it is busy, and no round begins before none is. Where a sender has lost peers, the update begins again for the
+survivors at round 0, on every origin but those that have sent all of it.
 
 Invariants: an error on any rank, the publishing one's engines included, ends the publish on every rank; the publishing
 rank is never silent for longer than a deadline; whichever way a publish ends, the ranks are in step for the next, or
@@ -14,6 +14,7 @@ the run lasts.
 
 from __future__ import annotations
 
+import functools
 import socket
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
@@ -57,9 +58,7 @@ class PublishingRank(Rank, Sender):
         """The ranks that lead the other origins."""
         self._reports: dict[int, records.OriginReport] = {}
         """Of these, when they were asked last."""
-        self._next_rounds: dict[int, int] = {}
-        """Which round each of these goes on from."""
-        self._num_sent = 0
+        self._is_own_sent = False
         self._are_all_sent = False
         self._place = ""
 
@@ -93,7 +92,7 @@ class PublishingRank(Rank, Sender):
                     with group.uninterrupted():
                         group.exchange_when_idle(records.Check())
                         self._check_finite()
-                        group.exchange(records.Wait())
+                        group.exchange(records.Nothing())
 
             def packed() -> None:
                 group.exchange_when_idle(records.AllPacked())
@@ -109,7 +108,7 @@ class PublishingRank(Rank, Sender):
                         self._is_instructing = False
             interrupt = None if isinstance(group.error, Exception) else group.error
             try:
-                group.exchange(records.Wait() if report is None else records.End(report))
+                group.exchange(records.Nothing() if report is None else records.End(report))
             finally:
                 if interrupt is not None:
                     raise interrupt
@@ -118,8 +117,8 @@ class PublishingRank(Rank, Sender):
 
     def _settings_of(self, prepared: PublishInputs) -> records.Settings:
         dtypes = {} if prepared.engine_dtypes is None else dict(prepared.engine_dtypes.by_name)
-        size = prepared.pack_plan.bucket_size_bytes
-        return records.Settings(self.run, prepared.url, size, prepared.maps_buckets(), dtypes)
+        bucket_size_bytes = prepared.pack_plan.bucket_size_bytes
+        return records.Settings(self.run, prepared.url, bucket_size_bytes, prepared.maps_buckets(), dtypes)
 
     def _is_agreed(self, prepared: PublishInputs) -> bool:
         """Whether all ranks have agreed on these settings and this plan."""
@@ -142,7 +141,7 @@ class PublishingRank(Rank, Sender):
         if connections.sender is not self:
             self._sender, self.address = connections.sender, connections.sender.address
             connections.sender = self
-        self._num_sent = 0
+        self._is_own_sent = False
 
     # --- as a `Fill` ---
 
@@ -153,10 +152,10 @@ class PublishingRank(Rank, Sender):
         all of them, PeersLostError if another origin's sender has lost peers, and PeerError.
         """
         self.group.version = version.number
-        bucket = self._next_bucket(index, payload)
+        bucket = self._next_bucket(payload)
         self._begin_round(index, bucket)
         self._pack(bucket, index, payload)
-        digest = self._digest_of(index, payload, self.group.exchange(records.Packed(index)))
+        digest = self._digest_of(index, payload, self.group.exchange(records.Packed()))
         if self.sent is not None:
             self.sent.add(index, payload)
         return digest
@@ -172,12 +171,6 @@ class PublishingRank(Rank, Sender):
     def _begin_round(self, number: int, bucket: records.NextBucket | None) -> None:
         pack = records.Pack(number, bucket, proves=self.sent is not None)
         self._require_peers(self.group.exchange_when_idle(pack))
-
-    def _fill_others(self, rounds: range) -> None:
-        """Rounds in which this rank has no bucket. Raises as `fill`."""
-        for number in rounds:
-            self._begin_round(number, None)
-            self.group.exchange(records.Packed(number))
 
     # --- as a `Sender` ---
 
@@ -197,21 +190,22 @@ class PublishingRank(Rank, Sender):
         return self._sender.memory_seconds
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Begin an update on every origin, or go on with it. Raises what any of their ranks raises."""
+        """Begin an update on every origin, or after a loss on each that has not sent all of it.
+
+        Raises what any of their ranks raises.
+        """
         self.group.version = version.number
         self._are_all_sent = False
         self._reports.clear()
         self._place = self._sender.share(manifest, version)
         if self._others:
             self.group.exchange_when_idle(records.Open(tuple(peers), staged, self._place))
-        if not 0 < self._num_sent == len(self._span):
-            # Else this origin has sent all, and another one has lost peers since.
-            self._num_sent = self._sender.open(manifest.of_origin(0), version, peers=peers, staged=staged)
+        if not self._is_own_sent:
+            self._sender.open(manifest.of_origin(0), version, peers=peers, staged=staged)
         self._await_others()
-        self._fill_others(range(min((self._num_sent, *self._next_rounds.values())), self._num_sent))
-        if self._num_sent == len(self._span):
-            self._send_others()
-        return self._num_sent
+        if self._is_own_sent or not self._span:
+            self._send_others(first=0)
+        return len(self._span) if self._is_own_sent else 0
 
     def buffer(self, index: int) -> BucketBuffer:
         """This rank's own place for its bucket."""
@@ -220,13 +214,15 @@ class PublishingRank(Rank, Sender):
     def send(self, index: int, num_bytes: int) -> None:
         """Send this rank's own bucket; with its last one, see to what other origins have still to send."""
         self._sender.send(index, num_bytes)
-        self._num_sent = index + 1
-        if self._num_sent == len(self._span):
-            self._send_others()
+        if index == self._span[-1]:
+            self._is_own_sent = True
+            self._send_others(first=index + 1)
 
-    def _send_others(self) -> None:
-        num_rounds = max(map(len, self._assignment.layout.manifest.spans))
-        self._fill_others(range(max((self._num_sent, *self._next_rounds.values())), num_rounds))
+    def _send_others(self, first: int) -> None:
+        """The rounds from `first` on, in which this rank has no bucket. Raises as `fill`."""
+        for number in range(first, max(map(len, self._assignment.layout.manifest.spans))):
+            self._begin_round(number, None)
+            self.group.exchange(records.Packed())
         self._await_others()
         if self._place:
             self._sender.seal(self.others())
@@ -235,16 +231,14 @@ class PublishingRank(Rank, Sender):
     def _await_others(self) -> None:
         """Wait until every other origin has opened the update, or sent what it has. Raises as `fill`."""
         if self._others:
-            statuses = self.group.exchange_when_idle(records.Wait())
-            self._require_peers(statuses)
-            self._next_rounds = {rank: statuses[rank].next_round for rank in self._others}
+            self._require_peers(self.group.exchange_when_idle(records.Nothing()))
 
     def _ask(self, peers: Sequence[str], *, digests: bool = False) -> None:
         """Have the ranks of other origins report what their senders know, and which of these peers they have."""
         if self._others:
             with self.group.uninterrupted():
                 self.group.exchange_when_idle(records.AskSenders(tuple(peers), digests))
-                reports = self.group.exchange(records.Acknowledged())
+                reports = self.group.exchange(records.Nothing())
             self._reports = {rank: reports[rank] for rank in self._others}
 
     def _require_peers(self, statuses: Sequence[Any]) -> None:
@@ -310,10 +304,10 @@ class FollowingRank(Rank):
         self._is_open = False
         self._survivors: tuple[str, ...] | None = None
         """Of the update, once the sender has lost peers that it can't go on without."""
-        self._next = 0
         self._buffer: BucketBuffer | None = None
         """Of the next bucket, once the sender has room for it."""
-        self._digests: dict[int, str] = {}
+        self._digests: list[str] = []
+        """Of the buckets that were sent."""
         self._sent = SentDigests(self._assignment.layout, {})
         self._proves = False
 
@@ -341,32 +335,31 @@ class FollowingRank(Rank):
                     return found[0].report
                 if isinstance(found[0], records.Declined):
                     self._turn.decline(found[0].overlap)
-                elif isinstance(found[0], records.AllPacked) and not is_any_busy(found):
-                    publish_run.flight.version = group.version
-                    publish_run.flight.packed()
-                elif not is_any_busy(found):
-                    self._obey(found)
-                elif self._call is not None:
-                    # At most for a quarter of the deadline: the others wait meanwhile.
-                    futures.wait([self._call], self._deadline_seconds / 4)
-
-    def _obey(self, found: Sequence[Any]) -> None:
-        match found[0]:
-            case records.Settings() as settings:
-                self._agree(settings)
-            case records.Check():
-                self._check_finite()
-            case records.Open() as opening:
-                self._open(opening)
-            case records.AskSenders() as question:
-                self._report(question)
-            case records.Pack(number, _, proves) if not any(getattr(each, "is_lost", False) for each in found):
-                bucket = found[self._leader].bucket
-                self._proves = proves
-                with host_device.beside(self._stream, self._device()):
-                    self._pack(bucket, number, None if self._buffer is None else self._buffer.payload)
-            case records.Packed(number):
-                self._send(number, found)
+                    continue
+                if is_any_busy(found):
+                    if self._call is not None:
+                        # At most for a quarter of the deadline: the others wait meanwhile.
+                        futures.wait([self._call], self._deadline_seconds / 4)
+                    continue
+                match found[0]:
+                    case records.Settings() as settings:
+                        self._agree(settings)
+                    case records.Check():
+                        self._check_finite()
+                    case records.Open() as opening if self._sender is not None:
+                        self._open(self._sender, opening)
+                    case records.AskSenders() as question:
+                        self._report(question)
+                    case records.Pack(number, _, proves) if not any(getattr(each, "is_lost", False) for each in found):
+                        self._proves = proves
+                        payload = None if self._buffer is None else self._buffer.payload
+                        with host_device.beside(self._stream, self._device()):
+                            self._pack(found[self._leader].bucket, number, payload)
+                    case records.Packed() if self._sender is not None and self._buffer is not None:
+                        self._send(self._sender, self._buffer, found)
+                    case records.AllPacked():
+                        publish_run.flight.version = group.version
+                        publish_run.flight.packed()
 
     def _status(self) -> records.RankStatus:
         """What this rank brings to an exchange. Raises what went wrong in the update in progress."""
@@ -379,9 +372,9 @@ class FollowingRank(Rank):
                 self._call.result()
             except PeersLostError as exc:
                 self._survivors, self._buffer = tuple(exc.survivors), None
-        bucket = None if self._buffer is None else self._next_bucket(self._next, self._buffer.payload)
-        num_failures = len(self._sender.failures)
-        return records.RankStatus((0, 0), False, self._survivors is not None, num_failures, self._next, bucket)
+        bucket = None if self._buffer is None else self._next_bucket(self._buffer.payload)
+        is_lost = self._survivors is not None
+        return records.RankStatus(is_lost=is_lost, num_failures=len(self._sender.failures), bucket=bucket)
 
     # --- its sender ---
 
@@ -396,17 +389,14 @@ class FollowingRank(Rank):
             make = transport.joined_sender or transport.sender
             self._sender = make(_own_url(settings.url), run=run, device=device, deadline_seconds=seconds)
             self._stream = host_device.stream(device)
-        self._digests.clear()
         self._sent = SentDigests(self._assignment.layout, {})
         return "" if self._sender is None else self._sender.address
 
-    def _open(self, opening: records.Open) -> None:
-        """Begin the update, or go on with it where this origin has not sent all of it yet."""
-        sender = self._sender
-        if sender is None:
+    def _open(self, sender: Sender, opening: records.Open) -> None:
+        """Begin the update, also again, unless this origin has sent all of it."""
+        if self._is_open and self._survivors is None and len(self._digests) == len(self._span):
             return
-        if self._is_open and self._survivors is None and self._next == len(self._span):
-            return
+        self._digests.clear()
         if self._survivors is not None:
             # The sender may go on in other memory.
             self.forget_views()
@@ -417,54 +407,42 @@ class FollowingRank(Rank):
         def open_sender() -> None:
             if opening.place:
                 sender.join(manifest, origin, opening.place)
-            plan = manifest.of_origin(origin)
-            self._next = sender.open(plan, version, peers=opening.peers, staged=opening.staged)
-            self._await_buffer(sender)
+            sender.open(manifest.of_origin(origin), version, peers=opening.peers, staged=opening.staged)
 
-        self._begin(open_sender)
+        self._begin(sender, open_sender)
 
-    def _send(self, number: int, packed: Sequence[Any]) -> None:
-        """All ranks have packed the round's buckets, and brought `packed` since: send this rank's, if it has one."""
-        sender, buffer = self._sender, self._buffer
-        if sender is None or buffer is None or self._next != number:
-            return
+    def _send(self, sender: Sender, buffer: BucketBuffer, packed: Sequence[Any]) -> None:
+        """All ranks have packed their parts of this rank's bucket, and brought `packed` since: send it."""
+        number = len(self._digests)
         with self.group.error_at_next_exchange(), host_device.on(self._stream):
             index = self._span[number]
             digest = self._digest_of(number, buffer.payload, packed)
             manifest, version = self._assignment.layout.manifest, WeightVersion(self.run, self.group.version)
             num_bytes, digest = finish(digest, RAW, manifest, version, index, buffer)
-            self._digests[number] = as_bytes(digest).hex()
+            self._digests.append(as_bytes(digest).hex())
             if self._proves:
                 self._sent.add(index, buffer.payload)
-        if self.group.error is not None:
-            return
-        self._next, self._buffer = number + 1, None
+            self._buffer = None
+            self._begin(sender, functools.partial(sender.send, number, num_bytes))
 
-        def send() -> None:
-            sender.send(number, num_bytes)
-            self._await_buffer(sender)
+    def _begin(self, sender: Sender, call: Callable[[], None]) -> None:
+        """Make a call in the sender's thread, and wait there for the place of the next bucket."""
 
-        self._begin(send)
-
-    def _begin(self, call: Callable[[], None]) -> None:
         def run() -> None:
             with host_device.on(self._stream):
                 call()
+                if len(self._digests) < len(self._span):
+                    self._buffer = sender.buffer(len(self._digests))
 
         self._call = self._calls.submit(run)
 
-    def _await_buffer(self, sender: Sender) -> None:
-        """Wait already for the place of the next bucket, while others are busy with theirs."""
-        if self._next < len(self._span):
-            self._buffer = sender.buffer(self._next)
-
     def _report(self, question: records.AskSenders) -> None:
-        answer: records.Record = records.Acknowledged()
+        answer: records.Record = records.Nothing()
         with self.group.error_at_next_exchange():
             if self._sender is not None:
                 failures = {name: to_record(error) for name, error in self._sender.failures.items()}
                 connected = tuple(self._sender.connected(question.peers))
-                digests = [self._digests[number] for number in sorted(self._digests)] if question.digests else []
+                digests = list(self._digests) if question.digests else []
                 sent = self._sent.by_bucket if question.digests and self._proves else {}
                 answer = records.OriginReport(connected, failures, self._survivors, digests, sent)
         self.group.exchange(answer)
@@ -473,7 +451,7 @@ class FollowingRank(Rank):
         sender, was_open = self._sender, self._is_open
         self._is_open, self._buffer = False, None
         if sender is not None and was_open:
-            self._begin(lambda: sender.abort(reason))
+            self._call = self._calls.submit(sender.abort, reason)
 
     def release(self) -> None:
         """As `Sender.release`, after what is under way."""

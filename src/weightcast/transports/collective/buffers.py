@@ -16,8 +16,8 @@ import torch
 from weightcast.errors import PeerTimeoutError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest
-from weightcast.host.memory import CommonMemory
-from weightcast.transports.kept_memory import FilledTogether, KeptMemory, allocate
+from weightcast.host.memory import SharedMemory
+from weightcast.transports.kept_memory import KeptMemory, allocate
 
 NUM_UNDER_WAY = 2
 """Broadcasts that a receiver waits for at once, at most: the next one follows without a pause."""
@@ -63,7 +63,7 @@ class ReceiveBuffers:
     """A receiver's memory for buckets, of one update after the other."""
 
     def __init__(self, peer: str, device: torch.device) -> None:
-        self._shared: CommonMemory | None = None
+        self._shared: SharedMemory | None = None
         """What workers of this host read together, if they do, of staged updates."""
         self._is_lent = False
         self._peer = peer
@@ -78,7 +78,7 @@ class ReceiveBuffers:
         device, shared = _HOST_MEMORY if staged else self._device, self._shared if staged else None
         if (device, shared) != (self._memory.device, self._memory.shared) or self._replaced:
             self.free()
-            self._memory = KeptMemory(device, _WHAT) if shared is None else FilledTogether(shared, _WHAT)
+            self._memory = KeptMemory(device, _WHAT, shared=shared)
         # Staged, a place for each bucket; streaming, slots in turn.
         self._memory.prepare(place(manifest, num_slots=NUM_SLOTS, staged=staged))
 
@@ -105,16 +105,16 @@ class ReceiveBuffers:
     def lend(self) -> str:
         """Use memory that others of this host map, too; return where they find it."""
         if self._shared is None or not self._is_lent:
-            self._share(CommonMemory.create(), is_lent=True)
+            self._share(SharedMemory.make(), is_lent=True)
         assert self._shared is not None
         return self._shared.location
 
     def read_along(self, location: str) -> None:
         """Use what another worker lends. Raises UnsupportedError if this process can't reach it."""
         if self._shared is None or self._shared.location != location:
-            self._share(CommonMemory.find(location))
+            self._share(SharedMemory.open(location))
 
-    def _share(self, shared: CommonMemory | None, *, is_lent: bool = False) -> None:
+    def _share(self, shared: SharedMemory | None, *, is_lent: bool = False) -> None:
         if self._shared is not None:
             self._shared.close()
         self._shared, self._is_lent = shared, is_lent

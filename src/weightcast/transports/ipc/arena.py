@@ -9,20 +9,17 @@ pages are touched before they are written only as long as the host and every cgr
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import mmap
 import os
 import threading
 import time
 
 import torch
 
-from weightcast.errors import InsufficientMemoryError, ManifestError
-from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Buffers, pages
+from weightcast.format.bucket import BucketBuffer, Buffers
 from weightcast.host import memory as host_memory
 from weightcast.host.closing import awaited_at_exit, close_at_exit, on_failure
-from weightcast.host.deadline import Deadline
-from weightcast.host.memory import SEALS, SealedMemory
+from weightcast.host.deadline import GRACE_SECONDS, Deadline
+from weightcast.host.memory import SharedMemory
 from weightcast.native import tables
 from weightcast.transports.ipc.records import SharedArena
 from weightcast.transports.receiving import MappedArena
@@ -31,8 +28,6 @@ from weightcast.transports.sending import OwnedArena
 _WHAT = "the arena of this update"
 _STEP_BYTES = 32 << 20
 """Of memory that is populated, between two questions for how much there is."""
-_CLOSE_SECONDS = 5.0
-"""For the kernel to end a step, which takes milliseconds."""
 
 
 class OwnedSharedArena(OwnedArena):
@@ -40,8 +35,8 @@ class OwnedSharedArena(OwnedArena):
 
     def __init__(self, generation: int, size_bytes: int) -> None:
         """Raises InsufficientMemoryError if the host or a cgroup hasn't that much left."""
-        self._memory = SealedMemory.allocate(size_bytes, _WHAT)
-        whole = self._memory.tensor()
+        self._mapping = SharedMemory.make(size_bytes, _WHAT).map()
+        whole = self._mapping.tensor()
         super().__init__(generation, whole, torch.device("cpu"))
         self.populating = Populating(whole, _WHAT)
 
@@ -49,14 +44,16 @@ class OwnedSharedArena(OwnedArena):
         return self.populating.wait(end_bytes, seconds)
 
     def announcement(self) -> tuple[SharedArena, int]:
-        return SharedArena(self.generation, self.size_bytes), self._memory.location.descriptor
+        return SharedArena(self.generation, self.size_bytes), self._mapping.memory.descriptor
 
     def close(self, *, free: bool) -> None:
         # Before it is freed, which nothing may be touched after.
         self.populating.close()
+        if free:
+            self._mapping.free()
         # Not unmapped here: views that the publisher keeps still point into it.
-        self._memory.release(free=free)
-        del self._memory
+        self._mapping.memory.close()
+        del self._mapping
         super().close(free=free)
 
 
@@ -110,7 +107,7 @@ class Populating:
         with self._changed:
             self._has_stopped = True
             self._changed.notify_all()
-        deadline = Deadline(_CLOSE_SECONDS)
+        deadline = Deadline(GRACE_SECONDS)
         for thread in self._threads:
             thread.join(deadline.remaining_seconds)
         self._memory = None
@@ -155,39 +152,22 @@ class MappedSharedArena(MappedArena):
         """Raises ManifestError for a descriptor whose size or seals are not what was promised."""
         self.generation = record.generation
         self.size_bytes = record.size_bytes
-        self._descriptor = descriptor
-        with on_failure(lambda: os.close(descriptor)):
-            try:
-                size = os.fstat(descriptor).st_size
-                seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-            except OSError as exc:
-                what = f"the arena's descriptor is no anonymous shared memory: {exc}"
-                raise ManifestError(what, fault="type") from exc
-            if size != record.size_bytes or not size:
-                raise ManifestError(f"the arena has {size} bytes, {record.size_bytes} were announced", fault="size")
-            if seals & SEALS != SEALS:
-                raise ManifestError(
-                    f"the arena can be resized, its seals are {seals:#x}: not safe to map", fault="type"
-                )
+        self._memory = SharedMemory.received(descriptor, record.size_bytes)
+        with on_failure(self._memory.close):
             self.reset()
 
     def reset(self) -> None:
         """Map it anew: whatever this process wrote into the former mapping is not in the new one."""
-        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-        try:
-            mapping = mmap.mmap(self._descriptor, self.size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
-        except OSError as exc:
-            raise InsufficientMemoryError(f"an arena of {self.size_bytes} bytes could not be mapped: {exc}") from exc
-        self._mapping = mapping
-        self.buffers = Buffers(torch.frombuffer(mapping, dtype=torch.uint8))
+        self._mapping = self._memory.map(private=True)
+        self.buffers = Buffers(self._mapping.tensor())
 
     def reread(self, buffer: BucketBuffer) -> bool:
-        """Make `buffer`, which begins at a page, show the sender's bytes again where this process wrote over them."""
-        size_bytes = pages(HEADER_BYTES + buffer.payload.numel())
-        self._mapping.madvise(mmap.MADV_DONTNEED, int(buffer.header.storage_offset()), size_bytes)
+        """Make `buffer` show the sender's bytes again where this process wrote over them."""
+        self._mapping.reread(buffer.header)
+        self._mapping.reread(buffer.payload)
         return True
 
     def close(self) -> None:
         """Let go of it; what is mapped stays as long as a tensor needs it."""
-        os.close(self._descriptor)
+        self._memory.close()
         del self._mapping

@@ -16,6 +16,7 @@ import msgspec
 from weightcast.control.client import HttpRoutes
 from weightcast.errors import ControlError, InstallError
 from weightcast.format.manifest import Manifest
+from weightcast.host.deadline import LOAD_SECONDS
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
 from weightcast.integrations.stock_directory import INCOMPLETE, ServerStatus, StockApi
@@ -23,7 +24,6 @@ from weightcast.links.watchdog import RecoveryRequest
 
 SglangPause: TypeAlias = Literal["retract", "abort"]
 _FLATTENED = "flattened_bucket"
-_LOAD_SECONDS = 600.0
 _encode = msgspec.json.encode
 
 
@@ -179,7 +179,7 @@ class SglangRoutes(StockApi):
     def recovery_requests(self, directory: Path, former: str, label: str) -> list[RecoveryRequest]:
         return [
             self.recovery_request("/update_weight_version", _label(f"{INCOMPLETE}{former}")),
-            self.recovery_request("/update_weights_from_disk", _disk(directory), {"success": True}, _LOAD_SECONDS),
+            self.recovery_request("/update_weights_from_disk", _disk(directory), {"success": True}, LOAD_SECONDS),
             self.recovery_request("/update_weight_version", _label(label)),
             self.recovery_request("/continue_generation", {"torch_empty_cache": False}),
         ]

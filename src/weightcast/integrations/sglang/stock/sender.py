@@ -17,7 +17,7 @@ from weightcast.errors import ClosedError, UnsupportedError, UpdateAbortedError,
 from weightcast.format.bucket import BucketBuffer, slot_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
-from weightcast.host.memory import SealedMemory
+from weightcast.host.memory import SharedMemory
 from weightcast.integrations.sglang.stock.buckets import FlatBuckets, FlatTensor
 from weightcast.integrations.sglang.stock.route_distributed import DistributedRoute
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute
@@ -91,7 +91,7 @@ class StockSender(Sender):
             self._flat = self._buffer = None
             size_bytes, device = slot_size_bytes(manifest), self._route.device
             if self._has_several_ranks:
-                memory = SealedMemory.allocate(size_bytes, "a bucket for SGLang").tensor()
+                memory = SharedMemory.make(size_bytes, "a bucket for SGLang").map().tensor()
             else:
                 memory = host_device.empty(size_bytes, device, "a bucket for SGLang", "use smaller buckets")
             self._buffer = BucketBuffer.of(memory)
