@@ -30,7 +30,7 @@ from weightcast.links.link import Frames, frame
 from weightcast.store.records import Commit, SlotPlace, WriterRecord, seal, unseal
 from weightcast.testing.transport_kit import write_raw_header
 from weightcast.transports.collective import records as collective
-from weightcast.transports.ipc.records import MAX_RECORD_BYTES, ToReceiver, ToSender
+from weightcast.transports.ipc.records import FromReceiver, ToReceiver
 
 SLOW_SECONDS = 5.0
 _LAID_OUT_BYTES = 1 << 22
@@ -132,8 +132,8 @@ TARGETS: dict[str, Target] = {
     "info": _message(WeightInfo),
     "link": _message(LinkMessage, 1 << 20),
     "frames": frames,
-    "ipc to sender": _message(ToSender, MAX_RECORD_BYTES),
-    "ipc to receiver": _message(ToReceiver, MAX_RECORD_BYTES),
+    "ipc to sender": _message(FromReceiver, 1 << 20),
+    "ipc to receiver": _message(ToReceiver, 1 << 20),
     "collective to sender": _message(collective.FromReceiver, 1 << 20),
     "collective to receiver": _message(collective.ToReceiver, 1 << 20),
     "header": header,
@@ -144,32 +144,23 @@ TARGETS: dict[str, Target] = {
 
 _GOLDEN = {name: encode(message) for name, (message, _) in MESSAGES.items()}
 _IPC_SENDER = [
-    {"kind": "hello", "run": "a" * 32, "peer": "e", "protocol": 3},
+    {"kind": "hello", "run": "a" * 32, "engine": "e", "engine_rank": 0, "secret": "b" * 64, "host": "h"},
+    {"kind": "opened", "version": 1, "opening": 1},
     {"kind": "released", "update": 1, "generation": 1, "index": 0},
     {"kind": "ended", "version": 1, "update": 1},
 ]
 _IPC_RECEIVER = [
     {"kind": "shared_arena", "generation": 1, "size_bytes": 4096},
-    {"kind": "begin", "version": 1, "update": 1, "staged": True, "num_buckets": 2},
-    {
-        "kind": "ready",
-        "update": 1,
-        "generation": 1,
-        "index": 0,
-        "offset_bytes": 0,
-        "num_bytes": 256,
-        "event": "aGFuZGxl",
-    },
+    {"kind": "begin", "version": 1, "update": 1, "staged": True, "num_buckets": 2, "opening": 1},
+    {"kind": "ready", "update": 1, "generation": 1, "index": 0, "offset_bytes": 0, "num_bytes": 256},
     {"kind": "aborted", "update": 1, "reason": "r"},
-    {"kind": "refused", "error": {"kind": "StaleVersionError", "message": "m"}},
 ]
 
 _COLLECTIVE_SENDER = [
     {"kind": "hello", "run": "a" * 32, "engine": "e", "engine_rank": 0, "secret": "b" * 64, "host": "h"},
-    {"kind": "joining", "epoch": 1, "update": 1, "num_received": 2, "shared": "ipc://@a"},
+    {"kind": "joining", "epoch": 1, "memory": "1/2/weightcast-common-x"},
     {"kind": "join_failed", "epoch": 1, "reason": "r", "is_own": True},
-    {"kind": "answer", "question": 1, "update": 1, "num_received": 2, "is_waiting": True},
-    {"kind": "whole", "update": 1},
+    {"kind": "progress", "epoch": 1, "update": 1, "num_received": 2, "num_awaited": 3},
 ]
 _COLLECTIVE_RECEIVER = [
     {
@@ -180,11 +171,11 @@ _COLLECTIVE_RECEIVER = [
         "host": "127.0.0.1",
         "port": 1,
         "timeout_seconds": 3.0,
-        "readers": ["a#1"],
+        "is_read_along": True,
     },
-    {"kind": "read_along", "epoch": 1, "address": "ipc://@a"},
-    {"kind": "begin", "version": 1, "update": 1, "staged": True, "num_buckets": 2, "first": 1},
-    {"kind": "ask", "question": 1},
+    {"kind": "read_along", "epoch": 1, "memory": "1/2/weightcast-common-x"},
+    {"kind": "begin", "version": 1, "update": 1, "staged": True, "num_buckets": 2, "opening": 1},
+    {"kind": "arrived", "update": 1, "num_buckets": 2},
 ]
 
 SEEDS: dict[str, list[bytes]] = {

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transports.conftest import Ends
@@ -151,7 +152,7 @@ def fake(leaves_nothing: None) -> Iterator[tuple[IpcReceiver, socket.socket]]:
             yield receiver, sock
 
 
-BEGIN = BeginUpdate(version=1, update=1, staged=True, num_buckets=5)
+BEGIN = BeginUpdate(version=1, update=1, staged=True, num_buckets=5, opening=1)
 
 
 def _ready(**changes: int) -> BucketReady:
@@ -254,25 +255,6 @@ def test_buckets_of_an_arena_that_was_replaced_are_still_read(fake: tuple[IpcRec
         arena.close(free=False)
 
 
-def test_buckets_of_a_former_attempt_are_ignored(fake: tuple[IpcReceiver, socket.socket]) -> None:
-    receiver, sock = fake
-    receiver.open(numbered(), version(1), staged=True)
-    arena = OwnedSharedArena(1, SIZE_BYTES)
-    record, descriptor = arena.announcement()
-    socket.send_fds(sock, [frame(record)], [descriptor])
-    for index in range(2):
-        start = index * SIZE_BYTES // 2
-        arena.buffers.get(index, start, start + HEADER_BYTES, 8192).payload.fill_(index + 1)
-    sock.send(frame(BEGIN))
-    sock.send(frame(_ready()))
-    sock.send(frame(BeginUpdate(version=1, update=2, staged=True, num_buckets=5)))
-    sock.send(frame(_ready()))
-    sock.send(frame(_ready(update=2, offset_bytes=SIZE_BYTES // 2)))
-    bucket = next(iter(receiver))
-    assert torch.equal(bucket.buffer.payload, torch.full_like(bucket.buffer.payload, 2))
-    arena.close(free=False)
-
-
 def test_an_attempt_that_was_given_up_before_the_sender_had_heard_so_is_not_the_next_one(
     fake: tuple[IpcReceiver, socket.socket],
 ) -> None:
@@ -289,7 +271,7 @@ def test_an_attempt_that_was_given_up_before_the_sender_had_heard_so_is_not_the_
     sock.send(frame(_ready()))
     receiver.open(numbered(), version(1), staged=True)
     buckets = Background(lambda: next(iter(receiver)))
-    sock.send(frame(BeginUpdate(version=1, update=2, staged=True, num_buckets=5, num_given_up=1)))
+    sock.send(frame(BeginUpdate(version=1, update=2, staged=True, num_buckets=5, opening=2)))
     sock.send(frame(_ready(update=2, offset_bytes=SIZE_BYTES // 2)))
     payload = buckets.result().buffer.payload
     assert torch.equal(payload, torch.full_like(payload, 2))
@@ -305,7 +287,7 @@ def test_a_version_that_was_given_up_costs_the_next_version_nothing(fake: tuple[
     record, descriptor = arena.announcement()
     socket.send_fds(sock, [frame(record)], [descriptor])
     receiver.open(numbered(), version(1), staged=True)
-    sock.send(frame(BEGIN))
+    sock.send(frame(msgspec.structs.replace(BEGIN, opening=2)))
     sock.send(frame(_ready()))
     assert Background(lambda: next(iter(receiver)).index).result() == 0
     arena.close(free=False)

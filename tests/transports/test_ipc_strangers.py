@@ -46,7 +46,7 @@ HOSTILE: dict[str, Callable[[Sender], bytes]] = {
     "garbage": lambda sender: LENGTH + b"\x00\xff" * 50,
     "not a record": lambda sender: frame([1, 2, 3]),  # type: ignore[arg-type]
     "unknown kind": lambda sender: LENGTH + b'{"kind":"exec","code":"1"}'.ljust(100),
-    "not a hello": lambda sender: frame(Opened(1)),
+    "not a hello": lambda sender: frame(Opened(1, 1)),
     "the other direction": lambda sender: frame(Heartbeat()),
     "other run": lambda sender: _hello(sender, "engine", run=OTHER_RUN),
     "bad run": lambda sender: _hello(sender, "engine", run="xyz"),
@@ -159,7 +159,7 @@ def test_a_receiver_that_turns_to_garbage_is_dropped_and_named(
 ) -> None:
     sender, manifest = ipc_ends.sender(), numbered(6)
     rogue, lively = _connect(sender, sockets), ipc_ends.receiver(sender, "lively")
-    rogue.sendall(_hello(sender, "rogue"))
+    rogue.sendall(_hello(sender, "rogue") + frame(Opened(1, 1)))
     lively.open(manifest, version(1), staged=False)
     sender.open(manifest, version(1), peers=["rogue", "lively"], staged=False)
     reader = Background(read_all, lively, manifest, 1)
@@ -173,7 +173,7 @@ def test_a_receiver_that_turns_to_garbage_is_dropped_and_named(
 def test_releases_of_other_updates_and_buckets_free_nothing(ipc_ends: Ends, sockets: contextlib.ExitStack) -> None:
     sender, manifest = ipc_ends.sender(deadline_seconds=0.4), numbered(3)
     rogue = _connect(sender, sockets)
-    rogue.sendall(_hello(sender, "rogue"))
+    rogue.sendall(_hello(sender, "rogue") + frame(Opened(7, 1)))
     sender.open(manifest, version(7), peers=["rogue"], staged=False)
     send(sender, manifest, 7, 0)
     send(sender, manifest, 7, 1)
@@ -195,7 +195,7 @@ def test_a_peer_that_reads_nothing_is_waited_for_and_one_without_room_for_the_en
     sender, manifest = ipc_ends.sender(), numbered(6)
     assert isinstance(sender, IpcSender)
     slow = _connect(sender, sockets)
-    slow.sendall(_hello(sender, "slow"))
+    slow.sendall(_hello(sender, "slow") + frame(Opened(1, 1)))
     sender.open(manifest, version(1), peers=["slow"], staged=True)
     link = sender._peers["slow"].link
     while link.put(frame(KeepAlive())):

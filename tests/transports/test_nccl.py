@@ -157,8 +157,10 @@ def test_an_update_of_no_buckets_leaves_the_group_as_it_is(hall: Hall) -> None:
             send(sender, MANIFEST, number, index)
         assert reader.result() == expected(number)
         receiver.end()
+        receiver.open(plan([], 4096), version(number + 1), staged=False)
         sender.open(plan([], 4096), version(number + 1), peers=["a"], staged=False)
         wait_until(lambda: receiver._incoming.begin.num_buckets == 0)
+        receiver.end()
     assert sender.num_groups == 1
 
 

@@ -121,9 +121,10 @@ class SameHostContract(TransportContract):
             read_all(receiver, manifest, 1)
 
     def test_an_update_that_the_receiver_never_opened_does_not_disturb_the_next(self) -> None:
-        sender, manifest = self.sender(), numbered()
+        sender, manifest = self.sender(SHORT_SECONDS), numbered()
         receiver = self.receiver(sender)
         sender.open(manifest, version(1), peers=["a"], staged=True)
+        assert isinstance(sender.failures["a"], PeerTimeoutError)
         send_all(sender, manifest, 1)
         self.update(sender, {"a": receiver}, manifest, 2, staged=True)
 

@@ -171,6 +171,7 @@ class TransportContract(VersionedTransportContract):
     def test_a_peer_that_left_fails_at_once_and_comes_back_by_connecting(self) -> None:
         sender, manifest = self.sender(), numbered()
         first = self.receiver(sender)
+        first.open(manifest, version(1), staged=True)
         sender.open(manifest, version(1), peers=["a"], staged=True)
         first.close()
         sender.open(manifest, version(2), peers=["a"], staged=True)

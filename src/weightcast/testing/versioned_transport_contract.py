@@ -264,7 +264,7 @@ class VersionedTransportContract(OverPayloads, TransportEnds):
             reader.result()
 
     def test_another_version_is_not_taken_for_the_one_that_was_offered(self, staged: bool) -> None:
-        sender, manifest = self.sender(), numbered(3)
+        sender, manifest = self.sender(SHORT_SECONDS), numbered(3)
         receiver = self.receiver(sender, deadline_seconds=SHORT_SECONDS)
         reader = Reader(receiver, manifest, version(1), staged=staged)
         sender.open(manifest, version(2), peers=["a"], staged=staged)

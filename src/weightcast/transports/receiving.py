@@ -253,7 +253,7 @@ class PeerReceiver(ReceivingEnd[V]):
     """Matches what the sender begins with what is wanted here. A transport says how records travel, and bytes."""
 
     _incoming: IncomingUpdate | None = None
-    _given_up = records.GivenUp()
+    _opening = 0
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         """Wait for `version` from now on. Raises PeerDiedError if the sender has gone, InsufficientMemoryError."""
@@ -266,7 +266,8 @@ class PeerReceiver(ReceivingEnd[V]):
             self._listen()
             self._check_sender(wanted)
             self._wanted = wanted
-            self._tell(records.Opened(version.number))
+            self._opening += 1
+            self._tell(records.Opened(version.number, self._opening))
             self._match()
             self._condition.notify_all()
 
@@ -323,11 +324,7 @@ class PeerReceiver(ReceivingEnd[V]):
                 self._on_begun(wanted)
             return
         former, self._incoming = self._incoming, IncomingUpdate(begin)
-        is_again = wanted is not None and wanted.begun is former and begin.version == wanted.version.number
-        if wanted is not None and is_again and not wanted.num_taken:
-            # A second attempt; the first was begun before the sender had heard that it was given up here.
-            wanted.begun = None
-        elif former is not None and former.aborted is None:
+        if former is not None and former.aborted is None:
             former.aborted = f"the publisher went on to version {begin.version}"
         self._match()
 
@@ -336,11 +333,7 @@ class PeerReceiver(ReceivingEnd[V]):
         wanted, incoming = self._wanted, self._incoming
         if wanted is None or wanted.begun is not None or incoming is None or incoming.is_over:
             return
-        # Begun before the sender had heard that the first attempt at this version was given up here: it is of no more
-        # use, also under the same number.
-        given_up = self._given_up
-        is_of_former = given_up.version == wanted.version.number and incoming.begin.num_given_up < given_up.times
-        if incoming.begin.version != wanted.version.number or incoming.aborted is not None or is_of_former:
+        if incoming.begin.opening != self._opening or incoming.aborted is not None:
             self._be_done(incoming)
             # One of no buckets was whole at once, wherever it was wanted: the sender has gone on.
             if incoming.aborted is None and incoming.begin.num_buckets:
@@ -360,7 +353,6 @@ class PeerReceiver(ReceivingEnd[V]):
 
     def _leave(self, wanted: V) -> None:
         if wanted.begun is None:
-            self._given_up = self._given_up.again(wanted.version.number)
             self._tell(records.UpdateEnded(wanted.version.number, 0))
         else:
             self._be_done(wanted.begun)

@@ -7,7 +7,7 @@ an arena carries the arena's `generation`.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -24,14 +24,14 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 class BeginUpdate(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
     """An update that the receiver takes part in. The same `update` again: after a loss all buckets come once more.
 
-    `num_given_up`: how often this receiver had given up this version before it began, as far as the sender had heard.
+    `opening`: that of `Opened`, which it answers.
     """
 
     version: VersionNumber
     update: Count
     staged: bool
     num_buckets: Count
-    num_given_up: Count = 0
+    opening: Count = 0
 
 
 class BucketReady(msgspec.Struct, frozen=True, tag="ready", tag_field="kind"):
@@ -65,9 +65,10 @@ class KeepAlive(msgspec.Struct, frozen=True, tag="waiting", tag_field="kind"):
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened", tag_field="kind"):
-    """The receiver waits for this version."""
+    """The receiver waits for this version. `opening`: how many updates it has opened by now."""
 
     version: VersionNumber
+    opening: Count
 
 
 class Released(msgspec.Struct, frozen=True, tag="released", tag_field="kind"):
@@ -83,16 +84,6 @@ class UpdateEnded(msgspec.Struct, frozen=True, tag="ended", tag_field="kind"):
 
     version: VersionNumber
     update: Count
-
-
-class GivenUp(NamedTuple):
-    """The version that a receiver has given up last before it began, and how often: known at both ends."""
-
-    version: int = -1
-    times: int = 0
-
-    def again(self, version: int) -> GivenUp:
-        return GivenUp(version, 1 + self.times if version == self.version else 1)
 
 
 FromSender: TypeAlias = BeginUpdate | ArenaClosed | UpdateAborted | KeepAlive

@@ -67,21 +67,23 @@ class SentUpdate:
         return self.next >= self.num_buckets
 
     def begin(self, peer: ConnectedPeer) -> records.BeginUpdate:
-        number = self.version.number
-        given_up = peer.given_up.times if peer.given_up.version == number else 0
-        return records.BeginUpdate(number, self.number, self.staged, self.num_buckets, given_up)
+        """The answer to the peer's last opening."""
+        peer.opened = None
+        return records.BeginUpdate(self.version.number, self.number, self.staged, self.num_buckets, peer.opening)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ConnectedPeer:
-    """A receiver that is connected. `progress_at`: when it said something last. `declined`: the version that it gave up
-    before it began and has not opened again. `generation`: of the sender's arena that it was told of.
+    """A receiver that is connected. `progress_at`: when it said something last. `opened`: the version it waits for;
+    `opening`: which of its updates that is or was; `declined`: the version that it gave up before it began.
+    `generation`: of the sender's arena that it was told of.
     """
 
     name: str
     progress_at: float = dataclasses.field(default_factory=time.monotonic, kw_only=True)
+    opened: int | None = dataclasses.field(default=None, kw_only=True)
+    opening: int = dataclasses.field(default=0, kw_only=True)
     declined: int | None = dataclasses.field(default=None, kw_only=True)
-    given_up: records.GivenUp = dataclasses.field(default=records.GivenUp(), kw_only=True)
     generation: int = dataclasses.field(default=-1, kw_only=True)
 
     def died(self, reason: object) -> PeerDiedError:
@@ -239,11 +241,11 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         update, peer.progress_at = self._update, time.monotonic()
         match record:
             case records.Opened():
-                peer.declined = None
+                peer.opened, peer.opening, peer.declined = record.version, record.opening, None
             case records.UpdateEnded():
                 took_part, ended = False, (record.version, record.update)
                 if not record.update:
-                    peer.given_up = peer.given_up.again(record.version)
+                    peer.opened = None
                 if update is not None and ended in ((update.version.number, n) for n in (0, update.number)):
                     took_part = peer.name in update.peers
                     self._on_ended(peer, update)
@@ -307,13 +309,16 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         return None
 
     def _await_connected(self, names: Sequence[str], version: WeightVersion) -> set[str]:
-        """Wait until all are connected or have failed; who is absent at the deadline, or has gone, is a failure.
+        """Wait until all wait for the version or have failed; who does not by the deadline, or has gone, is a failure.
 
         Returns the others, without those that gave the version up already.
         """
 
         def is_missing(name: str) -> bool:
-            return not (name in self._failures or name in self._peers or name in self._left)
+            peer = self._peers.get(name)
+            if peer is not None and peer.declined != version.number:
+                return peer.opened != version.number
+            return not (name in self._failures or peer is not None or name in self._left)
 
         deadline = Deadline(self._deadline_seconds)
         while any(map(is_missing, names)) and not deadline.has_passed:
@@ -321,7 +326,8 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         for name in names:
             if is_missing(name):
                 waited, short = f"within {self._deadline_seconds:g} s", shortage_now()
-                what = f"{name} did not connect {waited}" + (f": {short}" if short else "")
+                what = f"waited for version {version.number}" if name in self._peers else "connected"
+                what = f"{name} has not {what} {waited}" + (f": {short}" if short else "")
                 self._failures[name] = PeerTimeoutError(what, peer=name)
             elif name not in self._failures and name not in self._peers:
                 self._failures[name] = PeerDiedError(f"the receiver of {name} has gone and is not back", peer=name)

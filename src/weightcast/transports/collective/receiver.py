@@ -34,7 +34,7 @@ from weightcast.transports.sending import MAX_REASON_CHARACTERS
 
 @dataclasses.dataclass(slots=True, eq=False)
 class BroadcastUpdate(PeerUpdate):
-    """`num_received` buckets are here, `num_released` of them may be overwritten. `stream`: what brings them.
+    """`num_received` buckets are here, `num_released` of them may be overwritten.
 
     `reads`: streaming to a GPU, by slot, what was queued when its bucket was released, and may still read it.
     """
@@ -42,7 +42,6 @@ class BroadcastUpdate(PeerUpdate):
     num_received: int = 0
     num_released: int = 0
     reads: dict[int, host_device.Event] = dataclasses.field(default_factory=dict)
-    stream: BroadcastStream | None = None
 
 
 _receivers: weakref.WeakSet[CollectiveReceiver] = weakref.WeakSet()
@@ -100,8 +99,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
     def _leave(self, wanted: BroadcastUpdate) -> None:
         super()._leave(wanted)
         stream = self._stream
-        # The sender may have invited to the next update's group, before this end has heard that this one was aborted.
-        if stream is not None and wanted.stream is stream and stream.num_received < wanted.num_buckets:
+        if stream is not None and stream.num_received < wanted.num_buckets:
             self._leave_group()
 
     def _on_over(self) -> None:
@@ -133,7 +131,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
     # --- what the sender says, in the link's thread ---
 
     def _on_begun(self, wanted: BroadcastUpdate) -> None:
-        wanted.stream = stream = self._stream
+        stream = self._stream
         if stream is None:
             self._tell_read_along(wanted)
         else:
