@@ -1,4 +1,4 @@
-"""TRL's AsyncGRPOTrainer, with weightcast as its weight transfer: two lines more than TRL alone, marked with a plus.
+"""TRL's AsyncGRPOTrainer, with weightcast as its weight transfer: three lines more than TRL alone, marked with a plus.
 
     pip install 'PATH_TO_WEIGHTCAST[trl]' vllm
     VLLM_PLUGINS=weightcast vllm serve MODEL --weight-transfer-config '{"backend": "weightcast"}'
@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from weightcast.integrations.trl import WeightcastTransfer  # +
+from weightcast.integrations.trl import WeightcastMetrics, WeightcastTransfer  # +
 
 
 def even_tokens(completion_ids: list[list[int]], **_: object) -> list[float]:
@@ -54,6 +54,7 @@ def main() -> None:
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in prompts]}),
         weight_transfer=WeightcastTransfer([options.url]),  # +
     )
+    trainer.add_callback(WeightcastMetrics(trainer))  # +
     trainer.train()
     trainer.save_model(options.output)
 

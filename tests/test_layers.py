@@ -31,7 +31,8 @@ BELOW_ALL, ABOVE_ALL = ("errors",), ("__init__", "cli")
 ROOMS_OF_LEAVES = ("sources", "engines", "transports", "integrations")
 """In these, what lies side by side doesn't know of each other."""
 SHARED_BY_LEAVES = (
-    *("engines.gate", "integrations.plugin", "integrations.rollout", "integrations.stock_directory"),
+    *("engines.gate", "integrations.handed", "integrations.plugin", "integrations.rollout"),
+    "integrations.stock_directory",
     *(
         "transports.kept_memory",
         "transports.linked",
@@ -73,7 +74,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "safetensors": ("checkpoint.files",),
     "huggingface_hub": ("integrations.plugin.checkpoint_header",),
     "ray": ("integrations.vllm.clients", "integrations.verl.*", "integrations.nemo_rl.*"),
-    "transformers": ("engines.transformers.*", "cli.planned_bytes", "cli.serve"),
+    "transformers": ("engines.transformers.*", "integrations.trl.*", "cli.planned_bytes", "cli.serve"),
     "fastapi": ("integrations.vllm.routes", "integrations.sglang.engine"),
     "starlette": ("control.routes", "control.server.*", "integrations.*.routes"),
     "uvicorn": ("control.server.app", "control.server.connections"),
@@ -272,8 +273,8 @@ def test_one_file_asks_torch_for_the_order_of_a_gpus_work() -> None:
     assert "cuda: Any = torch.cuda" in MODULES["host.device"].read_text()
 
 
-def test_what_a_context_manager_raises_in_place_of_an_error_names_its_cause_by_thrown() -> None:
-    """Else Python 3.12 and 3.13 make cycles, which tests there see as sockets and memory left behind."""
+def test_no_generator_of_a_context_manager_raises_another_error_in_place_of_one() -> None:
+    """Python 3.12 and 3.13 make a cycle of that, with the error's frames: `errors.Translated` is none."""
     wrong = []
     for path in MODULES.values():
         for function in ast.walk(ast.parse(path.read_text())):
@@ -288,8 +289,6 @@ def test_what_a_context_manager_raises_in_place_of_an_error_names_its_cause_by_t
             wrong += [
                 f"{path}:{node.lineno}: {ast.unparse(node)}"
                 for node in itertools.chain.from_iterable(map(ast.walk, handlers))
-                if isinstance(node, ast.Raise)
-                and node.exc is not None
-                and not (node.cause and ast.unparse(node.cause).startswith("thrown("))
+                if isinstance(node, ast.Raise) and node.exc is not None
             ]
     assert not wrong, "\n".join(wrong)

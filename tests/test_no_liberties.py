@@ -107,12 +107,18 @@ PERMITTED: dict[tuple[str, str], str] = {
         "integrations.sglang.plugin",
         "sets .weight_version of request",
     ): "a load without a label would have that of the version before it",
+    ("integrations.plugin.refusal", "setattr(owner)"): (
+        "an engine object of this process refuses requests while it is torn; put back once it is whole"
+    ),
+    ("integrations.plugin.refusal", "delattr(owner)"): "puts back what setattr has replaced",
     ("integrations.sglang.scheduler", "setattr(scheduler)"): "an attribute of its own name",
     ("integrations.sglang.scheduler", "sets .message of reply"): "a reply that weightcast answers with",
-    ("integrations.torchrl.engines", "torch._C._storage_Use_Count"): "reads whether a loader has kept a tensor",
-    ("integrations.torchrl.engines", "uses ._cdata"): "what torch counts the uses of; nothing is read there",
     ("integrations.torchrl.weights", "warnings.catch_warnings"): "TorchRL warns of what its user has not asked for",
     ("integrations.torchrl.weights", "warnings.simplefilter"): "within that `with`",
+    (
+        "integrations.trl.transfer",
+        "sets .should_log of control",
+    ): "a callback's way to ask for a log; put back as it was",
     ("integrations.vllm.layerwise_load", "setattr(self._layer)"): "fills a layer's parameter, as vLLM's reload does",
     (
         "integrations.vllm.layerwise_load",

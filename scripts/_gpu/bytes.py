@@ -11,7 +11,7 @@ from pretended import LazyGpu
 from torch import nn
 
 from _gpu.section import GIB, MIB, Here
-from weightcast import ModuleEngine
+from weightcast import ModuleEngine, TensorSource
 from weightcast.errors import IntegrityError
 from weightcast.format.bucket import (
     DTYPE_NAMES,
@@ -78,7 +78,7 @@ def _packed(tensors: dict[str, torch.Tensor], specs: list[TensorSpec], size: int
     """Every bucket of these, packed on a device: the manifest, the layout, and buffers of its memory."""
     manifest = plan(specs, size)
     layout, buffers = Layout(manifest), []
-    packer = Packer(layout, tensors)
+    packer = Packer(layout, TensorSource(tensors).regions())
     for index, num_bytes in enumerate(manifest.buckets):
         # Full of other bytes, as a slot is that is used again.
         memory = torch.empty(HEADER_BYTES + num_bytes, dtype=torch.uint8, device=device)

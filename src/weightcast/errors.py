@@ -31,12 +31,12 @@ publish is here too, since `PublishError` carries it.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
 import logging
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -322,34 +322,34 @@ def from_record(record: ErrorRecord) -> WeightcastError:
     return WeightcastError(record.message) if issubclass(cls, PublishError) else cls(record.message)
 
 
-def detached(error: BaseException) -> WeightcastError:
-    """A copy without the traceback, whose frames would keep buffers, sockets and groups alive."""
-    return from_record(to_record(error))
+def trace_of(error: BaseException) -> str:
+    """The traceback, for a log, of what an engine's own code has raised; empty for an error that says all by itself.
 
-
-def clear_frames(error: BaseException) -> None:
-    """Drop the locals of this package's frames in an error's tracebacks: who keeps the error keeps no buckets by it.
-
-    The frames of the caller's own code, such as a source's, are left as they are, for a debugger.
+    A text: a handler that keeps an exception keeps the tensors of its frames.
     """
-    links: list[BaseException | None] = [error]
-    for link in links:
-        if link is None:
-            continue
-        for frame, _ in traceback.walk_tb(link.__traceback__):
-            if frame.f_globals.get("__name__", "").partition(".")[0] in ("weightcast", "torch"):
-                with contextlib.suppress(RuntimeError):  # it is running
-                    frame.clear()
-        links += [other for other in (link.__cause__, link.__context__) if other not in links]
+    if isinstance(error, WeightcastError) and not isinstance(error, InstallError):
+        return ""
+    return "\n" + "".join(traceback.format_exception(error))
 
 
-def thrown(error: BaseException) -> BaseException:
-    """An error that was thrown into a `contextlib.contextmanager`, as the cause of the one that this raises instead.
+class Translated:
+    """A context: `raise_as` gets an error of `kinds` that leaves it, and raises another one from it or lets it go on.
 
-    Without the generator's frame, which on Python 3.12 and 3.13 leads to contextlib's and so to the error itself: a
-    cycle, by which buffers, sockets and groups of the error's frames would stay until the garbage collector comes.
+    It is no generator: Python 3.12 and 3.13 keep an error that was thrown into one, and for which the generator raises
+    another, in a cycle with all its frames. Sockets that only torch can close would stay open until a collection.
     """
-    return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+
+    def __init__(
+        self, kinds: type[BaseException] | tuple[type[BaseException], ...], raise_as: Callable[[Any], object]
+    ) -> None:
+        self._kinds = kinds
+        self._raise_as = raise_as
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, self._kinds):
+            self._raise_as(error)
 
 
 def malformed(fault: str, message: str) -> ManifestError:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,9 @@ from weightcast.errors import (
     PeerDiedError,
     PeerError,
     PeerTimeoutError,
+    Translated,
     UnsupportedError,
     WeightcastError,
-    detached,
-    thrown,
 )
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline, in_background
@@ -292,14 +291,14 @@ def in_time(
 
 
 class Broadcast:
-    """A broadcast of rank 0's under way. `error`: how it failed, once `is_over`.
+    """A broadcast of rank 0's under way. `error`: how it failed, once `is_over`; empty if it did not.
 
     On a CPU `condition` is notified of its end; on a GPU it has to be asked. Of a GPU that has failed nobody can say
     whether it still reads the buffer: there it has an error, and is not over.
     """
 
     def __init__(self, group: ProcessGroup, buffer: torch.Tensor, condition: threading.Condition) -> None:
-        self._error: WeightcastError | None = None
+        self._error = ""
         self._has_landed = False
         self._condition = condition
         self._work = group.broadcast(buffer, root=0)
@@ -316,23 +315,22 @@ class Broadcast:
             with translated("a broadcast"):
                 return self._work.is_completed()
         except WeightcastError as exc:
-            self._error = detached(exc)
+            self._error = str(exc)
             return False
 
     @property
-    def error(self) -> WeightcastError | None:
-        if self._is_polled and self._error is None and self.is_over and (reason := _nccl_error(self._work)):
-            self._error = detached(PeerDiedError(f"a broadcast failed: {reason}"))
+    def error(self) -> str:
+        if self._is_polled and not self._error and self.is_over and (reason := _nccl_error(self._work)):
+            self._error = f"a broadcast failed: {reason}"
         return self._error
 
     def _land(self, future: torch.futures.Future[object]) -> None:
-        error: WeightcastError | None = None
+        error = ""
         try:
             with translated("a broadcast"):
                 future.value()
         except WeightcastError as exc:
-            # A copy: the cause's traceback would keep this frame, and with it the group's sockets.
-            error = detached(exc)
+            error = str(exc)
         with self._condition:
             self._has_landed, self._error = True, error
             self._condition.notify_all()
@@ -351,16 +349,16 @@ def wait(work: Work) -> None:
         del work
 
 
-@contextlib.contextmanager
-def translated(what: str) -> Iterator[None]:
+def translated(what: str) -> Translated:
     """Errors of torch.distributed as PeerErrors. It does not know which peer it was; the caller may."""
-    try:
-        yield
-    except (dist.DistError, RuntimeError, ValueError) as exc:
-        text = str(exc)
+
+    def raise_as_peers(error: Exception) -> NoReturn:
+        text = str(error)
         reason = _CHATTER.split(text)[0].strip()[:400]
         is_late = "imed out" in text or "imeout" in text
-        raise (PeerTimeoutError if is_late else PeerDiedError)(f"{what} failed: {reason}") from thrown(exc)
+        raise (PeerTimeoutError if is_late else PeerDiedError)(f"{what} failed: {reason}") from error
+
+    return Translated((dist.DistError, RuntimeError, ValueError), raise_as_peers)
 
 
 def require(backend: str) -> None:

@@ -207,7 +207,7 @@ def test_b1_a_broadcast_that_failed_counts_as_one_that_succeeded(
         received = hall.gpu.tensor(torch.full((8,), POISON, dtype=torch.uint8))
         broadcast = Broadcast(both.groups[1], received, threading.Condition())
         assert comes(lambda: broadcast.is_over)
-        assert (broadcast.error is None) is as_it_was
+        assert (not broadcast.error) is as_it_was
         with contextlib.nullcontext() if as_it_was else pytest.raises(PeerDiedError):
             both.groups[1].wait(broadcast._work)
         assert set(hall.gpu.read(received).tolist()) == {POISON}, "what was taken for received"

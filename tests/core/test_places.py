@@ -81,7 +81,7 @@ def test_kept_copies_are_looked_at_from_both_ends(which: str) -> None:
     assert copies.are_in_place()
     (target if which == "target" else source).untyped_storage().resize_(0)
     assert not copies.are_in_place()
-    with pytest.raises(RuntimeError, match="was freed"):
+    with pytest.raises(ValueError, match="resized or freed"):
         PreparedCopies([target], [source])
 
 

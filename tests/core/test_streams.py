@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,8 @@ from core.test_brought_sender import Bringing
 from weightcast import IteratorSource
 from weightcast.errors import IncompatibleWeightsError, InsufficientMemoryError, PublishError, UpdateAbortedError
 from weightcast.host import memory as host_memory
-from weightcast.testing.leftovers import nothing_left
+from weightcast.host.deadline import Deadline
+from weightcast.testing.leftovers import leftovers
 from weightcast.trainer import publisher as publisher_module
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -278,17 +281,40 @@ def test_an_engine_that_is_lost_in_a_broadcast_costs_the_version_and_nothing_els
         assert publisher.publish().ok
 
 
-@pytest.mark.parametrize("transport", ["ipc", "gloo"])
-def test_an_error_that_is_kept_keeps_no_memory_of_a_closed_publisher(tmp_path: Path, transport: str) -> None:
-    source = IteratorSource()
-    with nothing_left(), fleet(source, RecordingEngine(), transport=url(transport, tmp_path)) as (publisher, _):
+def memory_bytes(of: str) -> int:
+    """Of this process's shared memory that is of this kind, what takes memory."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if of in os.readlink(entry):
+                found[entry.stat().st_ino] = 512 * entry.stat().st_blocks
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("transport", ["ipc", "gloo", "file"])
+def test_an_error_that_is_kept_is_whole_and_keeps_nothing_of_a_closed_publisher_open(
+    tmp_path: Path, transport: str
+) -> None:
+    """Its frames refer to buffers: to addresses, which cost nothing."""
+    source, before = IteratorSource(), memory_bytes("weightcast-buckets")
+    had = {each for each in leftovers() if "memfd" not in each and "mapping" not in each}
+    with fleet(source, RecordingEngine(), transport=url(transport, tmp_path)) as (publisher, _):
         source.use(exported(0))
         publisher.publish()
         source.use(exported(1, layer_4=fails))
         with pytest.raises(RuntimeError, match="the exporter failed") as caught:
             publisher.publish()
-    innermost = caught.traceback[-1].frame
-    assert innermost.f_locals["name"] == "layer.4", "the caller's own frames are left to a debugger"
+        assert memory_bytes("weightcast-buckets") > before
+    assert memory_bytes("weightcast-buckets") == before
+    for _ in Deadline(5.0).polls(0.01, 0.01):  # threads of a group that was closed
+        if not (left := {each for each in leftovers() if "memfd" not in each and "mapping" not in each} - had):
+            break
+    assert not left
+    names = [entry.name for entry in caught.traceback]
+    assert names.index("publish") < names.index("_send_buckets") < names.index("exported") < names.index("fails")
+    assert "buffer" in caught.traceback[names.index("_send_buckets")].frame.f_locals
+    assert caught.traceback[-1].frame.f_locals["name"] == "layer.4"
+    del caught  # this frame is one of its
 
 
 def test_engines_of_another_route_are_refused_by_name_before_anything_is_sent() -> None:

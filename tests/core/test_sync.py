@@ -14,7 +14,7 @@ from publishers import publisher_of
 import weightcast
 from core.direct import DirectEngine, RecordingEngine, fleet
 from weightcast import TensorSource
-from weightcast.errors import ClosedError, PublishError, StaleVersionError, UpdateAbortedError
+from weightcast.errors import ClosedError, PublishError, StaleVersionError, UpdateAbortedError, to_record
 from weightcast.format.messages import Offer
 from weightcast.host.deadline import Deadline
 from weightcast.serving.follower import Follower
@@ -262,7 +262,7 @@ def test_an_engine_that_dies_during_its_sync_is_alone_in_that(tmp_path: Path, tr
 
     def die(given: Any) -> None:
         threading.Thread(target=victim.worker.close).start()
-        victim.worker._session.ended = ClosedError("it ends")  # type: ignore[union-attr]
+        victim.worker._session.ended = to_record(ClosedError("it ends"))  # type: ignore[union-attr]
         raise ClosedError("it ends")
 
     dying.load = die  # type: ignore[method-assign]

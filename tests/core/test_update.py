@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,16 +26,17 @@ from weightcast.errors import (
     PeerTimeoutError,
     PublishError,
     UpdateAbortedError,
+    to_record,
 )
 from weightcast.format.manifest import TensorSpec, WeightVersion
-from weightcast.format.messages import InitInfo, Offer, Seal, WeightInfo
+from weightcast.format.messages import InitInfo, InstallMode, Offer, Seal, WeightInfo
 from weightcast.format.plan import plan
 from weightcast.host.deadline import Deadline
 from weightcast.seams.transport import Bucket
 from weightcast.serving.admission import admit
 from weightcast.serving.update import State, Update
 from weightcast.serving.worker import Worker
-from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, TransportEnds, numbered, send_all, version
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, TransportEnds, numbered, send, send_all, version
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.relay import Relay
 
@@ -51,15 +53,19 @@ def ends() -> Iterator[TransportEnds]:
 
 
 @contextlib.contextmanager
-def update_of(ends: TransportEnds, engine: RecordingEngine) -> Iterator[Update]:
-    """A staged update whose buckets were all sent."""
+def update_of(ends: TransportEnds, engine: RecordingEngine, *, install: InstallMode = "staged") -> Iterator[Update]:
+    """An update whose buckets were all sent; streaming, the first."""
     sender = ends.sender()
     receiver, digest = ends.receiver(sender), MANIFEST.digest()
-    install = admit(MANIFEST, digest, engine, None)
-    update = Update(Offer(RUN, 1, digest), install, receiver=receiver, gate=Gate(), deadline_seconds=60.0)
+    offer = Offer(RUN, 1, digest, install=install)
+    way = admit(MANIFEST, digest, engine, None)
+    update = Update(offer, way, receiver=receiver, gate=Gate(), deadline_seconds=60.0)
     update.open()
-    sender.open(MANIFEST, version(1), peers=["a"], staged=True)
-    send_all(sender, MANIFEST, 1)
+    sender.open(MANIFEST, version(1), peers=["a"], staged=install == "staged")
+    if install == "staged":
+        send_all(sender, MANIFEST, 1)
+    else:
+        send(sender, MANIFEST, 1, 0)
     yield update
     update.abort(ClosedError("the test is over"))
 
@@ -90,10 +96,10 @@ def test_buckets_that_are_missing_at_the_end_are_found(ends: TransportEnds, monk
     assert engine.calls == []
 
 
-def test_an_update_that_is_given_up_with_a_bucket_in_hand_keeps_no_frame_of_it(
+def test_an_update_that_is_given_up_with_a_bucket_in_hand_keeps_no_exception(
     ends: TransportEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error that is raised refers to the frames it has passed: the transport's memory would stay with the error."""
+    """One that was raised refers to the frames it has passed: the transport's memory would stay with the update."""
     with update_of(ends, RecordingEngine()) as update:
         receiver = update._receiver
 
@@ -105,8 +111,28 @@ def test_an_update_that_is_given_up_with_a_bucket_in_hand_keeps_no_frame_of_it(
         monkeypatch.setattr(type(receiver), "__iter__", then_aborted)
         with pytest.raises(ClosedError, match="another rank"):
             update.receive()
-        assert isinstance(update.error, ClosedError)
-        assert update.error.__traceback__ is None
+        assert update.error == to_record(ClosedError("another rank of the engine failed"))
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_the_cause_of_a_failed_install_has_the_frames_of_the_engines_loader(
+    ends: TransportEnds, install: InstallMode
+) -> None:
+    engine = RecordingEngine()
+    engine.fail_after = 0
+    with update_of(ends, engine, install=install) as update:
+        if install == "staged":
+            update.seal(Seal(RUN, 1, 3, update.receive()))
+        with pytest.raises(InstallError) as caught:
+            update.install() if install == "staged" else update.receive()
+    assert caught.value.torn
+    cause = caught.value.__cause__
+    assert isinstance(cause, RuntimeError)
+    frames = list(traceback.walk_tb(cause.__traceback__))
+    assert [frame.f_code.co_name for frame, _ in frames][-1] == "load"
+    assert "tensor" in frames[-1][0].f_locals
+    assert install == "streaming" or update.error == to_record(caught.value)
+    del caught, cause, frames  # this frame is one of theirs
 
 
 def test_an_update_that_is_given_up_while_a_step_of_generation_ends_opens_no_receiver(

@@ -179,6 +179,22 @@ def test_memory_of_the_loaders_own_is_not_taken_for_a_parameter_that_it_has_exch
     assert all(not target.loaded for target in outcome.targets.values())
 
 
+def test_data_is_another_tensor_of_the_same_memory() -> None:
+    def load(model: Loader, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            parameter = model.get_parameter(name)
+            data, source = parameter.data, tensor.data
+            assert not isinstance(data, nn.Parameter)
+            assert not data.requires_grad
+            data.t_()
+            assert (parameter.shape, data.shape) == ((2, 3), (3, 2))
+            data.copy_(source.t())
+
+    outcome = tried(load, 3)
+    assert not outcome.faults
+    assert [(copy.name, copy.target) for copy in outcome.copies] == [(f"weights.{n}",) * 2 for n in range(3)]
+
+
 def test_nothing_of_a_trial_is_kept() -> None:
     kept: list[weakref.ref[torch.Tensor]] = []
 

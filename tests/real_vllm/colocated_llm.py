@@ -8,6 +8,7 @@ if not so.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from real_vllm.offline_llm import Asked, from_argument, start
 from real_vllm.oracle import NUM_TOKENS, PROMPT
@@ -18,7 +19,9 @@ from weightcast.integrations.vllm import LLMEngine
 
 
 def main(folder: str, expected: str) -> None:
-    setup = Setup()
+    from vllm import SamplingParams
+
+    setup, prompt = Setup(), {"prompt_token_ids": list(PROMPT)}
     llm = start(folder, setup)
     ask, answers = Asked(llm), from_argument(expected)
     with trainer(setup, LLMEngine(llm)) as it:
@@ -34,11 +37,18 @@ def main(folder: str, expected: str) -> None:
         with trainer(setup, LLMEngine(llm)) as other:
             assert "holds this engine" in str(other.failure(1))
         assert llm.wake_up()
-        try:
-            ask(PROMPT, NUM_TOKENS)
-            raise AssertionError("what a sleep has dropped was not replaced, and is served")
-        except EngineTornError:
-            pass
+        requests: list[Callable[[], object]] = [
+            lambda: ask(PROMPT, NUM_TOKENS),
+            lambda: llm.enqueue([prompt], SamplingParams(max_tokens=1)),
+            lambda: llm.llm_engine.add_request("of a client", prompt, SamplingParams(max_tokens=1, n=2)),
+            llm.llm_engine.step,
+        ]
+        for request in requests:
+            try:
+                request()
+                raise AssertionError("what a sleep has dropped was not replaced, and is served")
+            except EngineTornError:
+                assert not llm.llm_engine.has_unfinished_requests()
         it.publish(1)
         assert ask(PROMPT, NUM_TOKENS) == answers[1]
 

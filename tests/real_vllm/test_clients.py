@@ -28,3 +28,8 @@ def test_what_a_server_is_is_asked_and_what_it_can_do(server: Server) -> None:
 def test_an_engine_that_sleeps_is_updated_between_two_wakes(checkpoint: Checkpoints, cold: Cold) -> None:
     program, arguments = TESTS / "real_vllm" / "colocated_llm.py", (str(checkpoint()), as_argument(cold.of_seeds(ONE)))
     run(program, *arguments, environment=child_environment(ONE))
+
+
+def test_an_async_llm_that_is_torn_refuses_requests_until_it_is_healed(checkpoint: Checkpoints, cold: Cold) -> None:
+    program, arguments = TESTS / "real_vllm" / "async_llm.py", (str(checkpoint()), as_argument(cold.of_seeds(ONE)))
+    run(program, *arguments, environment=child_environment(ONE))

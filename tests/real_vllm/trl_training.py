@@ -30,7 +30,7 @@ from trl.experimental.async_grpo import async_rollout_worker as grpo
 from real_vllm.programs import end_rank
 from real_vllm.trl_on_cpus import shard_without_gpus, train_without_a_gpu
 from weightcast import PublishError, PublishOptions
-from weightcast.integrations.trl import WeightcastTransfer
+from weightcast.integrations.trl import WeightcastMetrics, WeightcastTransfer
 
 BATCH = 8
 PROMPT = (5, 6, 7, 8)
@@ -216,6 +216,7 @@ def main() -> None:
     torch.set_num_threads(1)
     training = Training(**json.loads(sys.argv[1]))
     trainer, failure = training.trainer(), None
+    trainer.add_callback(WeightcastMetrics(trainer))
     try:
         trainer.train()
     except PublishError as error:

@@ -16,11 +16,21 @@ from weightcast.integrations.plugin.rank_consensus import RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 
 
-class InprocClient:
+class Requests:
+    """The methods of vLLM's input processor and engine core by which all requests pass."""
+
+    def assign_request_id(self, request: object) -> None:
+        """It has one."""
+
+    def get_output(self) -> None:
+        """There is some."""
+
+
+class InprocClient(Requests):
     """By this name vLLM says that an LLM runs in its caller's process."""
 
 
-class OtherClient:
+class OtherClient(Requests):
     """An LLM whose engine has a process."""
 
 
@@ -31,7 +41,9 @@ class OfflineLLM:
         self.module = torch.nn.Linear(8, 8)
         self.engine = FragileEngine(self.module)
         self.rank = RankWorker(self.engine, RankConsensus([]), engine_rank=0, world_size=1)
-        self.llm_engine = SimpleNamespace(engine_core=InprocClient() if is_inside else OtherClient())
+        self.llm_engine = SimpleNamespace(
+            engine_core=InprocClient() if is_inside else OtherClient(), input_processor=Requests()
+        )
         self.log: list[str] = []
         self.threads: set[int] = set()
         self.label = "default"
@@ -88,6 +100,7 @@ class OnlineLLM:
     def __init__(self) -> None:
         self.inner = OfflineLLM()
         self.home = asyncio.get_running_loop()
+        self.engine_core, self.input_processor = OtherClient(), Requests()
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=1))
 
     async def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:

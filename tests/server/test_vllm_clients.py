@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from publishers import publisher_of
-from server.offline_vllm import OfflineLLM, OnlineLLM
+from server.offline_vllm import OfflineLLM, OnlineLLM, Requests
 
 import weightcast
-from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError, PublishError
+from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError, PublishError, UnsupportedError
 from weightcast.integrations.vllm import AsyncLLMEngine, LLMEngine, RayEngine
 from weightcast.integrations.vllm.clients import detect
 from weightcast.seams.client import EngineClient, ServesTraffic, TwoPhaseInstall
@@ -184,8 +184,33 @@ def test_an_engine_that_is_no_vllm_is_asked_by_position(llm: OfflineLLM) -> None
         def collective_rpc(self, name: str, seconds: None, values: tuple[object], more: None, /) -> list[Any]:
             return [llm.collective_rpc(name, seconds, values, more)]
 
+        def generate(self) -> None:
+            """Nothing is asked of it."""
+
     (engine,) = detect(Engine())
     assert engine.info().weight_version == "default"
+
+
+@pytest.mark.parametrize(
+    ("without", "named"),
+    [
+        ("input_processor", "NoneType.assign_request_id"),
+        ("engine_core.get_output", "SimpleNamespace.get_output"),
+        ("actors", "SimpleNamespace._generate_impl"),
+        ("generate", "SimpleNamespace.generate"),
+    ],
+)
+def test_an_engine_that_could_not_be_refused_is_refused_at_once(without: str, named: str) -> None:
+    """Whether a version of vLLM or TorchRL has other names, or an engine of one's own generates in another way."""
+    found: dict[str, Any] = {"collective_rpc": lambda *args: []}
+    if without in ("input_processor", "engine_core.get_output"):
+        processor = SimpleNamespace(assign_request_id=print) if without != "input_processor" else None
+        core = SimpleNamespace() if without == "engine_core.get_output" else Requests()
+        found["llm_engine"] = SimpleNamespace(engine_core=core, input_processor=processor)
+    if without == "actors":
+        found |= {"actors": [SimpleNamespace(collective_rpc_v1=SimpleNamespace(remote=print))], "generate": print}
+    with pytest.raises(UnsupportedError, match=rf"lacks {named}, by which all of its requests should pass"):
+        detect(SimpleNamespace(**found))
 
 
 def test_two_engines_in_one_process_have_two_names(llm: OfflineLLM) -> None:

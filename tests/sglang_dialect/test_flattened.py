@@ -80,7 +80,7 @@ def test_a_publishers_buckets_become_flattened_ones(specs: list[TensorSpec]) -> 
         return
     held = {spec.name: random_tensor(spec) for spec in specs}
     layout = Layout(manifest)
-    packer, flat = Packer(layout, held), FlatBuckets(manifest, (), memory)
+    packer, flat = Packer(layout, TensorSource(held).regions()), FlatBuckets(manifest, (), memory)
     payload = torch.empty(manifest.max_bucket_bytes, dtype=torch.uint8)
     seen: dict[str, bytes] = {}
 

@@ -180,7 +180,7 @@ def test_a_cast_source_is_packed_cast() -> None:
     source = ModuleSource(make_net(), dtype=torch.bfloat16)
     layout = Layout(plan(source.specs(), 1 << 16))
     payload = torch.zeros(layout.manifest.buckets[0], dtype=torch.uint8)
-    Packer(layout, {name: view for name, ((_, view),) in source.regions().items()}).fill(0, payload, VERSION)
+    Packer(layout, source.regions()).fill(0, payload, VERSION)
     packed = {e.record.name: v for e, v in zip(layout.entries[0], layout.views(0, payload), strict=True)}
     for name, ((_, view),) in source.regions().items():
         assert torch.equal(packed[name], view.bfloat16() if view.is_floating_point() else view)

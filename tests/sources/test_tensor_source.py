@@ -51,3 +51,38 @@ def test_what_a_sink_holds_is_compared_with_what_was_sent(served: bool) -> None:
 def test_a_dtype_that_weights_can_t_be_cast_to_is_refused(dtype: torch.dtype, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="dtype is "):
         TensorSource(dtype=dtype)
+
+
+def test_tensors_of_one_memory_travel_once_and_reach_engines_under_all_their_names() -> None:
+    shared, sink = torch.randn(20, 3), TensorSink()
+    tensors = {"a": shared, "b": torch.randn(5), "c": shared.detach(), "d": shared[:10], "e": shared.t()}
+    source = TensorSource(tensors, aliases={"c": ["f"]}, groups={"b": "g"})
+    assert [spec.names for spec in source.specs()] == [("a", "c", "f"), ("b",), ("d",), ("e",)]
+    with Publisher(source, transport="memory://", engines=[LocalEngine(sink)]) as publisher:
+        assert publisher.publish().num_bytes == 4 * (60 + 5 + 30 + 60)
+        source.replace(tensors | {"c": torch.ones(20, 3)})
+        publisher.publish()
+    assert all(torch.equal(sink.held[name], tensor) for name, tensor in tensors.items() if name != "c")
+    assert torch.equal(sink.held["c"], torch.ones(20, 3))
+    assert torch.equal(sink.held["f"], torch.ones(20, 3))
+
+
+def test_tied_tensors_of_other_groups_travel_with_their_groups() -> None:
+    shared = torch.ones(3)
+    source = TensorSource({"a": shared, "b": shared, "c": shared}, groups={"b": "g", "c": "g"})
+    assert [(spec.names, spec.group) for spec in source.specs()] == [(("a",), ""), (("b", "c"), "g")]
+
+
+def test_regions_are_the_same_object_while_the_memory_is_the_same() -> None:
+    tensor = torch.arange(12.0).view(3, 4)
+    source = TensorSource({"a": tensor, "b": torch.ones(2)})
+    specs, regions = source.specs(), source.regions()
+    source.replace({"a": tensor.detach(), "b": source.tensors["b"]})
+    assert source.regions() is regions
+    for other in (tensor.clone(), tensor.t(), tensor.view(torch.int32), tensor[:2]):
+        source.replace({"a": other, "b": source.tensors["b"]})
+        assert source.regions() is not regions
+        assert source.regions()["a"][0][1].data_ptr() == other.data_ptr()
+        regions = source.regions()
+    source.replace({"a": tensor.clone(), "b": torch.zeros(2)})
+    assert source.specs() == specs

@@ -356,7 +356,7 @@ def test_a_sealed_version_that_is_not_committed_is_given_up(tmp_path: Path, endi
         sender.open(manifest, version, peers=["engine"], staged=True)
         with pytest.raises(UpdateAbortedError, match="no version is whole"):
             sender.commit()
-        packer = Packer(Layout(manifest), model(2))
+        packer = Packer(Layout(manifest), TensorSource(model(2)).regions())
         for index in range(len(manifest.buckets)):
             pack_and_send(sender, packer, manifest, version, index)
         assert len(list(receiver)) == len(manifest.buckets)

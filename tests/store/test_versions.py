@@ -73,7 +73,7 @@ def publish(sender: StoreSender, number: int, run: str = RUN) -> None:
 def pack_all(sender: StoreSender, manifest: Manifest, version: WeightVersion) -> None:
     """Make a version whole, and do not commit it."""
     sender.open(manifest, version, peers=[], staged=True)
-    packer = Packer(Layout(manifest), model(version.number))
+    packer = Packer(Layout(manifest), TensorSource(model(version.number)).regions())
     for index in range(len(manifest.buckets)):
         pack_and_send(sender, packer, manifest, version, index)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from integrations.test_vllm_rank import Engine
+from torchrl_scheme.scheme_kit import Requests
 
 from weightcast.control.worker_rpc import METHOD
 
@@ -102,12 +103,14 @@ class LLM(Shape):
         ranks = self.ranks
 
         class LLMEngine:
-            engine_core = object()
+            def __init__(self) -> None:
+                self.input_processor, self.engine_core = Requests(), Requests()
 
             def add_request(self) -> None:
-                """Queued."""
+                self.input_processor.assign_request_id()
 
             def step(self) -> Any:
+                self.engine_core.get_output()
                 return ranks.held()
 
         class LLM:
@@ -161,7 +164,11 @@ class AsyncLLM(Shape):
         class AsyncLLM:
             vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=2))
 
+            def __init__(self) -> None:
+                self.input_processor, self.engine_core = Requests(), Requests()
+
             async def generate(self) -> Any:
+                self.input_processor.assign_request_id()
                 return ranks.held()
 
             async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
@@ -222,6 +229,9 @@ class AsyncVLLM(Shape):
                 return [actor.collective_rpc_v1.remote(*args) for actor in self.actors]
 
             def generate(self) -> Any:
+                return self._generate_impl()
+
+            def _generate_impl(self) -> Any:
                 return [held for ranks in replicas for held in ranks.held()]
 
             def reset_prefix_cache(self) -> None:

@@ -21,11 +21,41 @@ __all__ = ["TENSORS", "Copies", "LoadingModule", "Workers", "sender_of", "vllm_s
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 
+class Requests:
+    """The methods of vLLM's input processor and engine core by which all requests pass."""
+
+    def assign_request_id(self, request: object = None) -> None:
+        """It has one."""
+
+    def get_output(self) -> None:
+        """There is some."""
+
+
+def generate_by(engine: Any, generate: Callable[[], Any]) -> None:
+    """Have an engine generate, with requests that pass where vLLM's do."""
+    inner = getattr(engine, "llm_engine", engine)
+
+    def step() -> Any:
+        inner.engine_core.get_output()
+        return generate()
+
+    def add_and_step() -> Any:
+        inner.input_processor.assign_request_id()
+        return step()
+
+    inner.step = step
+    engine.generate = add_and_step
+
+
 def vllm_shape(load_weights: Loader, model: Any = None, *, inner: bool = True) -> Any:
     """An object in which TorchRL finds a model; `inner`: behind `.llm_engine`."""
     model = SimpleNamespace(load_weights=load_weights) if model is None else model
     runner = SimpleNamespace(model=model)
-    engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner)))
+    engine = SimpleNamespace(
+        model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner)),
+        input_processor=Requests(),
+        engine_core=Requests(),
+    )
     return SimpleNamespace(llm_engine=engine) if inner else engine
 
 
@@ -93,6 +123,9 @@ class Workers:
 
     def reset_prefix_cache(self) -> None:
         self.num_resets += 1
+
+    def generate(self) -> None:
+        """Nothing is asked of it."""
 
 
 _ANY = torch.nn.Linear(1, 1)

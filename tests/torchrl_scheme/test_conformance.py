@@ -115,10 +115,10 @@ def test_closing_a_transport_waits_for_a_send(tmp_path: Path, monkeypatch: pytes
     transport, publish = Scheme(str(tmp_path / "w")).create_transport(), Publisher.publish
     has_begun, may_go_on = threading.Event(), threading.Event()
 
-    def publish_later(publisher: Publisher) -> Any:
+    def publish_later(publisher: Publisher, *args: Any, **options: Any) -> Any:
         has_begun.set()
         assert may_go_on.wait(PATIENCE_SECONDS)
-        return publish(publisher)
+        return publish(publisher, *args, **options)
 
     monkeypatch.setattr(Publisher, "publish", publish_later)
     sends = Background(transport.send_weights, "model", {"a": torch.zeros(3)})

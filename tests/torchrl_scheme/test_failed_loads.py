@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl_scheme.engine_kit import SHAPES, AsyncVLLM, Collective, Shape
-from torchrl_scheme.scheme_kit import TENSORS, LoadingModule, sender_of, vllm_shape
+from torchrl_scheme.scheme_kit import TENSORS, LoadingModule, generate_by, sender_of, vllm_shape
 
 from weightcast.errors import EngineTornError, InstallError, PublishError
 from weightcast.format.manifest import WeightVersion
@@ -252,8 +252,7 @@ def test_a_worker_that_dies_in_a_load_is_an_error(tmp_path: Path, shape: Shape) 
 def test_a_module_of_this_process(tmp_path: Path, leaves_nothing: None, undo: bool, fails: str) -> None:
     scheme, module = Scheme(str(tmp_path)), LoadingModule()
     engine = vllm_shape(module.load_weights, module)
-    engine.generate = lambda: torch.cat([module.a.detach(), module.b.detach()]).tolist()
-    engine.llm_engine.step = engine.generate
+    generate_by(engine, lambda: torch.cat([module.a.detach(), module.b.detach()]).tolist())
     faults: list[Exception] = []
     engine.reset_prefix_cache = lambda: _raise(faults)
     sender, receiver = sender_of(scheme, module), scheme.create_receiver(engine, undo=undo)
@@ -288,7 +287,7 @@ def test_a_module_of_this_process(tmp_path: Path, leaves_nothing: None, undo: bo
 def test_an_undo_of_a_torn_module_leaves_it_torn(tmp_path: Path, leaves_nothing: None) -> None:
     scheme, module = Scheme(str(tmp_path)), LoadingModule()
     engine = vllm_shape(module.load_weights, module)
-    engine.generate = lambda: "text"
+    generate_by(engine, lambda: "text")
     module.fail_at = 1
     with contextlib.closing(sender_of(scheme, module)) as sender:
         sender.update_weights(_of(1.0))
@@ -332,7 +331,7 @@ def test_a_loader_that_can_not_go_back_refuses(tmp_path: Path, leaves_nothing: N
     """Nothing is known of its weights but how to load them."""
     scheme, faults = Scheme(str(tmp_path)), [RuntimeError("the test's fault")]
     engine = vllm_shape(lambda pairs: _raise(faults))
-    engine.generate = lambda: "text"
+    generate_by(engine, lambda: "text")
     sender, receiver = sender_of(scheme), scheme.create_receiver(engine)
     sender.update_weights(_of(1.0))
     with pytest.raises(InstallError) as caught:

@@ -13,6 +13,7 @@ from weightcast.errors import PeerDiedError, PeerTimeoutError
 from weightcast.format.bucket import Layout, check_bucket
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.plan import plan
+from weightcast.sources.tensors import TensorSource
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, pack_and_send, value_of, version
 from weightcast.trainer.packer import Packer
 from weightcast.transports.ipc import IpcReceiver
@@ -58,7 +59,7 @@ def test_two_processes_on_one_gpu(ipc_ends: Ends, staged: bool) -> None:
     ipc_ends.device = torch.device("cuda:0")
     sender = ipc_ends.sender()
     weights = {spec.name: torch.zeros(512, 1024, dtype=torch.bfloat16, device="cuda:0") for spec in SPECS}
-    packer, stream = Packer(Layout(MANIFEST), weights), torch.cuda.Stream()
+    packer, stream = Packer(Layout(MANIFEST), TensorSource(weights).regions()), torch.cuda.Stream()
     with (
         Child(receive_on_gpu, sender.address, "a", staged) as a,
         Child(receive_on_gpu, sender.address, "b", staged) as b,
@@ -93,7 +94,7 @@ def test_a_lost_process_does_not_hold_the_others_up(ipc_ends: Ends, how: str) ->
     weights = {spec.name: torch.full((512, 1024), 3.0, dtype=torch.bfloat16, device="cuda:0") for spec in SPECS}
     for index, weight in enumerate(weights.values()):
         weight.fill_(_value(1, index))
-    packer = Packer(Layout(MANIFEST), weights)
+    packer = Packer(Layout(MANIFEST), TensorSource(weights).regions())
     with (
         Child(receive_on_gpu, sender.address, "victim", False) as victim,
         Child(receive_on_gpu, sender.address, "lively", False) as lively,

@@ -326,7 +326,7 @@ def test_a_broadcast_that_failed_is_over_and_no_success(hall: Hall) -> None:
             if broadcast.is_over:
                 break
         assert broadcast.is_over is hall.nccl.reports_errors
-        assert isinstance(broadcast.error, PeerDiedError) is hall.nccl.reports_errors
+        assert bool(broadcast.error) is hall.nccl.reports_errors
 
 
 def test_a_wait_ends_when_the_group_is_left(hall: Hall) -> None:

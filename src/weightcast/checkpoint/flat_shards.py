@@ -99,7 +99,7 @@ def _boxes(name: str, shape: Sequence[int], strides: Sequence[int], start: int, 
     """The blocks of a tensor that a run of its elements from `start` on is, with views of `local`."""
     # A transposed parameter is flattened as it lies in memory.
     order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
-    ordered = [shape[dim] for dim in order]
+    ordered = tuple(shape[dim] for dim in order)
     dense = row_major(ordered)
     if any(size > 1 and strides[dim] != step for dim, size, step in zip(order, ordered, dense, strict=True)):
         raise ValueError(f"{name!r} of {list(shape)} had the strides {list(strides)} when FSDP1 flattened it: has gaps")

@@ -32,7 +32,7 @@ from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
 from weightcast.native.tables import places, same_members
-from weightcast.seams.source import Gather, Regions
+from weightcast.seams.source import Gather, Held, Regions
 
 Buffers: TypeAlias = Literal["persistent", "none", "all"]
 """Which buffers belong: those of the state dict (as `save_pretrained` has it), none, or also the others."""
@@ -418,7 +418,7 @@ class LiveCheckpoint:
         self._on_adapters, self._merging = on_adapters, adapters.Merging()
         self._is_adapted = False
         self._blocks = Blocks()
-        self._keys: list[tuple[Any, ...]] = []
+        self._keys: object = None
         self._derive()
 
     def refresh(self, *, merge: bool = False) -> bool:
@@ -433,8 +433,7 @@ class LiveCheckpoint:
     def require_memory(self) -> None:
         """Raises ValueError if a tensor is on the meta device."""
         for name, view in self.views.items():
-            owner = _owner(self._blocks, view)
-            if view.is_meta if owner is None else owner.local.is_meta:
+            if view.is_meta and ((owner := self._blocks.owner(view)) is None or owner.local.is_meta):
                 raise ValueError(f"{name!r} is on the meta device, it has no values: materialise the module first")
 
     @property
@@ -448,11 +447,11 @@ class LiveCheckpoint:
 
     def regions(self) -> Regions:
         """What this rank holds of each record: all of it, or its parts of what is sharded, which may be none."""
-        owners = ((name, view, _owner(self._blocks, view)) for name, view in self.views.items())
-        return {
-            name: ((whole(view.shape), view),) if owner is None else tuple(sharding.held(owner, view))
-            for name, view, owner in owners
-        }
+        found: dict[str, Sequence[Held]] = {}
+        for name, view in self.views.items():
+            owner = self._blocks.owner(view) if view.is_meta else None
+            found[name] = ((whole(view.shape), view),) if owner is None else sharding.held(owner, view)
+        return found
 
     def _reshard(self) -> None:
         """Have FSDP2 put its shards back where a forward pass has left whole parameters, which no optimizer updates."""
@@ -487,7 +486,13 @@ class LiveCheckpoint:
         if self._on_adapters is not None:
             adapters.require_merged(name for spec in specs for name in spec.names)
         self._changes = TensorChangeDetector(self._module, with_buffers=self._buffers != "none")
-        keys = [_view_key(view, _owner(blocks, view)) for view in views.values()]
+        memory, parts = list[torch.Tensor](), list[tuple[Any, ...]]()
+        for number, view in enumerate(views.values()):
+            if (owner := blocks.owner(view)) is None:
+                memory.append(view)
+            else:
+                parts.append((number, *_part_key(view, owner)))
+        keys = places(memory), parts
         changed = keys != self._keys or specs != self.specs
         if specs != self.specs:
             self.specs = specs
@@ -496,18 +501,11 @@ class LiveCheckpoint:
         return changed
 
 
-def _owner(blocks: Blocks, view: torch.Tensor) -> Block | None:
-    """The sharded parameter that a view stands for; None for a view of memory."""
-    return blocks.owner(view) if view.is_meta else None
-
-
-def _view_key(view: torch.Tensor, owner: Block | None) -> tuple[Any, ...]:
-    """Equal for views of the same memory, or that stand for the same parts of it."""
-    if owner is None:
-        return memory_key(view)
+def _part_key(view: torch.Tensor, owner: Block) -> tuple[Any, ...]:
+    """Equal for views that stand for the same parts of the same memory."""
     local = memory_key(owner.local) if owner.local.numel() else ()
-    places = tuple(region.offsets for region, _ in owner.boxes)
-    return (local, places, view.storage_offset(), view.dtype, view.shape, view.stride())
+    offsets = tuple(region.offsets for region, _ in owner.boxes)
+    return (local, offsets, view.storage_offset(), view.dtype, view.shape, view.stride())
 
 
 class TensorChangeDetector:

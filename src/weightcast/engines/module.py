@@ -7,10 +7,10 @@ Parameters keep their identity, so compiled and graph-captured models stay valid
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from weightcast.checkpoint import conversion
 from weightcast.checkpoint.live import CASTABLE, Buffers, LiveCheckpoint, Names, state_dict_hooks
-from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, listed, thrown
+from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, Translated, listed
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
@@ -104,7 +104,8 @@ class ModuleEngine:
             numbers, sources = _once(names, numbers, sources)
         self._check(numbers, sources)
         self._require_in_place()
-        with self._copying():
+        # Not no_grad: parameters that were made in inference mode can be written only so.
+        with _copying, torch.inference_mode():
             host_copy.copy_all([self._live.views[number] for number in numbers], sources)
         self._loaded.update(self._live.specs[number].name for number in unique)
 
@@ -155,7 +156,7 @@ class ModuleEngine:
             self._live.look()
             if self._live.specs != specs:
                 raise InstallError("the module's tensors changed their form, the undo copy no longer fits", torn=True)
-            with self._copying():
+            with _copying, torch.inference_mode():
                 host_copy.copy_all(self._live.views, copies)
             self._finish_copies()
             self.discard()
@@ -190,15 +191,6 @@ class ModuleEngine:
                     found = f"{spec.name!r} is {offered}, the module has {spec.dtype}"
                     raise IncompatibleWeightsError(f"{found}: give the source a dtype, or the engine cast=True")
 
-    @contextlib.contextmanager
-    def _copying(self) -> Iterator[None]:
-        try:
-            # Not no_grad: parameters that were made in inference mode can be written only there.
-            with torch.inference_mode():
-                yield
-        except (RuntimeError, ValueError) as exc:
-            raise InstallError(f"copying into the module failed: {exc}", torn=True) from thrown(exc)
-
     def _finish_copies(self) -> None:
         # As torch's own copies would: a backward pass over the former weights is an error. In parts, for other threads.
         for start in range(0, len(self._live.views), _VERSIONS_AT_ONCE):
@@ -208,6 +200,11 @@ class ModuleEngine:
                 host_device.synchronize_stream(device)
 
 
+def _raise_as_torn(error: Exception) -> NoReturn:
+    raise InstallError(f"copying into the module failed: {error}", torn=True) from error
+
+
+_copying = Translated((RuntimeError, ValueError), _raise_as_torn)
 _VERSIONS_AT_ONCE = 2048
 _shape_of = operator.attrgetter("shape")
 _dtype_of = operator.attrgetter("dtype")
@@ -251,7 +248,7 @@ class _LiveModule:
         conversion.require_apart(self.live)
         self._indexed = self.live
         self.views = list(self.live.values())
-        self.shapes = [view.shape for view in self.views]
+        self.shapes = [spec.shape for spec in self.specs]
         self.dtypes = [view.dtype for view in self.views]
         self.devices = list(dict.fromkeys(view.device for view in self.views))
         self._by_name = {name: number for number, spec in enumerate(self.specs) for name in spec.names}

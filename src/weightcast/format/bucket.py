@@ -191,9 +191,10 @@ class Layout:
         whole, entries, payload = payload, self.entries[index], payload[: self.manifest.buckets[index]]
         typed = {dtype: payload.view(TORCH_DTYPES[dtype]) for dtype in {entry.record.dtype for entry in entries}}
         views = []
+        starts = {dtype: int(whole_of_dtype.storage_offset()) for dtype, whole_of_dtype in typed.items()}
         for entry in entries:
             dtype, sizes = entry.record.dtype, entry.piece.region.sizes
-            offset = int(typed[dtype].storage_offset()) + entry.piece.offset_bytes // ITEMSIZE_BYTES[dtype]
+            offset = starts[dtype] + entry.piece.offset_bytes // ITEMSIZE_BYTES[dtype]
             views.append(typed[dtype].as_strided(sizes, row_major(sizes), offset))
         self._views[index] = (whole, views)
         return views

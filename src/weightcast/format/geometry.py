@@ -5,6 +5,7 @@ Every intersection, tiling, stride and alignment of the package is here. Nothing
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -40,8 +41,9 @@ def align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def whole(shape: Sequence[int]) -> Region:
-    """The region that is all of a tensor of that shape."""
+@functools.lru_cache(maxsize=1024)
+def whole(shape: tuple[int, ...]) -> Region:
+    """The region that is all of a tensor of that shape. Equal ones are one object: a model has few shapes."""
     return Region(offsets=(0,) * len(shape), sizes=tuple(shape))
 
 
@@ -71,14 +73,15 @@ def is_inside(region: Region, shape: Sequence[int]) -> bool:
     )
 
 
-def row_major(sizes: Sequence[int]) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor, in elements."""
-    return [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
+    return tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
 
 
 def start_elements(region: Region, shape: Sequence[int]) -> int:
     """Where a region's first element lies in a contiguous tensor of that shape."""
-    return sum(map(operator.mul, region.offsets, row_major(shape)))
+    return sum(map(operator.mul, region.offsets, row_major(tuple(shape))))
 
 
 def is_run(region: Region, shape: Sequence[int]) -> bool:

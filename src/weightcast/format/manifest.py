@@ -186,6 +186,12 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     def check(self) -> None:
         """Prove the invariants above, in O(pieces log pieces). Raises ManifestError, naming the first offender."""
+        self.check_limits()
+        check_specs(self.tensors)
+        self.check_pieces()
+
+    def check_limits(self) -> None:
+        """Prove that protocol, buckets and origins are within the limits. Raises ManifestError."""
         if self.protocol != PROTOCOL:
             found = self.protocol
             raise malformed("protocol", f"protocol {found} was offered, {PROTOCOL} is spoken here: update one end")
@@ -214,11 +220,26 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
                 f"{len(self.origins)} origins with {sum(self.origins)} buckets, expected none or 2 to {MAX_ORIGINS}, "
                 f"each but the first with a bucket, and {len(self.buckets)} buckets",
             )
-        check_specs(self.tensors)
+
+    def check_pieces(self) -> None:
+        """Prove that pieces tile their tensors, none shares a byte with another, and no bucket is empty.
+
+        The tensors' specs were checked. Raises ManifestError.
+        """
         steps = CheckSteps(sum(len(record.pieces) for record in self.tensors))
+        spans: list[tuple[int, int, int, str]] = []
         for record in self.tensors:
-            _check_pieces(record, self.buckets, steps)
-        _check_spans(self)
+            spans += _checked_spans(record, self.buckets, steps)
+        spans.sort()
+        last_bucket, last_end, last_name = -1, 0, ""
+        for bucket, start, end, name in spans:
+            if bucket == last_bucket and start < last_end:
+                raise malformed("overlap", f"{name!r} and {last_name!r} share bytes of bucket {bucket} at {start}")
+            if bucket > last_bucket + 1:
+                break
+            last_bucket, last_end, last_name = bucket, end, name
+        if last_bucket + 1 != len(self.buckets):
+            raise malformed("bucket", f"bucket {last_bucket + 1} is empty")
 
 
 T = TypeVar("T")
@@ -255,7 +276,7 @@ def _name_of(kind: object) -> str:
 
 def check_specs(specs: Iterable[TensorSpec]) -> None:
     """Prove that names are unique, and names, dtypes and shapes within the limits. Raises ManifestError."""
-    seen: set[str] = set()
+    seen, forms = set[str](), set[tuple[str, tuple[int, ...]]]()
     for spec in specs:
         if len(spec.aliases) > MAX_ALIASES:
             raise malformed("count", f"{spec.name[:80]!r} has {len(spec.aliases)} aliases; the limit is {MAX_ALIASES}")
@@ -267,15 +288,21 @@ def check_specs(specs: Iterable[TensorSpec]) -> None:
             seen.add(name)
         if _name_bytes(spec.group) > MAX_NAME_BYTES:
             raise malformed("name", f"the group of {spec.name!r} is longer than {MAX_NAME_BYTES} bytes")
-        if spec.dtype not in ITEMSIZE_BYTES:
-            known = ", ".join(ITEMSIZE_BYTES)
-            raise malformed("dtype", f"{spec.name!r} has the dtype {spec.dtype[:40]!r}; known: {known}")
-        if len(spec.shape) > MAX_DIMS:
-            raise malformed("shape", f"{spec.name!r} has {len(spec.shape)} dims; the limit is {MAX_DIMS}")
-        if spec.shape and not 0 <= min(spec.shape) <= max(spec.shape) <= MAX_BYTES:
-            raise malformed("shape", f"{spec.name!r} has the shape {list(spec.shape)}: sizes must be 0 to {MAX_BYTES}")
-        if math.prod(filter(None, spec.shape)) * ITEMSIZE_BYTES[spec.dtype] > MAX_BYTES:
-            raise malformed("shape", f"{spec.name!r} of shape {list(spec.shape)} has over {MAX_BYTES} bytes")
+        if (spec.dtype, spec.shape) not in forms:  # which a model has few of
+            _check_form(spec)
+            forms.add((spec.dtype, spec.shape))
+
+
+def _check_form(spec: TensorSpec) -> None:
+    if spec.dtype not in ITEMSIZE_BYTES:
+        known = ", ".join(ITEMSIZE_BYTES)
+        raise malformed("dtype", f"{spec.name!r} has the dtype {spec.dtype[:40]!r}; known: {known}")
+    if len(spec.shape) > MAX_DIMS:
+        raise malformed("shape", f"{spec.name!r} has {len(spec.shape)} dims; the limit is {MAX_DIMS}")
+    if spec.shape and not 0 <= min(spec.shape) <= max(spec.shape) <= MAX_BYTES:
+        raise malformed("shape", f"{spec.name!r} has the shape {list(spec.shape)}: sizes must be 0 to {MAX_BYTES}")
+    if math.prod(filter(None, spec.shape)) * ITEMSIZE_BYTES[spec.dtype] > MAX_BYTES:
+        raise malformed("shape", f"{spec.name!r} of shape {list(spec.shape)} has over {MAX_BYTES} bytes")
 
 
 def _name_bytes(name: str) -> int:
@@ -288,16 +315,21 @@ def _name_bytes(name: str) -> int:
         raise malformed("name", f"the name {name[:80]!r} can't be UTF-8 ({character}): rename the tensor") from exc
 
 
-def _check_pieces(record: TensorRecord, buckets: Sequence[int], steps: CheckSteps) -> None:
+def _checked_spans(record: TensorRecord, buckets: Sequence[int], steps: CheckSteps) -> list[tuple[int, int, int, str]]:
+    """Prove that a tensor's pieces tile it, inside of their buckets; return the bytes of each.
+
+    With bucket, first byte, end, and the tensor's name.
+    """
     if len(record.pieces) > MAX_PIECES_PER_TENSOR:
         num_pieces = len(record.pieces)
         raise malformed("count", f"{record.name!r} has {num_pieces} pieces; the limit is {MAX_PIECES_PER_TENSOR}")
     if math.prod(record.shape) == 0:
         if record.pieces:
             raise malformed("region", f"{record.name!r} has no elements but {len(record.pieces)} pieces")
-        return
+        return []
+    itemsize, spans = ITEMSIZE_BYTES[record.dtype], []
     for piece in record.pieces:
-        region = piece.region
+        region, start = piece.region, piece.offset_bytes
         if not (len(region.offsets) == len(region.sizes) == len(record.shape)):
             raise malformed("region", f"a region of {record.name!r} has other dims than its shape {list(record.shape)}")
         if not is_inside(region, record.shape) or not region.numel:
@@ -308,32 +340,14 @@ def _check_pieces(record: TensorRecord, buckets: Sequence[int], steps: CheckStep
             )
         if not 0 <= piece.bucket < len(buckets):
             raise malformed("bucket", f"{record.name!r} lies in bucket {piece.bucket}; there are {len(buckets)}")
-        num_bytes = region.numel * ITEMSIZE_BYTES[record.dtype]
-        last = buckets[piece.bucket] - num_bytes
-        if not 0 <= piece.offset_bytes <= last or piece.offset_bytes % ALIGNMENT_BYTES:
+        num_bytes = region.numel * itemsize
+        if not 0 <= start <= buckets[piece.bucket] - num_bytes or start % ALIGNMENT_BYTES:
             raise malformed(
                 "offset",
-                f"{num_bytes} bytes of {record.name!r} lie at offset {piece.offset_bytes} of bucket {piece.bucket} "
+                f"{num_bytes} bytes of {record.name!r} lie at offset {start} of bucket {piece.bucket} "
                 f"with {buckets[piece.bucket]} bytes; offsets must be multiples of {ALIGNMENT_BYTES}",
             )
+        spans.append((piece.bucket, start, start + num_bytes, record.name))
     if len(record.pieces) != 1 or not record.pieces[0].region.covers(record.shape):
         check_tiling([piece.region for piece in record.pieces], record.shape, record.name, steps)
-
-
-def _check_spans(manifest: Manifest) -> None:
-    """Prove that no two pieces share a byte, and that no bucket is empty."""
-    spans = []
-    for record in manifest.tensors:
-        itemsize = ITEMSIZE_BYTES[record.dtype]
-        for piece in record.pieces:
-            end = piece.offset_bytes + piece.region.numel * itemsize
-            spans.append((piece.bucket, piece.offset_bytes, end, record.name))
-    last_bucket, last_end, last_name = -1, 0, ""
-    for bucket, start, end, name in sorted(spans):
-        if bucket == last_bucket and start < last_end:
-            raise malformed("overlap", f"{name!r} and {last_name!r} share bytes of bucket {bucket} at {start}")
-        if bucket > last_bucket + 1:
-            break
-        last_bucket, last_end, last_name = bucket, end, name
-    if last_bucket + 1 != len(manifest.buckets):
-        raise malformed("bucket", f"bucket {last_bucket + 1} is empty")
+    return spans

@@ -2,7 +2,7 @@
 
 Invariants: buckets are filled in the order of the specs, a load group lies together (in one bucket where it fits),
 a region that is larger than a bucket is cut into row-major blocks, and nothing but alignment is left unused between
-two pieces. `Manifest.check()` proves the outcome.
+two pieces. `Manifest.check()` proves it where a manifest is read.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def plan(
     groups: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         groups.setdefault(spec.load_group, []).append(spec)
-    pieces: dict[str, list[Piece]] = {spec.name: [] for spec in specs}
+    pieces: dict[str, tuple[Piece, ...]] = {}
     sizes: list[int] = []
     num_buckets: list[int] = []
     for held in ({s.name: (whole(s.shape),) for s in specs},) if origins is None else origins:
@@ -76,17 +76,19 @@ def plan(
             if len(found) > 1:
                 filler.keep_together(sum(align(region.numel * ITEMSIZE_BYTES[spec.dtype]) for spec, region in found))
             for spec, region in found:
-                pieces[spec.name] += filler.place(region, ITEMSIZE_BYTES[spec.dtype])
+                pieces[spec.name] = (*pieces.get(spec.name, ()), *filler.place(region, ITEMSIZE_BYTES[spec.dtype]))
         filled = [size for size in filler.sizes if size]
         sizes += filled
         num_buckets.append(len(filled))
     records = tuple(
-        TensorRecord(s.name, s.dtype, s.shape, aliases=s.aliases, group=s.group, pieces=tuple(pieces[s.name]))
+        TensorRecord(s.name, s.dtype, s.shape, aliases=s.aliases, group=s.group, pieces=pieces.get(s.name, ()))
         for s in specs
     )
     several = tuple(num_buckets) if len(num_buckets) > 1 else ()
     manifest = Manifest(PROTOCOL, DIGEST_KIND, tuple(sizes), records, several)
-    manifest.check()
+    manifest.check_limits()
+    if origins is not None:
+        manifest.check_pieces()  # of the caller's regions
     return manifest
 
 

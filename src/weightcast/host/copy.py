@@ -50,19 +50,22 @@ class PreparedCopies:
     """
 
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Raises RuntimeError for memory that was freed, ValueError for a tensor that ends outside of its storage."""
-        if any(not tensor.data_ptr() and tensor.nbytes for tensor in (*targets, *sources)):
+        """Raises ValueError for a tensor that ends outside of its storage, which may have been freed; RuntimeError for
+        one without memory that torch is to copy.
+        """
+        self._table = table = CopyTable(targets, sources)
+        others = (tensor for number in table.others for tensor in (targets[number], sources[number]))
+        if any(not tensor.data_ptr() and tensor.nbytes for tensor in others):
             raise RuntimeError("the memory that is to be copied from or to was freed: its tensor has none")
-        self._table = CopyTable(targets, sources)
         self._targets, self._places = list(targets), places(targets)
         # Most sources are views of a few buckets.
-        self._storages = {storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, sources)}
+        self._storages = dict(zip(map(torch.UntypedStorage.data_ptr, table.storages), table.storages, strict=True))
         self._jobs: list[Callable[[], None]] = []
         # Copies of a GPU belong to the caller's stream. One call for each pair of dtypes and devices: torch before 2.11
         # writes all targets as if they were of the first one's dtype, where sources are of one.
         by_kind: dict[tuple[torch.dtype | torch.device, ...], list[Pair]] = {}
         with torch.no_grad():
-            for number in self._table.others:
+            for number in table.others:
                 target, source = _as_integers(targets[number], sources[number])
                 kind = target.dtype, source.dtype, target.device, source.device
                 by_kind.setdefault(kind, []).append((target, source))

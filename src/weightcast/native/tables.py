@@ -97,12 +97,14 @@ class CopyTable:
         """
         if len(targets) != len(sources):
             raise ValueError(f"{len(sources)} tensors are to be copied to {len(targets)}: give one for each")
-        self._tensors = targets, sources
+        self._tensors = targets if within is None else within, sources
+        views = [sources] if within is not None else [targets, sources]
         with torch._C.DisableTorchFunctionSubclass():
             plain, strided, kinds = _core.pairs(list(targets), list(sources), _PIECE_BYTES)
-            negated = [[tensor.is_neg() for tensor in tensors] for tensors in (targets, sources)]
-        is_other = (np.frombuffer(kinds, np.uint8) > 1) | np.array(negated, dtype=bool).any(axis=0)
-        for tensors in (targets, sources):
+            is_other = np.frombuffer(kinds, np.uint8) > 1
+            for tensors in views:
+                is_other |= np.fromiter(map(torch.Tensor.is_neg, tensors), bool, len(tensors))
+        for tensors in views:
             if not {*map(type, tensors)} <= _TYPES:
                 # A class of its own may say that it is elsewhere.
                 is_other |= [not tensor.is_cpu for tensor in tensors]
@@ -112,13 +114,16 @@ class CopyTable:
         self.strided, self.strided_pairs = _kept(strided, _STRIDED_WORDS, is_other)
         counts = self.strided[:, 3::3]
         self.num_bytes = int(self.rows[:, 2].sum() + (self.strided[:, 2] * counts.prod(axis=1)).sum())
-        numbers = [*self.pairs.tolist(), *self.strided_pairs.tolist()]
-        for side, tensors in enumerate((targets, sources)):
+        self.storages = [*map(torch.Tensor.untyped_storage, sources)]
+        """Of the sources."""
+        numbers = np.concatenate([self.pairs, self.strided_pairs])
+        for side in range(2):
             if side == 0 and within is not None:
-                what = "the payload"
-                bounds = np.tile([within.data_ptr(), within.data_ptr() + within.nbytes], (len(numbers), 1))
+                what, start = "the payload", within.data_ptr()
+                bounds = np.tile([start, start + within.nbytes], (len(numbers), 1))
             else:
-                what, bounds = "its tensor's storage", _storage_bounds(tensors, numbers)
+                storages = self.storages if side else [*map(torch.Tensor.untyped_storage, targets)]
+                what, bounds = "its tensor's storage", _bounds(storages)[numbers]
             _require_inside(self.rows[:, side], self.rows[:, 2], bounds[: len(self.rows)], what)
             extents = self.strided[:, 2] + ((counts - 1) * self.strided[:, 4 + side :: 3]).sum(axis=1)
             _require_inside(self.strided[:, side], extents, bounds[len(self.rows) :], what)
@@ -179,14 +184,10 @@ def _kept(found: bytes, num_words: int, is_other: np.ndarray[Any, Any]) -> tuple
     return np.ascontiguousarray(rows[:, :num_words]), rows[:, num_words]
 
 
-def _storage_bounds(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Rows:
-    """The first address of the storage of each of these tensors, and the first one behind it."""
-    found: dict[int, tuple[int, int]] = {}
-    for number in numbers:
-        if number not in found:
-            storage = torch.Tensor.untyped_storage(tensors[number])
-            found[number] = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    return np.array([found[number] for number in numbers], np.int64).reshape(-1, 2)
+def _bounds(storages: Sequence[torch.UntypedStorage]) -> Rows:
+    """The first address of each storage, and the first one behind it."""
+    starts = np.fromiter(map(torch.UntypedStorage.data_ptr, storages), np.int64, len(storages))
+    return np.stack([starts, starts + [*map(torch.UntypedStorage.nbytes, storages)]], axis=1)
 
 
 def _require_inside(starts: Rows, sizes: Rows, bounds: Rows, what: str) -> None:

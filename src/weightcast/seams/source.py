@@ -28,7 +28,7 @@ Regions: TypeAlias = Mapping[str, Sequence[Held]]
 
 
 class LookedAtRegions(dict[str, Sequence[Held]]):
-    """Regions of a source that looks at all its tensors before it gives the same object again.
+    """Regions of a source that looks at all its tensors before it gives the same object again: each has its memory.
 
     Others are looked at by the publisher, which costs as much a second time.
     """

@@ -4,15 +4,15 @@ One update. P: the publisher, on the trainer. W: a worker, in the engine's proce
 
     W  Receiver.open(...)                when the version is offered
     P  Sender.prepare(...)               at any time before, if the next update is known
-    P  Sender.open(...)                  waits until the peers' receivers are there
+    P  Sender.open(...)                  waits until the peers' receivers have opened the version
     P  for each bucket k                 Sender.buffer(k), fill, encode, Sender.send(k, n)
     W                                    next(Receiver) -> Bucket k
     W  Receiver.end()                    when it has installed the version, or given it up
     P  Sender.commit()                   if an engine has installed it, or there are none; else Sender.abort(reason)
     P  Sender.close()                    only at the end of the publisher's life; W likewise Receiver.close()
 
-Where P's calls raise PeersLostError: P Sender.open(...) again, same version, for the survivors; buckets go on from the
-one that it returns; a receiver takes that for the same update. Any other failure: P Sender.abort(reason); W
+Where P's calls raise PeersLostError: P Sender.open(...) again, same version, for the survivors; buckets begin again at
+the one that it returns; a receiver takes that for the same update. Any other failure: P Sender.abort(reason); W
 Receiver.end().
 """
 
@@ -67,7 +67,7 @@ class Sender(VersionWriter, Protocol):
         return
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Begin an update for these peers; return the first bucket to send: 0, or where one that lost peers goes on.
+        """Begin an update for these peers; return the first bucket to send: 0, but where others go on alone.
 
         Raises PeersLostError; InsufficientMemoryError before any byte moves.
         """

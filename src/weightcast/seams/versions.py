@@ -71,7 +71,3 @@ class VersionReader(Protocol):
     def newest(self, known: WeightVersion | None) -> StoredVersion | None:
         """The newest version, pinned until `end`; None if there is none or it is `known`. Does not wait."""
         return None
-
-    def renew(self) -> None:
-        """Write into other memory from now on: an engine keeps tensors of the last update."""
-        return

@@ -110,21 +110,24 @@ def compare_specs(
     """
     targets = tuple(held)
     by_name = {name: target for target in targets for name in target.names}
-    covered: dict[str, str] = {}
+    covered: dict[str, TensorSpec] = {}
     problems: list[str] = []
     for spec in offered:
-        known = {by_name[name].name: by_name[name] for name in spec.names if name in by_name}
+        known = [by_name[name] for name in spec.names if name in by_name]
         if not known:
             problems.append(f"unknown tensor {spec.name!r} {spec.dtype}{list(spec.shape)}")
-        for target in known.values():
+        for target in known:
+            former = covered.get(target.name)
+            if former is spec:
+                continue  # by another of its names
             if spec.shape != target.shape:
                 found = f"has the shape {list(spec.shape)}, the engine has {list(target.shape)}"
                 problems.append(f"{spec.name!r} {found}")
             if spec.dtype != target.dtype and not (can_cast and can_cast(spec.dtype, target.dtype)):
                 problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {target.dtype}")
-            if target.name in covered:
-                both = f"{spec.name!r} and {covered[target.name]!r} are both the engine's {target.name!r}"
+            if former is not None:
+                both = f"{spec.name!r} and {former.name!r} are both the engine's {target.name!r}"
                 problems.append(f"{both}, which ties them: tie them in the trainer too, or untie them in the engine")
-            covered[target.name] = spec.name
+            covered[target.name] = spec
     missing = (target for target in targets if target.name not in covered)
     return problems + [f"missing tensor {spec.name!r} {spec.dtype}{list(spec.shape)}" for spec in missing]

@@ -135,12 +135,6 @@ class Follower(ClosedOnExit):
                 return followed
         return None
 
-    def renew(self) -> None:
-        """Read into other memory from now on: the engine keeps tensors of the last version, past its `load`."""
-        self._receiver.renew()
-        if self._install is not None:
-            self._install.forget_views()
-
     def close(self) -> None:
         """Close the store; a poll that is under way fails. Idempotent, from any thread."""
         self._receiver.close()

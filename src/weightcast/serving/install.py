@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ from weightcast.format.manifest import TensorRecord, TensorSpec
 from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
 from weightcast.host.copy import PreparedCopies, copy_all
-from weightcast.seams.engine import Engine, OnDevice
+from weightcast.seams.engine import Engine
 from weightcast.seams.install_map import InstallMap, Mapped
 
 Named: TypeAlias = tuple[str, torch.Tensor]
@@ -165,7 +165,9 @@ class Install:
         self._map = engine.install_map if uses_map and isinstance(engine, Mapped) else None
         self._revision = 0 if self._map is None else self._map.revision
         self.copied = frozenset[str]() if self._map is None else frozenset(self._map.proven)
-        self._primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
+        primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
+        self._names = {record.name: _names(record, primary) for record in layout.manifest.tensors}
+        """By record name, under which names it is handed out."""
         self._parts: dict[int, Part] = {}
         self._staged: tuple[list[Part], BlockCopies] | None = None
         self._without_elements = [record for record in layout.manifest.tensors if not record.pieces]
@@ -178,9 +180,10 @@ class Install:
         origins: dict[str, set[int]] = {}
         for index, entries in enumerate(layout.entries):
             for position, entry in enumerate(entries):
-                names = self._names(entry.record)
+                names = self._names[entry.record.name]
                 if entry.is_whole and entry.record.group not in spanning:
-                    self._whole[index] += ((name, position) for name in names)
+                    for name in names:
+                        self._whole[index].append((name, position))
                 elif all(map(self._is_copied_in_pieces, names)):
                     self._copied_pieces[index] += ((name, position, entry) for name in names)
                 else:
@@ -238,7 +241,7 @@ class Install:
         """Bytes that an install copies into place here; a tensor that the engine's loader gets counts whole."""
         found, num_bytes = self._map, 0
         for record in self.layout.manifest.tensors:
-            for name in self._names(record):
+            for name in self._names[record.name]:
                 is_copied = found is not None and name in self.copied
                 num_bytes += found.target_bytes(name) if found is not None and is_copied else record.num_bytes
         return num_bytes
@@ -331,7 +334,7 @@ class Install:
         if is_last:
             whole += ((r, torch.empty(r.shape, dtype=TORCH_DTYPES[r.dtype])) for r in self._without_elements)
         for record, tensor in whole:
-            for name in self._names(record):
+            for name in self._names[record.name]:
                 part.add(name, tensor)
         return part
 
@@ -341,11 +344,12 @@ class Install:
             name in self.copied and name not in found.also_loaded and found.can_copy_pieces(name)
         )
 
-    def _names(self, record: TensorSpec) -> list[str]:
-        """Under which names a record is handed out: the engine's own, once for each of its tensors; else all."""
-        if self._primary is None:
-            return list(record.names)
-        return list(dict.fromkeys(self._primary[name] for name in record.names if name in self._primary))
+
+def _names(record: TensorSpec, primary: Mapping[str, str] | None) -> tuple[str, ...]:
+    """Under which names a record is handed out: the engine's own, once for each of its tensors; else all."""
+    if primary is None or (not record.aliases and primary.get(record.name) == record.name):
+        return record.names
+    return tuple(dict.fromkeys(primary[name] for name in record.names if name in primary))
 
 
 def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -> torch.Tensor:
@@ -368,7 +372,8 @@ def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -
 
 def device_of_weights(engine: Engine) -> torch.device:
     """The first GPU that the engine says it has weights on, else host memory."""
-    devices = engine.devices if isinstance(engine, OnDevice) else ()
+    # Not by isinstance, which reads a property as well before Python 3.12: engines look at their model for it.
+    devices: Collection[torch.device] = getattr(engine, "devices", ())
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 

@@ -205,7 +205,7 @@ class RecordedMap(InstallMap):
         found = self._regions.get(name)
         if found is None:
             shape = self._shapes[name]
-            regions = [copy.source.region(shape, row_major(shape)) for copy in self._copies[name]]
+            regions = [copy.source.region(shape, row_major(tuple(shape))) for copy in self._copies[name]]
             found = self._regions[name] = [] if None in regions else [region for region in regions if region]
         return bool(found)
 
@@ -480,11 +480,11 @@ def _same_bits(live: torch.Tensor, source: torch.Tensor | str) -> bool:
 
 def _as_region(source: StridedBlock, live: torch.Tensor, shape: Sequence[int]) -> tuple[Region, torch.Tensor]:
     """Which region of a tensor of that shape a block is, and the live elements in its form. Raises ManifestError."""
-    found = source.region(shape, row_major(shape))
+    found = source.region(shape, row_major(tuple(shape)))
     if found is not None:
         region, order = found
         return region, live.permute(order).reshape(region.sizes)
-    if source.strides == tuple(row_major(source.sizes)):
+    if source.strides == row_major(source.sizes):
         runs = list(runs_as_blocks(shape, source.offset, source.offset + math.prod(source.sizes)))
         if len(runs) == 1:
             return runs[0], live.reshape(runs[0].sizes)

@@ -17,9 +17,9 @@ import torch
 from msgspec import UNSET
 
 from weightcast import registry
-from weightcast.errors import ClosedError, RefusedError, WeightcastError, detached, malformed
+from weightcast.errors import ClosedError, ErrorRecord, RefusedError, WeightcastError, from_record, malformed, to_record
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.format.messages import Hello, InitInfo, LinkMessage, ReleaseMemory, Secret, UpdateInfo
+from weightcast.format.messages import Failed, Hello, InitInfo, LinkMessage, ReleaseMemory, Secret, UpdateInfo
 from weightcast.host import device as host_device
 from weightcast.host.closing import awaited_at_exit, on_failure
 from weightcast.host.memory import host_identity
@@ -49,7 +49,7 @@ class PublisherSession:
     ) -> None:
         """`device`: of the engine's weights. `is_alone`: the engine has no other ranks."""
         self.info = info
-        self.ended: WeightcastError | None = None
+        self.ended: ErrorRecord | None = None
         """Why it has ended, once it has."""
         self.offering = threading.Lock()
         """Held while an offer is tried and opened: the next one comes after it, also where it comes at once."""
@@ -86,7 +86,7 @@ class PublisherSession:
     def require_going_on(self) -> None:
         """Raises why it has ended."""
         if self.ended is not None:
-            raise detached(self.ended)
+            raise from_record(self.ended)
 
     def is_of(self, secret: Secret) -> bool:
         """Whether this is the secret of the publisher that holds the worker."""
@@ -200,6 +200,11 @@ class PublisherSession:
 
     def receive_in_background(self, receive: Callable[[], None]) -> None:
         self._receiving = awaited_at_exit(receive, "weightcast-receive")
+
+    def abort_update(self, error: WeightcastError) -> None:
+        """Abort an update that is in progress, and say so over the link."""
+        if self.update is not None and self.update.abort(error):
+            self.send(Failed(self.update.version.number, to_record(error)))
 
     def end_update(self, error: WeightcastError) -> None:
         """Abort an update that is in progress, and see that its thread has left the receiver."""

@@ -13,19 +13,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from msgspec import UNSET
 
 from weightcast.engines.gate import Gate
 from weightcast.errors import (
+    ErrorRecord,
     IncompleteUpdateError,
     InstallError,
     IntegrityError,
+    Translated,
     UpdateAbortedError,
     WeightcastError,
-    detached,
-    thrown,
+    from_record,
+    to_record,
 )
 from weightcast.format.bucket import BucketHeader, check_bucket, decoded, root_digest
 from weightcast.format.manifest import WeightVersion
@@ -40,17 +42,28 @@ from weightcast.serving.install import Install
 
 logger = logging.getLogger(__name__)
 
-Agree: TypeAlias = Callable[[BaseException | None], None]
-"""Called once per step on every rank of an engine with its own error or None; raises on all ranks if any had one."""
+Agree: TypeAlias = Callable[[ErrorRecord | None], ErrorRecord | None]
+"""Called once per step on every rank of an engine with its own error or None; returns one for all if any had one."""
 
 
-def alone(error: BaseException | None) -> None:
+def alone(error: ErrorRecord | None) -> ErrorRecord | None:
     """The agreement of an engine of one rank."""
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error  # its frames refer to it, this one among them: it would live on until a collection
+    return error
+
+
+class _AgreedStep:
+    """A context: one step of all ranks. Where it raises on any of them, it raises on all, alike."""
+
+    def __init__(self, agree: Agree) -> None:
+        self._agree = agree
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        own = None if error is None else to_record(error)
+        agreed = self._agree(own)
+        if agreed is not None and agreed != own:
+            raise from_record(agreed) from error
 
 
 class State(enum.Enum):
@@ -90,7 +103,7 @@ class Update:
         self.version = WeightVersion(offer.run, offer.version)
         self.state = State.OFFERED
         self.offered_at = time.perf_counter()
-        self.error: WeightcastError | None = None
+        self.error: ErrorRecord | None = None
         self.num_buckets = len(install.layout.manifest.buckets)
         self._install = install
         self._manifest = install.layout.manifest
@@ -143,11 +156,7 @@ class Update:
         try:
             yield
         except BaseException as exc:
-            # A copy without its traceback, whose frames would keep views of the transport's memory alive.
-            error = detached(exc) if isinstance(exc, Exception) else UpdateAbortedError(repr(exc))
-            self.abort(error)
-            if isinstance(exc, InstallError) and isinstance(error, InstallError):
-                exc.torn = error.torn
+            self.abort(exc if isinstance(exc, Exception) else UpdateAbortedError(repr(exc)))
             raise
 
     def open(self) -> None:
@@ -193,14 +202,14 @@ class Update:
                 if not self._streaming:
                     self._install.stage(index, payload, self._assembly, is_here=self._share is None)
                     continue
-                with self._loading():
+                with self._loading(), Translated(Exception, self._raise_as_install):
                     # Once a bucket is here: until then the model's tensors may be exchanged.
                     self._begin()
                     self._install.load_bucket(index, payload, self._assembly)
             if len(digests) != self.num_buckets:
                 raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
             if self._streaming:
-                with self._loading():
+                with self._loading(), Translated(Exception, self._raise_as_install):
                     self._begin()
                     self._install.load_end(self._assembly)
                     # On this thread's stream; the thread that commits has another.
@@ -234,11 +243,11 @@ class Update:
             if self.state is not State.RECEIVING:
                 raise self._ended("the update was aborted")
             self._touch()
-            try:
-                yield
-            except Exception as exc:
-                what = f"loading version {self.version.number} failed: {exc}"
-                raise InstallError(what, torn=not self._undo) from thrown(exc)
+            yield
+
+    def _raise_as_install(self, error: Exception) -> NoReturn:
+        what = f"loading version {self.version.number} failed: {error}"
+        raise InstallError(what, torn=not self._undo) from error
 
     def _begin(self) -> None:
         """Look where the live tensors are, right before the first of them is written. Idempotent."""
@@ -253,16 +262,6 @@ class Update:
                 install.stage(index, payload, self._assembly)
         if install.has_map and isinstance(self._engine, Mapped):
             self._engine.begin(install.copied)
-
-    @contextlib.contextmanager
-    def _agreed(self) -> Iterator[None]:
-        """One step of all ranks: what any of them raises, all raise."""
-        try:
-            yield
-        except BaseException as exc:
-            self._agree(thrown(exc))
-            raise
-        self._agree(None)
 
     def _touch(self) -> None:
         """From here on the live weights change. Call while no step of generation runs."""
@@ -306,26 +305,25 @@ class Update:
                 start = time.perf_counter()
                 self._former = (self._gate.version, self._gate.torn)
                 try:
-                    with self._agreed():
+                    with _AgreedStep(self._agree):
                         self._touch()
-                    with self._agreed():
+                    with _AgreedStep(self._agree):
                         if not self._streaming:
                             self._begin()
                             self._install.load_staged(self._assembly)
                             self._await_device()
-                    with self._agreed():
+                    with _AgreedStep(self._agree):
                         self._engine.commit(self.version)
                         self._install.prove(self._assembly)
                 except BaseException as exc:
-                    # No error that is raised is kept: its frames would keep views of the transport's memory alive.
                     message = f"installing version {self.version.number} failed: {exc}"
-                    self.error = error = InstallError(message, torn=True)
+                    self.error = to_record(InstallError(message, torn=True))
                     self.state = State.ABORTED
-                    error.torn = not self._go_back(message)
+                    self.error = to_record(InstallError(message, torn=not self._go_back(message)))
                     self._release()
                     if not isinstance(exc, Exception):
                         raise
-                    raise InstallError(message, torn=error.torn) from exc
+                    raise from_record(self.error) from exc
                 self._gate.set_version(self.version)
                 self.state = State.INSTALLED
                 seconds = time.perf_counter() - start
@@ -343,7 +341,7 @@ class Update:
                 if not keep:
                     with self._gate.exclusive(deadline_seconds=self._deadline_seconds):
                         reason = f"version {self.version.number} was taken back: it was not installed everywhere"
-                        self.error, self.state = UpdateAbortedError(reason), State.ABORTED
+                        self.error, self.state = to_record(UpdateAbortedError(reason)), State.ABORTED
                         logger.warning("%s", reason)
                         if self._go_back(reason):
                             version, torn = self._former
@@ -367,22 +365,25 @@ class Update:
             f"version {self.version.number} is {self.state.value}, not sealed: it can't be installed"
         )
 
-    def abort(self, error: WeightcastError) -> bool:
+    def abort(self, error: Exception) -> bool:
         """Give the update up, after a write that is under way. False if it had ended before.
+
+        An InstallError's `torn` becomes what the engine then is.
 
         Frees everything; a thread that is receiving is woken and raises.
         """
         with self._writing:
             if self.state in _ENDED:
                 return False
-            self.error, self.state = error, State.ABORTED
+            self.error, self.state = to_record(error), State.ABORTED
             try:
                 # First, since going back waits for the device: a broadcast that runs there ends with its group only.
                 self._receiver.end()
             finally:
-                is_whole = self._go_back(f"version {self.version.number} was given up half-way: {error}")
+                is_whole = self._go_back(f"version {self.version.number} was given up half-way: {self.error.message}")
                 if isinstance(error, InstallError):
                     error.torn = not is_whole
+                    self.error = to_record(error)
                 # Before another call that aborts it can return: the publisher resumes the engine then.
                 self._release()
         return True
@@ -430,5 +431,5 @@ class Update:
             self.state = state
 
     def _ended(self, otherwise: str) -> WeightcastError:
-        """Why it was given up. A copy, since what is raised refers to frames that have a bucket in hand."""
-        return UpdateAbortedError(otherwise) if self.error is None else detached(self.error)
+        """Why it was given up."""
+        return UpdateAbortedError(otherwise) if self.error is None else from_record(self.error)

@@ -32,8 +32,9 @@ from weightcast.errors import (
     UnsupportedError,
     UpdateAbortedError,
     WeightcastError,
-    thrown,
+    from_record,
     to_record,
+    trace_of,
 )
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import MAX_BYTES, PROTOCOL, Manifest, TensorSpec, WeightVersion
@@ -219,11 +220,9 @@ class Worker:
                     seconds = update.install()
                 except Exception as exc:
                     # A caller that asks too early gets the error alone: the update goes on.
-                    if update.state is State.ABORTED:
-                        record = to_record(exc)
+                    if (record := update.error) is not None:
                         session.send(Failed(number, record))
-                        # Not the error: a handler that keeps what it is given would keep its frames' memory alive.
-                        logger.warning("version %d was not installed: %s", number, record.message)
+                        logger.warning("version %d was not installed: %s%s", number, record.message, trace_of(exc))
                     raise
                 self._unsettled = update if self._settles else None
                 self._observe("update", time.perf_counter() - update.offered_at)
@@ -276,7 +275,8 @@ class Worker:
         session = self._session
         if session is None:
             return None
-        return session.ended if session.update is None else session.update.error or session.ended
+        record = session.ended if session.update is None else session.update.error or session.ended
+        return None if record is None else from_record(record)
 
     def send_failed(self, version: WeightVersion, error: WeightcastError) -> None:
         """Say on the link what became of a version, where others than this worker decided it."""
@@ -297,10 +297,8 @@ class Worker:
     def abort_streaming(self, error: WeightcastError) -> None:
         """Give up the update in progress if it is loaded as it comes, also once all of it has come."""
         session = self._session
-        if session is None or session.update is None or not session.update.is_streaming:
-            return
-        if session.update.abort(error):
-            session.send(Failed(session.update.version.number, to_record(error)))
+        if session is not None and session.update is not None and session.update.is_streaming:
+            session.abort_update(error)
 
     def shutdown(self) -> None:
         """End the hold of whichever run has it. Idempotent; the engine serves on."""
@@ -324,7 +322,7 @@ class Worker:
             try:
                 yield session
             except Exception as exc:
-                record = to_record(thrown(exc))
+                record = to_record(exc)
                 if session.is_of(info.secret):
                     session.send(Failed(info.version, record))
                 session.require_going_on()
@@ -359,7 +357,7 @@ class Worker:
             found = "none" if update is None else f"version {update.version.number}"
             raise StaleVersionError(f"version {number} is not the update in progress ({found})")
         if update.state is State.ABORTED:
-            raise UpdateAbortedError(f"version {number} was aborted: {update.error}")
+            raise UpdateAbortedError(f"version {number} was aborted: {update.error.message if update.error else ''}")
         return update
 
     def _offer(self, session: PublisherSession, offer: Offer) -> None:
@@ -419,9 +417,10 @@ class Worker:
         manifest = offer.manifest if known is None else known.layout.manifest
         if manifest is None:
             raise ManifestError("the offer has no manifest, and its digest is not one that this link has been sent")
-        manifest.check()
-        if known is None and manifest.digest() != offer.manifest_digest:
-            raise ManifestError(f"the manifest's digest is {manifest.digest()}, the offer says {offer.manifest_digest}")
+        if known is None:
+            manifest.check()
+            if (digest := manifest.digest()) != offer.manifest_digest:
+                raise ManifestError(f"the manifest's digest is {digest}, the offer says {offer.manifest_digest}")
         session.require_origins(manifest)
         session.install = admit(manifest, offer.manifest_digest, self.engine, specs)
         return session.install
@@ -437,9 +436,9 @@ class Worker:
                 root = update.receive()
         except Exception as exc:
             # Where this side ended it before, its reason: the receiver only knows that it was ended.
-            record = to_record(update.error or exc)
+            record = update.error or to_record(exc)
             session.send(Failed(number, record))
-            logger.warning("version %d was not received: %s", number, record.message)
+            logger.warning("version %d was not received: %s%s", number, record.message, trace_of(exc))
             if session.ended is not None:
                 # Again: this thread may have had a bucket in hand, and have made views of it since.
                 session.close()
@@ -458,9 +457,8 @@ class Worker:
 
     def _release(self, session: PublisherSession, error: WeightcastError) -> None:
         """Abort what the hold had begun, lift its pause, disconnect. An install under way is finished first."""
-        session.ended = session.ended or error
-        if session.update is not None and session.update.abort(error):
-            session.send(Failed(session.update.version.number, to_record(error)))
+        session.ended = session.ended or to_record(error)
+        session.abort_update(error)
         session.close()
         self._lift_pause(session)
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 
-from weightcast.checkpoint.live import CastTo, cast_specs, cast_target
+from weightcast.checkpoint.live import CastTo, cast_specs, cast_target, is_memory, memory_key
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
+from weightcast.native.tables import places
 from weightcast.seams.source import Regions
 
 
 class TensorSource:
     """A `Source` of whole tensors in checkpoint form, `tensors` by name. Nothing is copied.
 
-    A publish reads their values as they are by then; for other tensors, call `replace`.
+    A publish reads their values as they are by then; for other tensors, call `replace`. Tensors of equal memory and
+    geometry are tied: they travel once, under the first name, and reach engines under all of them.
     """
 
     def __init__(
@@ -41,24 +44,34 @@ class TensorSource:
         """What is published; read-only: see `replace`."""
         self._specs: tuple[TensorSpec, ...] = ()
         self._regions: Regions = {}
+        self._places: tuple[list[str], bytes] | None = None
         self.replace(tensors or {})
 
     def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Publish these from the next publish on."""
+        """Publish these from the next publish on. Tensors of the same memory as before cost a publisher nothing."""
         _require_tensors(tensors)
+        have_memory = all(map(is_memory, tensors.values()))
+        lie_at = (list(tensors), places(list(tensors.values()))) if have_memory else None
+        if lie_at is not None and lie_at == self._places:
+            return  # those before keep their memory alive, so that it is the same
         unknown = [f"{name!r} is {t.dtype}" for name, t in tensors.items() if t.dtype not in DTYPE_NAMES]
         if unknown:
             raise ValueError(f"{', '.join(unknown)}; known: {', '.join(DTYPE_NAMES.values())}")
-        aliases, groups = self._aliases, self._groups
-        held = (
-            TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape), tuple(aliases.get(n, ())), groups.get(n, ""))
-            for n, t in tensors.items()
-        )
+        tied: dict[Any, list[str]] = {}
+        for name, tensor in tensors.items():
+            key = memory_key(tensor) if have_memory else id(tensor)
+            tied.setdefault((key, self._groups.get(name, "")), []).append(name)
+        held = []
+        for (_, group), names in tied.items():
+            name, tensor = names[0], tensors[names[0]]
+            aliases = [*names[1:], *(alias for known in names for alias in self._aliases.get(known, ()))]
+            held.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tuple(aliases), group))
         specs = cast_specs(held, self._dtype)
         # The same object for the same specs: a publisher then keeps its plan.
         self._specs = self._specs if specs == self._specs else specs
         self.tensors = MappingProxyType(dict(tensors))
-        self._regions = {name: ((whole(tensor.shape), tensor),) for name, tensor in tensors.items()}
+        self._regions = {spec.name: ((whole(spec.shape), tensors[spec.name]),) for spec in specs}
+        self._places = lie_at
 
     def specs(self) -> Sequence[TensorSpec]:
         return self._specs

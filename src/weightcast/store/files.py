@@ -11,10 +11,11 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from weightcast.errors import InsufficientMemoryError, IntegrityError, thrown
+from weightcast.errors import InsufficientMemoryError, IntegrityError, Translated
 from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.manifest import Manifest
 from weightcast.host.closing import on_failure
@@ -109,15 +110,14 @@ def _misplaced(path: Path, mode: int, expected: str) -> IntegrityError:
     return IntegrityError(f"{path} is {found}, {expected} was expected: it is not a store's; remove it, publish again")
 
 
-@contextlib.contextmanager
-def must_read(path: Path) -> Iterator[None]:
+def must_read(path: Path) -> Translated:
     """Reading a file that is there, or was: raises IntegrityError for any OSError."""
-    try:
-        yield
-    except FileNotFoundError as exc:
-        raise missing(path) from thrown(exc)
-    except OSError as exc:
-        raise IntegrityError(f"{path} can't be read: {exc.strerror}") from thrown(exc)
+
+    def raise_as_files(error: OSError) -> NoReturn:
+        is_missing = isinstance(error, FileNotFoundError)
+        raise missing(path) if is_missing else IntegrityError(f"{path} can't be read: {error.strerror}") from error
+
+    return Translated(OSError, raise_as_files)
 
 
 def missing(path: Path) -> IntegrityError:
@@ -262,23 +262,23 @@ def grow(paths: Sequence[Path], descriptors: Sequence[int], sizes_bytes: Sequenc
                     os.posix_fallocate(descriptor, 0, size)
 
 
-@contextlib.contextmanager
-def room_for(path: Path) -> Iterator[None]:
+def room_for(path: Path) -> Translated:
     """Writing there: raises InsufficientMemoryError if there is no room, any other OSError as it is."""
-    try:
-        yield
-    except OSError as exc:
-        if exc.errno not in _NO_SPACE:
-            raise
-        what, remedy = f"{exc.strerror}", "Free space, or use fewer slots (num_slots)"
-        if exc.errno == errno.EDQUOT:
+
+    def raise_as_memory(error: OSError) -> None:
+        if error.errno not in _NO_SPACE:
+            return
+        what, remedy = f"{error.strerror}", "Free space, or use fewer slots (num_slots)"
+        if error.errno == errno.EDQUOT:
             what = f"{what}: of bytes, or of files"
             remedy = "Free some, have the quota raised, or use fewer slots (num_slots)"
-        elif exc.errno == errno.ENOSPC and (free := _without_inodes(path)) is not None:
+        elif error.errno == errno.ENOSPC and (free := _without_inodes(path)) is not None:
             what = f"the filesystem has no inodes left, which every file takes one of, though {free} bytes are free"
             remedy = "Remove files there, or make the filesystem with more inodes"
         found = f"no room for {path}: {what}; the version before stays. {remedy}"
-        raise InsufficientMemoryError(found) from thrown(exc)
+        raise InsufficientMemoryError(found) from error
+
+    return Translated(OSError, raise_as_memory)
 
 
 def _without_inodes(path: Path) -> int | None:

@@ -202,9 +202,6 @@ class FaultyReceiver(Receiver):
     def newest(self, known: WeightVersion | None) -> StoredVersion | None:
         return self.inner.newest(known)
 
-    def renew(self) -> None:
-        self.inner.renew()
-
     def reread(self, bucket: Bucket) -> bool:
         return self.inner.reread(bucket)
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import pytest
 import torch
 
-from weightcast.format.geometry import Region
+from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec
 from weightcast.format.plan import plan
+from weightcast.seams.source import Regions
 
 Item = tuple[TensorSpec, torch.Tensor]
 
@@ -47,6 +48,10 @@ class Payload:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by their first names."""
         return {spec.name: tensor for spec, tensor in self.build()}
+
+    def regions(self) -> Regions:
+        """The tensors whole, as a source that holds all of them gives them."""
+        return {name: ((whole(tensor.shape), tensor),) for name, tensor in self.tensors().items()}
 
     def expected(self) -> dict[str, bytes]:
         """What an engine must hold under every name, aliases included."""

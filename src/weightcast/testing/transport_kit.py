@@ -90,7 +90,7 @@ def send_all(sender: Sender, manifest: Manifest, number: int, start: int = 0) ->
 
 def send_payload(sender: Sender, payload: Payload, manifest: Manifest, version: WeightVersion) -> None:
     """Pack and send every bucket of a payload, as a publisher does."""
-    packer = Packer(Layout(manifest), payload.tensors())
+    packer = Packer(Layout(manifest), payload.regions())
     for index in range(len(manifest.buckets)):
         pack_and_send(sender, packer, manifest, version, index)
 
@@ -210,14 +210,13 @@ class Background(Generic[T]):
     """Runs a call in a thread; `result` waits for it, and raises what it raised."""
 
     def __init__(self, call: Callable[..., T], *args: object) -> None:
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []
 
         def run() -> None:
             try:
                 self._outcome = call(*args)
             except BaseException as exc:
-                # Without its traceback, whose frames hold buckets and this object in a circle.
-                self._error = exc.with_traceback(None)
+                self._errors.append(exc)
 
         self._thread = threading.Thread(target=run, name="weightcast test", daemon=True)
         self._thread.start()
@@ -228,13 +227,9 @@ class Background(Generic[T]):
 
     def result(self) -> T:
         assert self.is_done_within(PATIENCE_SECONDS), f"the call did not return within {PATIENCE_SECONDS:g} s"
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            # Else error, traceback and this frame hold each other, and with them the caller's buckets.
-            del error
+        if self._errors:
+            # Kept nowhere else: its traceback refers to this frame, and to frames that have buckets.
+            raise self._errors.pop()
         return self._outcome
 
 

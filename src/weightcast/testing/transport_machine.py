@@ -37,7 +37,7 @@ class Rig(TransportEnds):
     def open(self, payload: Payload, manifest: Manifest, version: WeightVersion, staged: bool) -> None:
         self.readers = {p: Reader(r, manifest, version, staged=staged) for p, r in self.receivers.items()}
         self.end.open(manifest, version, peers=list(self.receivers), staged=staged)
-        self._packer = Packer(Layout(manifest), payload.tensors())
+        self._packer = Packer(Layout(manifest), payload.regions())
 
     def send(self, index: int, manifest: Manifest, version: WeightVersion) -> None:
         assert self._packer is not None

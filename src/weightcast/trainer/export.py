@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from weightcast.checkpoint.files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -14,11 +16,12 @@ from weightcast.checkpoint.files import (
     write_tensors,
 )
 from weightcast.errors import IncompatibleWeightsError
+from weightcast.format.bucket import TORCH_DTYPES, narrow, split_like
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.closing import on_failure
-from weightcast.seams.source import Source, casts_to_engines
+from weightcast.seams.source import Held, Source, casts_to_engines
 from weightcast.trainer import arguments
-from weightcast.trainer.packer import joined, tiling
+from weightcast.trainer.packer import tiling
 
 
 def export(
@@ -51,21 +54,35 @@ def _write(source: Source, directory: Path, max_shard_bytes: int) -> list[str]:
         raise ValueError(
             "dtype='engine' casts to what engines have, and a checkpoint has none: give the source a dtype"
         )
+    specs, held = source.specs(), dict[str, list[Held]]()
     try:
-        held = tiling(source.specs(), source.regions())
+        for part in tiling(specs, source.regions()):
+            held.setdefault(specs[part.tensor].name, []).append((part.region, part.data))
     except IncompatibleWeightsError as exc:
         raise ValueError(f"not every tensor is whole on this rank: export from a store ({exc})") from exc
-    shards = list(_shards(source.specs(), max_shard_bytes))
+    shards = list(_shards(specs, max_shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(directory / name, {spec.name: joined(spec, held.get(spec.name, ())) for spec in shard})
+        write_tensors(directory / name, {spec.name: _joined(spec, held.get(spec.name, ())) for spec in shard})
         weight_map |= {spec.name: name for spec in shard}
     names = sorted(set(weight_map.values()))
     if len(shards) > 1:
-        write_index(directory, weight_map, sum(spec.num_bytes for spec in source.specs()))
+        write_index(directory, weight_map, sum(spec.num_bytes for spec in specs))
         names.append(INDEX_FILE)
     return names
+
+
+@torch.no_grad()
+def _joined(spec: TensorSpec, parts: Sequence[Held]) -> torch.Tensor:
+    """A contiguous tensor of what lies in its parts, of the spec's dtype: its own memory if that is just so."""
+    dtype = TORCH_DTYPES[spec.dtype]
+    if len(parts) == 1:
+        return parts[0][1].reshape(spec.shape).to(dtype).contiguous()
+    tensor = torch.empty(spec.shape, dtype=dtype)
+    for region, part in parts:
+        split_like(narrow(tensor, region), part).copy_(part)
+    return tensor
 
 
 def _shards(specs: Sequence[TensorSpec], max_bytes: int) -> Iterator[list[TensorSpec]]:

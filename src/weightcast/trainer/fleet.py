@@ -30,7 +30,6 @@ from weightcast.errors import (
     RefusedError,
     UnsupportedError,
     WeightcastError,
-    detached,
     to_record,
 )
 from weightcast.format.manifest import MAX_VERSION, PROTOCOL, TensorSpec
@@ -355,7 +354,7 @@ class FleetMember:
         if is_paused and all(failed) and not is_torn:
             self._pause_end = PauseEnd.RESUME
 
-    def fail(self, error: WeightcastError) -> None:
+    def fail(self, error: Exception) -> None:
         """Note why this engine does not take the version. What its own worker said explains more than a lost peer.
 
         A peer that died or stalled loses its links: should it wake, it learns from that to give the update up.
@@ -463,7 +462,7 @@ class Fleet:
                 call(member)
             except Exception as exc:
                 if notes:
-                    member.fail(exc if isinstance(exc, WeightcastError) else detached(exc))
+                    member.fail(exc)
 
     def wait(self) -> None:
         """Wait for the calls that a Ctrl-C has left in threads: what they do to a member must not come later."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 import torch
@@ -41,7 +41,6 @@ from weightcast.format.geometry import (
     relative,
     row_major,
     start_elements,
-    whole,
 )
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
@@ -59,9 +58,6 @@ _ALONE = (
     "this rank publishes alone and does not hold all of these: a model that is sharded over ranks (FSDP, HSDP, tensor "
     "parallelism) is published by all of them; call publish on every rank, with trainer_group='auto' or their group"
 )
-
-Parts: TypeAlias = torch.Tensor | Sequence[tuple[Region, torch.Tensor]]
-"""A tensor's memory: all of it, or what lies at each of several regions."""
 
 
 class Fill(Protocol):
@@ -151,7 +147,7 @@ class PackPlan:
     def packer(self, regions: Regions) -> Fill:
         """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
         if self._packer is None or self._regions is None or self._regions.regions is not regions:
-            self.use(regions, Packer(self.layout, tiling(self.specs, regions)))
+            self.use(regions, Packer(self.layout, regions))
             assert self._packer is not None
         return self._packer
 
@@ -162,15 +158,10 @@ class Packer:
     Holds views of the sources only; make a new one when a source's storage has changed.
     """
 
-    def __init__(self, layout: Layout, tensors: Mapping[str, Parts]) -> None:
-        """`tensors`: each whole, or as regions that tile it, which the caller has proven."""
+    def __init__(self, layout: Layout, regions: Regions) -> None:
+        """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
         self.sent: SentDigests | None = None
-        shards = []
-        for number, record in enumerate(layout.manifest.tensors):
-            parts = tensors[record.name] if record.pieces else ()
-            held = [(whole(record.shape), parts)] if isinstance(parts, torch.Tensor) else parts
-            shards += [Shard(number, region, data) for region, data in held]
-        self._part = PartPacker(layout, shards)
+        self._part = PartPacker(layout, tiling(layout.manifest.tensors, regions))
 
     def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
         """See `PartPacker.fill`."""
@@ -206,9 +197,12 @@ class ShardSlices:
 
     def __init__(self, layout: Layout, parts: Sequence[HeldRegion]) -> None:
         self._layout = layout
-        self._parts: defaultdict[int, list[tuple[int, Region]]] = defaultdict(list)
-        for number, part in enumerate(parts):
-            self._parts[part.tensor].append((number, part.region))
+        self._parts = parts
+        self._order = sorted(range(len(parts)), key=lambda number: parts[number].tensor)
+        counts = Counter(part.tensor for part in parts)
+        numbers = range(len(layout.manifest.tensors))
+        self._starts = list(itertools.accumulate((counts[number] for number in numbers), initial=0))
+        """Where the parts of each tensor begin in that order."""
         self._last: tuple[int, list[ShardSlice]] | None = None
 
     def of(self, index: int) -> list[ShardSlice]:
@@ -230,7 +224,8 @@ class ShardSlices:
         for number, entry in enumerate(self._layout.entries[index]):
             piece, dtype = entry.piece.region, entry.record.dtype
             itemsize, offset_bytes = ITEMSIZE_BYTES[dtype], entry.piece.offset_bytes
-            for part, region in self._parts.get(entry.tensor, ()):
+            for part in self._order[self._starts[entry.tensor] : self._starts[entry.tensor + 1]]:
+                region = self._parts[part].region
                 if region == piece:
                     yield ShardSlice(number, part, piece, dtype, offset_bytes, piece.numel * itemsize, True)
                 elif (shared := common(piece, region)) is not None:
@@ -252,6 +247,7 @@ class PartPacker:
         self._shards = shards
         self._sources: dict[int, list[torch.Tensor]] = {}
         self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        """Of each bucket that torch fills, with the payload."""
         self._tables: dict[int, tuple[torch.Tensor, PackTable, PreparedCopies]] = {}
         """Of each bucket, with the payload that it was made for, and what is copied before."""
         self._fused: dict[int, tuple[torch.Tensor, CopyAndDigest]] = {}
@@ -298,7 +294,10 @@ class PartPacker:
             return added(sums, digest(payload[:num_bytes], missing))
         self._layout.clear_gaps(index, payload)
         if not num_bytes or device_digest.kernel(payload.device) is None:
-            copy_all(self._views(index, payload), self.sources(index))
+            targets = self._targets.get(index)
+            if targets is None or targets[0] is not payload:
+                targets = self._targets[index] = payload, self._views(index, payload)
+            copy_all(targets[1], self.sources(index))
             return queued_digest(payload[:num_bytes])
         known = self._fused.get(index)
         if known is None or known[0] is not payload:
@@ -310,11 +309,8 @@ class PartPacker:
 
     def _views(self, index: int, payload: torch.Tensor) -> list[torch.Tensor]:
         """The places of this rank's cuts in a payload."""
-        known = self._targets.get(index)
-        if known is None or known[0] is not payload:
-            views = bucket_views(self.slices.of(index), self._layout.entries[index], payload)
-            known = self._targets[index] = payload, list(map(split_like, views, self.sources(index)))
-        return known[1]
+        views = bucket_views(self.slices.of(index), self._layout.entries[index], payload)
+        return list(map(split_like, views, self.sources(index)))
 
     def sources(self, index: int) -> list[torch.Tensor]:
         """Views of this rank's own memory, one for each cut of bucket `index`."""
@@ -332,14 +328,13 @@ def bucket_views(slices: Sequence[ShardSlice], entries: Sequence[Entry], buffer:
     """One view for each cut into a bucket's payload."""
     # The widest element has 16 bytes.
     whole_buffer = buffer[: buffer.numel() // 16 * 16]
-    by_dtype: dict[str, torch.Tensor] = {}
+    typed = {dtype: whole_buffer.view(TORCH_DTYPES[dtype]) for dtype in {cut.dtype for cut in slices}}
+    starts = {dtype: int(of_dtype.storage_offset()) for dtype, of_dtype in typed.items()}
     views = []
     for cut in slices:
-        typed = by_dtype.get(cut.dtype)
-        if typed is None:
-            typed = by_dtype[cut.dtype] = whole_buffer.view(TORCH_DTYPES[cut.dtype])
-        offset = typed.storage_offset() + cut.start // ITEMSIZE_BYTES[cut.dtype]
-        views.append(typed.as_strided(cut.region.sizes, row_major(entries[cut.entry].piece.region.sizes), offset))
+        offset = starts[cut.dtype] + cut.start // ITEMSIZE_BYTES[cut.dtype]
+        strides = row_major(entries[cut.entry].piece.region.sizes)
+        views.append(typed[cut.dtype].as_strided(cut.region.sizes, strides, offset))
     return views
 
 
@@ -403,24 +398,25 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
     Raises IncompatibleWeightsError for regions that are not of these specs.
     """
     problems = [f"{name!r} is not in the specs" for name in regions.keys() - {spec.name for spec in specs}]
+    is_looked_at = isinstance(regions, LookedAtRegions)
     shards: list[Shard] = []
     for number, spec in enumerate(specs):
         dtype = TORCH_DTYPES.get(spec.dtype)
         for region, data in regions.get(spec.name, ()):
             # Plain floating point is cast to plain floating point.
-            is_cast = data.dtype == dtype or (
+            is_cast = data.dtype is dtype or (
                 dtype is not None and all(d.is_floating_point and d.itemsize > 1 for d in (dtype, data.dtype))
             )
-            sizes = tuple(data.shape)
+            sizes: tuple[int, ...] = data.shape
             if len(sizes) > len(region.sizes) > 0 and sizes[-1] and _MAX_INNER % sizes[-1] == 0:
                 sizes = (*sizes[:-2], sizes[-2] * sizes[-1])
-            is_fitting = sizes == region.sizes and is_cast
+            is_fitting = sizes == region.sizes and is_cast and not data.is_meta and (is_looked_at or is_memory(data))
             if not is_inside(region, spec.shape):
                 problems.append(
                     f"{spec.name!r}: found a region at {list(region.offsets)} of sizes {list(region.sizes)}, expected "
                     f"one inside of the shape {list(spec.shape)}"
                 )
-            elif not is_fitting or data.is_meta or not is_memory(data):
+            elif not is_fitting:
                 problems.append(
                     f"{spec.name!r}: found a view of {list(data.shape)}, {data.dtype} on {data.device}"
                     f"{'' if is_memory(data) else ' without memory'}, expected {list(region.sizes)}, {spec.dtype} in "
@@ -433,24 +429,24 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
     return shards
 
 
-def tiling(specs: Sequence[TensorSpec], regions: Regions) -> dict[str, torch.Tensor | list[Held]]:
-    """What a rank that is alone brings: each tensor whole, or in regions that tile it, equal ones once.
+def tiling(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
+    """What a rank that is alone brings, equal regions once, in the order of the specs.
 
-    Raises IncompatibleWeightsError.
+    Raises IncompatibleWeightsError unless it tiles every tensor.
     """
-    found: list[dict[Region, torch.Tensor]] = [{} for _ in specs]
-    for shard in held_shards(specs, regions):
-        found[shard.tensor].setdefault(shard.region, shard.data)
+    shards = list({(shard.tensor, shard.region): shard for shard in held_shards(specs, regions)}.values())
+    found: list[tuple[Region, ...]] = [()] * len(specs)
+    for shard in shards:
+        found[shard.tensor] = (*found[shard.tensor], shard.region)
     require_tiling(specs, found, _ALONE)
-    held = {spec.name: list(parts.items()) for spec, parts in zip(specs, found, strict=True) if parts}
-    return {name: parts[0][1] if len(parts) == 1 else parts for name, parts in held.items()}
+    return shards
 
 
-def require_tiling(specs: Sequence[TensorSpec], found: Sequence[Mapping[Region, object]], remedy: str) -> None:
+def require_tiling(specs: Sequence[TensorSpec], found: Sequence[Iterable[Region]], remedy: str) -> None:
     """Raises IncompatibleWeightsError unless the regions that were found of each tensor tile it."""
     problems = []
-    for spec, by_region in zip(specs, found, strict=True):
-        regions = list(by_region)
+    for spec, of_tensor in zip(specs, found, strict=True):
+        regions = list(of_tensor)
         if len(regions) == 1 and regions[0].covers(spec.shape):
             continue
         try:
@@ -465,14 +461,3 @@ def require_tiling(specs: Sequence[TensorSpec], found: Sequence[Mapping[Region, 
 def _misfit(problems: Sequence[str], remedy: str) -> IncompatibleWeightsError:
     shown = listed(problems)
     return IncompatibleWeightsError(f"the source's regions do not fit: {shown}. Remedy: {remedy}", problems)
-
-
-@torch.no_grad()
-def joined(spec: TensorSpec, parts: Parts) -> torch.Tensor:
-    """A contiguous tensor of what lies in its parts, of the spec's dtype: its own memory if that is just so."""
-    if isinstance(parts, torch.Tensor):
-        return parts.reshape(spec.shape).to(TORCH_DTYPES[spec.dtype]).contiguous()
-    tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
-    for region, part in parts:
-        split_like(narrow(tensor, region), part).copy_(part)
-    return tensor

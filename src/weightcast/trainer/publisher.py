@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
-from weightcast.errors import ClosedError, PublishReport, clear_frames, publish_error
+from weightcast.errors import ClosedError, PublishReport, publish_error
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
@@ -381,9 +381,6 @@ class Publisher(ClosedOnExit):
                 report = run.run(prepared, functools.partial(self._engines_known, prepared))
             else:
                 report = group.publish(self.run, last, inputs, run)
-        except BaseException as exc:
-            clear_frames(exc)
-            raise
         finally:
             self._is_publishing = False
             self.version = max(last, run.number)
@@ -566,19 +563,21 @@ def _require_specs(specs: object) -> None:
     )
     if not isinstance(specs, Sequence):
         raise TypeError(f"{what}; it returned {arguments.shown(specs)}")
+    shapes = set[object]()
     for spec in specs:
         if not isinstance(spec, TensorSpec):
             raise TypeError(f"{what}; one of them is {arguments.shown(spec)}")
         name: Any = spec.name
         shape: Any = spec.shape
-        is_shape = isinstance(shape, Sequence) and all(isinstance(size, int) for size in shape)
+        is_shape = isinstance(shape, tuple) and (shape in shapes or all(isinstance(size, int) for size in shape))
         if not (isinstance(name, str) and spec.dtype in ITEMSIZE_BYTES and is_shape):
             raise TypeError(f"{what}; one of them is {spec!r:.200}")
+        shapes.add(shape)
 
 
 def _device_of(regions: Regions) -> torch.device:
     try:
-        devices = {torch.device(tensor.device) for held in regions.values() for _, tensor in held}
+        devices = set(map(torch.device, {tensor.device for held in regions.values() for _, tensor in held}))
     except (AttributeError, TypeError, ValueError):
         what = "regions() of the source must return a mapping of names to sequences of (Region, tensor)"
         raise TypeError(f"{what}; it returned a {type(regions).__name__}") from None

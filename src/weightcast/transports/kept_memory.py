@@ -80,14 +80,31 @@ class KeptMemory:
         self.arena_layout = ArenaLayout((), (), (), ())
         self._buffers = Buffers(torch.empty(0, dtype=torch.uint8))
 
+    def close(self) -> None:
+        """Free it for good."""
+        self.free()
+
 
 class MemoryToSend(KeptMemory):
     """Memory that on a CPU other ranks of the trainer on this host can map, to pack into it."""
 
+    _shared: SealedMemory | None
+
     def allocate(self, size_bytes: int) -> torch.Tensor:
         if self.device.type != "cpu":
             return super().allocate(size_bytes)
-        return SealedMemory.allocate(size_bytes, self._what).tensor()
+        self._shared = SealedMemory.allocate(size_bytes, self._what)
+        return self._shared.tensor()
+
+    def free(self) -> None:
+        super().free()
+        self._shared = None
+
+    def close(self) -> None:
+        """Free it for good, at once: an error that somebody keeps refers to buffers, which read as zeros then."""
+        if self._shared is not None:
+            self._shared.release(free=True)
+        self.free()
 
 
 class FilledTogether(KeptMemory):

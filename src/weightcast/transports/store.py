@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import torch
 
@@ -22,9 +22,9 @@ from weightcast.errors import (
     ManifestError,
     PeerDiedError,
     StaleVersionError,
+    Translated,
     UpdateAbortedError,
     WeightcastError,
-    thrown,
 )
 from weightcast.format.bucket import BucketBuffer, header_digest, place
 from weightcast.format.manifest import Manifest, WeightVersion
@@ -84,16 +84,16 @@ class _BufferedSender(RunSender, Generic[W]):
         self._writes = collections.deque[Future[None]]()
         self._writer: W = self.writer_type(address, run, deadline_seconds=deadline_seconds)
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self) -> Translated:
         """The store's files: raises WeightcastError for an OSError that stands for nothing else."""
-        try:
-            yield
-        except OSError as exc:
+
+        def raise_as_stores(error: OSError) -> NoReturn:
             raise WeightcastError(
-                f"the store {self._directory} can't be written: {exc}; its newest version stays. Mend the filesystem "
+                f"the store {self._directory} can't be written: {error}; its newest version stays. Mend the filesystem "
                 "(is it mounted, writable, and not full?) and publish again"
-            ) from thrown(exc)
+            ) from error
+
+        return Translated(OSError, raise_as_stores)
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
@@ -146,7 +146,7 @@ class _BufferedSender(RunSender, Generic[W]):
         self._closed = True
         self._writer.close()
         self._pool.shutdown()
-        self._ring.free()
+        self._ring.close()
 
     def _begin(self, plan: Manifest) -> None:
         """Take buckets of this plan from now on. The writer has begun."""
@@ -384,11 +384,6 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         with self._condition:
             super().end()
             self._let_go()
-
-    def renew(self) -> None:
-        """Leave the memory of earlier updates to whoever has tensors in it; the next `open` takes other memory."""
-        with self._condition:
-            self._arena = KeptMemory(*_READ_INTO)
 
     def close(self) -> None:
         with self._condition:

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
-from weightcast.integrations.rollout.receiving import Named
+from weightcast.integrations.handed import Named
 from weightcast.integrations.rollout.threads import in_thread
 from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer
 
@@ -23,7 +23,7 @@ _OPTIONS = 'policy.generation.refit_cfg["weightcast.integrations.nemo_rl:NemoChe
 class NemoCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """NeMo-RL makes one in each policy worker and in each rollout worker; `bucket_size` is its own argument.
 
-    The others are what `refit_cfg` has for this class besides: the options of `RolloutTransfer`, `host` by default
+    The others are what `refit_cfg` has for this class besides: the `RolloutOptions`, `host` by default
     Ray's address of the node. Raises ValueError or TypeError.
     """
 
@@ -32,7 +32,7 @@ class NemoCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def __init__(self, bucket_size: int, **options: Any) -> None:
         framework = Framework("NeMo-RL", _OPTIONS, ray.util.get_node_ip_address)
-        self._transfer = RolloutTransfer(bucket_size, framework, batch_bytes=bucket_size, **options)
+        self._transfer = RolloutTransfer(bucket_size, framework, options, batch_bytes=bucket_size)
         self._is_policy = False
 
     def get_target_weight_layout(self) -> None:

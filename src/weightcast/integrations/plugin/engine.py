@@ -11,7 +11,7 @@ import abc
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
@@ -37,8 +37,8 @@ from weightcast.errors import (
     InstallError,
     PeerTimeoutError,
     StaleVersionError,
+    Translated,
     WeightcastError,
-    thrown,
 )
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldWeights, InitInfo, Offer, PauseMode, UpdateInfo, WeightInfo
@@ -320,11 +320,9 @@ class PluginEngine(ServedEngine, abc.ABC):
             text = f"{self._host} gave no answer within {self._deadline_seconds:g} s"
             raise PeerTimeoutError(text, peer=_PEER) from exc
 
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except (WeightcastError, TimeoutError):
-            raise
-        except Exception as exc:
-            raise ControlError(f"{self._host} failed: {type(exc).__name__}: {exc}", peer=_PEER) from thrown(exc)
+    def _translated(self) -> Translated:
+        def raise_as_hosts(error: Exception) -> None:
+            if not isinstance(error, WeightcastError | TimeoutError):
+                raise ControlError(f"{self._host} failed: {type(error).__name__}: {error}", peer=_PEER) from error
+
+        return Translated(Exception, raise_as_hosts)

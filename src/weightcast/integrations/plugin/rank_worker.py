@@ -45,7 +45,6 @@ from weightcast.errors import (
     UnsupportedError,
     UpdateAbortedError,
     from_record,
-    to_record,
 )
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, UpdateInfo, WeightInfo
@@ -274,25 +273,17 @@ class RankWorker:
             error = None if self._serves(version) else own.error
             if error is not None and self._is_agreeing:
                 # It came before the first step, in which the other ranks wait: they receive it there.
-                with Attempt() as agreed:
-                    self._agree(from_record(error))
-                error = agreed.error
+                error = self._agree(error)
         finally:
             self._is_agreeing = False
         _raise_if(self._last_round(error))
 
-    def _agree(self, error: BaseException | None) -> None:
-        """One round of an install: raises on every rank if any had an error. Elsewhere each rank is for itself."""
-        try:
-            if self._is_agreeing:
-                failure = self._ranks.common_error(None if error is None else to_record(error))
-                if failure is not None:
-                    self._is_agreeing = False
-                    raise from_record(failure) from error
-            elif error is not None:
-                raise error
-        finally:
-            del error  # its frames refer to it, this one among them: it would live on until a collection
+    def _agree(self, error: ErrorRecord | None) -> ErrorRecord | None:
+        """One round of an install: the first error of all ranks. Elsewhere each rank is for itself."""
+        if self._is_agreeing:
+            error = self._ranks.common_error(error)
+            self._is_agreeing = error is None
+        return error
 
     def _last_round(self, error: ErrorRecord | None) -> ErrorRecord | None:
         """What became of the ranks, the same on all: the first error, and torn if one of them is."""

@@ -1,6 +1,9 @@
 """Keeps an engine object of this process from generating while its weights are of no whole version.
 
 If the engine were only paused, its callers would wait without an end: vLLM's `LLM.generate` has no deadline.
+
+Invariant: requests are refused where all of them pass, whichever method of the engine they came by. The names of these
+places are looked up before a publisher connects, and a missing one is an error.
 """
 
 from __future__ import annotations
@@ -9,26 +12,26 @@ import dataclasses
 import logging
 from typing import Any
 
-from weightcast.errors import EngineTornError
+from weightcast.errors import EngineTornError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-_GENERATES = (
-    *("generate", "chat", "beam_search", "encode", "embed", "classify", "score", "reward"),
-    *("enqueue", "enqueue_chat", "wait_for_completion", "add_request", "step", "_generate_impl"),
-)
-"""Methods of vLLM's LLM, LLMEngine and AsyncLLM, and of TorchRL's AsyncVLLM."""
-
-_MARK = "_weightcast_refused"
+_VLLM = {"input_processor": "assign_request_id", "engine_core": "get_output"}
+"""By part of vLLM's LLMEngine and AsyncLLM: each request passes the first before anything has noted it, and the second
+waits for tokens of requests that were there before (an AsyncLLM has another one, which goes on waiting)."""
+_TORCHRL = "_generate_impl"
+"""Each prompt passes this method of TorchRL's AsyncVLLM, whose engines are in other processes."""
+_OTHER = "generate"
+"""All requests of an engine of any other kind have to pass it."""
 _ABSENT = object()
 
 
 class _Refused:
-    """Stands in the place of an engine's methods. `reasons`: of each part that is torn."""
+    """Stands in the place of methods. `reasons`: by part of the engine that is torn. `former`: what stood there."""
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
-        self.former: list[tuple[dict[str, Any], str, Any]] = []
+        self.former: list[tuple[Any, str, Any]] = []
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         raise EngineTornError(f"this engine does not generate until a complete update heals it: {self}")
@@ -37,47 +40,62 @@ class _Refused:
         return "; ".join(self.reasons.values())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Refusal:
     """That of `engine`, by which callers generate. `part`: the replica in question, where it has several.
 
-    While any part is refused, whatever begins generation on the object, or goes on with it, raises EngineTornError
-    before a worker is asked; afterwards the object is as it was.
+    While any part is refused, requests raise EngineTornError before a worker is asked; afterwards the object is as it
+    was. Raises UnsupportedError if the engine lacks a method by which requests should pass.
     """
 
     engine: Any
     part: str = ""
 
+    def __post_init__(self) -> None:
+        places = self._places()
+        lacking = [
+            f"{type(owner).__name__}.{name}" for owner, name in places if not callable(getattr(owner, name, None))
+        ]
+        if lacking:
+            raise UnsupportedError(
+                f"{type(self.engine).__name__} could not be kept from generating while it is torn: it lacks "
+                f"{', '.join(lacking)}, by which all of its requests should pass. Use a version that weightcast was "
+                "tested with, or have an engine of your own generate by that method",
+                lacking,
+            )
+
+    def _places(self) -> list[tuple[Any, str]]:
+        inner = getattr(self.engine, "llm_engine", self.engine)
+        if inner is not self.engine or hasattr(inner, "engine_core"):
+            return [(getattr(inner, part, None), name) for part, name in _VLLM.items()]
+        return [(self.engine, _TORCHRL if hasattr(self.engine, "actors") else _OTHER)]
+
+    @property
+    def _refused(self) -> _Refused | None:
+        owner, name = self._places()[0]
+        method = getattr(owner, name)
+        return method if isinstance(method, _Refused) else None
+
     def begin(self, why: str) -> None:
-        attributes = _attributes(self.engine)
-        refused = attributes.get(_MARK)
+        refused = self._refused
         if refused is None:
-            refused = attributes[_MARK] = _Refused()
-            for part in (self.engine, getattr(self.engine, "llm_engine", None)):
-                own = _attributes(part)
-                for name in _GENERATES:
-                    if callable(getattr(part, name, None)):
-                        refused.former.append((own, name, own.get(name, _ABSENT)))
-                        own[name] = refused
+            refused = _Refused()
+            for owner, name in self._places():
+                refused.former.append((owner, name, vars(owner).get(name, _ABSENT)))
+                setattr(owner, name, refused)
         refused.reasons[self.part] = why
         logger.warning("%s does not generate until a complete update heals it: %s", type(self.engine).__name__, why)
 
     def end(self) -> None:
         """This part's weights are of one whole version again. Idempotent."""
-        refused = _attributes(self.engine).get(_MARK)
-        if refused is None:
-            return
-        refused.reasons.pop(self.part, None)
-        if not refused.reasons:
-            del _attributes(self.engine)[_MARK]
-            for own, name, former in refused.former:
-                own.pop(name) if former is _ABSENT else own.update({name: former})
+        refused = self._refused
+        if refused is not None:
+            refused.reasons.pop(self.part, None)
+            if not refused.reasons:
+                for owner, name, former in refused.former:
+                    delattr(owner, name) if former is _ABSENT else setattr(owner, name, former)
 
     @property
     def why(self) -> str:
         """Why the object does not generate, or empty."""
-        return str(_attributes(self.engine).get(_MARK, ""))
-
-
-def _attributes(part: Any) -> dict[str, Any]:
-    return getattr(part, "__dict__", {})
+        return str(self._refused or "")

@@ -20,19 +20,19 @@ from weightcast.errors import (
     StaleVersionError,
     UpdateAbortedError,
     WeightcastError,
-    detached,
+    from_record,
+    to_record,
 )
 from weightcast.format.manifest import WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
+from weightcast.integrations.handed import Named
 from weightcast.integrations.rollout.threads import in_thread
 from weightcast.serving.worker import Worker
 
 _POLL_SECONDS = 0.1
 _REJOIN_SECONDS = 10.0
 """How long a trainer that has closed its publisher may take to connect with another one."""
-
-Named = tuple[str, torch.Tensor]
 
 
 class RolloutEngine:
@@ -85,7 +85,7 @@ class RolloutEngine:
                     raise PeerTimeoutError(f"the rollout took no tensor for {self._deadline_seconds:g} s")
                 self._condition.wait(remaining_seconds)
             if self._error is not None:
-                raise detached(self._error)
+                raise from_record(to_record(self._error))
 
     @property
     def _is_loading(self) -> bool:
@@ -173,7 +173,7 @@ class RolloutEngine:
         with self._condition:
             while self._tensors is None and not self._is_committed:
                 if self._error is not None:
-                    raise detached(self._error)
+                    raise from_record(to_record(self._error))
                 if self.worker.info().holder:
                     rejoin = Deadline(_REJOIN_SECONDS)
                 elif rejoin is not None and rejoin.has_passed:

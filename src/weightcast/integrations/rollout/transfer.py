@@ -6,24 +6,22 @@ after a failure nothing is kept, and the next update connects anew.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import inspect
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import cast
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
 from weightcast import registry
 from weightcast.control.server.app import EngineServer
-from weightcast.errors import InstallError, PublishError, PublishReport, detached
+from weightcast.errors import InstallError, PublishError, PublishReport, from_record, to_record
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size
-from weightcast.host.closing import on_failure
 from weightcast.host.deadline import number_of_seconds
 from weightcast.host.memory import host_identity
-from weightcast.integrations.rollout.receiving import Named, RolloutEngine
+from weightcast.integrations.handed import HandedPublisher, Named, exhaust
+from weightcast.integrations.rollout.receiving import RolloutEngine
 from weightcast.integrations.rollout.workers import RolloutWorkers
 from weightcast.sources.stream import IteratorSource
 from weightcast.trainer.options import PublishOptions
@@ -34,9 +32,6 @@ _LEASE_SECONDS = 30.0
 _LAST_CALL_SECONDS = 5.0
 _UNFIT = ("memory:", "file:")
 """Of one process; and what keeps versions, which a trainer that goes back to an earlier step would write again."""
-
-_OWN_ARGUMENTS = ("bucket_size", "framework", "batch_bytes", "unknown")
-"""Of `RolloutTransfer`: all others are options that a framework's configuration sets."""
 
 Endpoint = tuple[str, str, str]
 """A rollout worker's URL, its token, and what it shares memory with (see `host_identity`)."""
@@ -51,6 +46,25 @@ class Framework:
     own_host: Callable[[], str]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions:
+    """The options that a framework's configuration sets.
+
+    `transport`: the URL of the first trainer rank's sender; by default nccl:// at a free port of its host for
+    weights on a GPU, for others ipc:// if all rollout workers share memory with it, or else gloo:// at such a port.
+    `install`: "staged" gives the framework the tensors when all workers have all of them, "streaming" bucket by
+    bucket. `deadline_seconds`: of each single wait, the framework's loading of a batch included. `host`: where a
+    worker listens and is reached; by default the framework's address of its node. `keep_connected`: connections and
+    buffers are kept from update to update.
+    """
+
+    transport: str | None = None
+    install: InstallMode = "staged"
+    deadline_seconds: float = DEADLINE_SECONDS
+    host: str | None = None
+    keep_connected: bool = True
+
+
 class RolloutTransfer:
     """Made in each worker of a framework, before it is known which are trainers.
 
@@ -63,58 +77,41 @@ class RolloutTransfer:
         receive(version)                 on rollout workers
         finish()                         on every worker
 
-    `transport`: the URL of the first trainer rank's sender; by default nccl:// at a free port of its host for
-    weights on a GPU, for others ipc:// if all rollout workers share memory with it, or else gloo:// at such a port.
-    `install`: "staged" gives the framework the tensors when all workers have all of them, "streaming" bucket by
-    bucket. `deadline_seconds`: of each single wait, the framework's loading of a batch included. `host`: where a
-    worker listens and is reached; by default the framework's address of its node. `keep_connected`: connections and
-    buffers are kept from update to update. `batch_bytes`: how much a rollout worker is given at once, at least,
+    `options`: those of `RolloutOptions`, by name. `batch_bytes`: how much a rollout worker is given at once, at least,
     where an update has so much; 0: one tensor. Raises ValueError or TypeError.
     """
 
     def __init__(
-        self,
-        bucket_size: int,
-        framework: Framework,
-        *,
-        transport: str | None = None,
-        install: InstallMode = "staged",
-        deadline_seconds: float = DEADLINE_SECONDS,
-        host: str | None = None,
-        keep_connected: bool = True,
-        batch_bytes: int = 0,
-        **unknown: object,
+        self, bucket_size: int, framework: Framework, options: Mapping[str, Any], *, batch_bytes: int = 0
     ) -> None:
-        if unknown:
-            known = [name for name in inspect.signature(RolloutTransfer).parameters if name not in _OWN_ARGUMENTS]
+        known = [field.name for field in dataclasses.fields(RolloutOptions)]
+        if unknown := [name for name in options if name not in known]:
             raise TypeError(f"{framework.options} has no {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
-        if not isinstance(keep_connected, bool):
-            raise TypeError(f"{framework.options}.keep_connected is {keep_connected!r}; it must be true or false")
-        if host is not None and not isinstance(host, str):
-            raise TypeError(f"{framework.options}.host is {host!r}; it must be an address, as text")
-        if transport is not None:
-            registry.transport(transport)
-            if transport.startswith(_UNFIT):
+        self._given = given = RolloutOptions(**options)
+        if not isinstance(given.keep_connected, bool):
+            raise TypeError(f"{framework.options}.keep_connected is {given.keep_connected!r}; it must be true or false")
+        if given.host is not None and not isinstance(given.host, str):
+            raise TypeError(f"{framework.options}.host is {given.host!r}; it must be an address, as text")
+        if given.transport is not None:
+            registry.transport(given.transport)
+            if given.transport.startswith(_UNFIT):
                 raise ValueError(
-                    f"transport is {transport!r}, which does not carry an update of {framework.name}'s: leave it out, "
-                    f"or set {framework.options}.transport to gloo://HOST:PORT, nccl://HOST:PORT, or ipc:// on one host"
+                    f"transport is {given.transport!r}, which does not carry an update of {framework.name}'s: leave it "
+                    f"out, or set {framework.options}.transport to gloo://HOST:PORT, nccl://HOST:PORT, or ipc:// on "
+                    "one host"
                 )
         self._options = PublishOptions(
             bucket_size_bytes=bucket_size,
-            install=install,
+            install=given.install,
             takeover=True,
-            deadline_seconds=number_of_seconds("deadline_seconds", deadline_seconds),
-            lease_seconds=min(_LEASE_SECONDS, deadline_seconds),
+            deadline_seconds=number_of_seconds("deadline_seconds", given.deadline_seconds),
+            lease_seconds=min(_LEASE_SECONDS, given.deadline_seconds),
         )
         self._framework = framework
-        self._transport = transport
-        self._host = host
-        self._keep_connected = keep_connected
         self._batch_bytes = batch_bytes
         self._endpoints: list[Endpoint] = []
-        self._source = IteratorSource()
-        self._publisher: Publisher | None = None
         self._workers: RolloutWorkers | None = None
+        self._begin()
         self._engine: RolloutEngine | None = None
         self._server: EngineServer | None = None
         self._token = ""
@@ -154,19 +151,25 @@ class RolloutTransfer:
 
     # --- an update ---
 
-    @torch.no_grad()
     def send(self, weights: Iterable[Named], version: int | None) -> PublishReport | None:
         """Publish the weights, by default as one version more than the last; the report on the first rank, else None.
 
         Blocks. Raises InstallError if a rollout worker may hold some of the new version, else another WeightcastError
         or what the iterator raised: every rollout worker has what it had.
         """
-        weights = iter(weights)
+        if not self._endpoints:
+            exhaust(weights)
+            return None
+        if self._workers is not None:
+            self._workers.has_finished = False
         try:
-            return self._publish(weights, version) if self._endpoints else None
-        finally:
-            for _ in weights:
-                pass
+            return self._handed.publish(weights, version)
+        except PublishError as exc:
+            (error,) = exc.failures.values()
+            assert self._workers is not None
+            if not self._workers.has_finished and self._options.install == "staged":
+                raise from_record(to_record(error)) from exc
+            raise InstallError(f"rollout workers may hold parts of two versions: {error}", torn=True) from exc
 
     def receive(self, version: int | None) -> AsyncIterator[list[Named]]:
         """The batches of tensors of a version; see `RolloutEngine.receive`, which blocks and raises."""
@@ -179,7 +182,7 @@ class RolloutTransfer:
             self._engine.cancel()
 
     def finish(self) -> None:
-        if not self._keep_connected:
+        if not self._given.keep_connected:
             self._disconnect()
 
     def close(self) -> None:
@@ -189,26 +192,14 @@ class RolloutTransfer:
             self._server.close()
             self._server = None
 
-    def _publish(self, weights: Iterable[Named], version: int | None) -> PublishReport:
-        with on_failure(self._forget):
-            if self._publisher is not None and version is not None and version <= self._publisher.version:
-                # A trainer that went back to an earlier step counts from there, as another run.
-                self._disconnect()
-            self._source.use(weights)
-            if self._publisher is None:
-                self._connect()
-            assert self._publisher is not None
-            assert self._workers is not None
-            self._workers.has_finished = False
-            try:
-                return self._publisher.publish(version)
-            except PublishError as exc:
-                (error,) = exc.failures.values()
-                if not self._workers.has_finished and self._options.install == "staged":
-                    raise detached(error) from exc
-                raise InstallError(f"rollout workers may hold parts of two versions: {error}", torn=True) from exc
+    def _begin(self) -> None:
+        """Know nothing of the weights: the next update learns their specs."""
+        self._source = IteratorSource()
+        self._handed = HandedPublisher(self._source, self._make_publisher, forget=self._forget)
 
-    def _connect(self) -> None:
+    def _make_publisher(self) -> Publisher:
+        if self._workers is not None:
+            self._workers.close()
         host, is_on_cpu = self._own_host(), self._source.device.type == "cpu"
         url = f"{'gloo' if is_on_cpu else 'nccl'}://" + (f"[{host}]:0" if ":" in host else f"{host}:0")
         if is_on_cpu and {host for *_, host in self._endpoints} == {host_identity()}:
@@ -216,9 +207,9 @@ class RolloutTransfer:
         largest_bytes = cast(int, self._options.bucket_size_bytes)
         num_bytes = sum(spec.num_bytes for spec in self._source.specs())
         self._workers = self._clients(self._options.deadline_seconds)
-        self._publisher = Publisher(
+        return Publisher(
             self._source,
-            transport=self._transport or url,
+            transport=self._given.transport or url,
             engines=[self._workers],
             trainer_group=None,
             options=dataclasses.replace(self._options, bucket_size_bytes=fitting_bucket_size(num_bytes, largest_bytes)),
@@ -229,11 +220,11 @@ class RolloutTransfer:
         return RolloutWorkers(self._endpoints, name=name, timeout_seconds=timeout_seconds)
 
     def _disconnect(self) -> None:
-        publisher, workers, self._publisher, self._workers = self._publisher, self._workers, None, None
-        with contextlib.ExitStack() as stack:
-            for part in (workers, publisher):
-                if part is not None:
-                    stack.callback(part.close)
+        try:
+            self._handed.close()
+        finally:
+            if self._workers is not None:
+                self._workers.close()
 
     def _forget(self) -> None:
         """Close all connections, and have the rollout workers wait no longer. The next update learns the specs."""
@@ -243,7 +234,7 @@ class RolloutTransfer:
         workers = self._clients(min(_LAST_CALL_SECONDS, self._options.deadline_seconds / 4))
         workers.shutdown()
         workers.close()
-        self._source = IteratorSource()
+        self._begin()
 
     def _own_host(self) -> str:
-        return self._host or self._framework.own_host().strip("[]")
+        return self._given.host or self._framework.own_host().strip("[]")

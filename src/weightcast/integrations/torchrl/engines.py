@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -45,24 +44,21 @@ def engine_for(vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True
 class DirectModel:
     """An `Engine` over the `load_weights` of a model that is reached through attributes.
 
-    `has_kept`: it keeps tensors of the last load; the owner of their memory must not write there again.
+    The model gets copies, which it may keep: host memory of one version during a load.
     """
 
     def __init__(self, vllm_engine: Any) -> None:
         self._vllm_engine = vllm_engine
         self._refusal = Refusal(vllm_engine)
-        self.has_kept = False
 
     def specs(self) -> None:
         """What its loader accepts is no list."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raises what the model's `load_weights` raises; the engine refuses to generate then, until `commit`."""
-        pairs, model = list(tensors), _model_of(self._vllm_engine)
-        before = _references(pairs)
+        pairs, model = [(name, tensor.clone()) for name, tensor in tensors], _model_of(self._vllm_engine)
         with self._refusing():
             model.load_weights(pairs)
-        self.has_kept = _references(pairs) != before
 
     def commit(self, version: WeightVersion) -> None:
         with self._refusing():
@@ -103,8 +99,6 @@ class DirectModule(DirectModel):
 class RemoteEngine(Relay):
     """vLLM's workers, wherever they are: each takes the version that this process has read, or none does."""
 
-    has_kept = False
-
     def __init__(self, vllm_engine: Any, *, transport: str, undo: bool) -> None:
         self._vllm_engine = vllm_engine
         clients, options = registry.engine_clients(vllm_engine), PublishOptions(undo=undo)
@@ -114,11 +108,6 @@ class RemoteEngine(Relay):
     def is_torn(self) -> bool:
         """Whether the engine refuses to generate."""
         return bool(Refusal(self._vllm_engine).why)
-
-    @property
-    def next_number(self) -> int:
-        """A version's number that no publish of this object has used."""
-        return 0 if self.report is None else self.report.version + 1
 
     def commit(self, version: WeightVersion) -> None:
         super().commit(version)
@@ -149,15 +138,3 @@ def _model_of(vllm_engine: Any) -> Any:
             "[.llm_engine].model_executor.driver_worker.model_runner.model"
         ) from exc
     return model
-
-
-def _references(pairs: list[tuple[str, torch.Tensor]]) -> list[int]:
-    """How many references there are to the list, its pairs, its tensors, and their memory (by other views of it).
-
-    If a second call gives another result, the list's reader keeps some of it. Takes a fraction of a microsecond per
-    tensor.
-    """
-    tensors = [tensor for _, tensor in pairs]
-    counts = [sys.getrefcount(pairs), *map(sys.getrefcount, pairs), *map(sys.getrefcount, tensors)]
-    storages = {id(s): s for s in map(torch.Tensor.untyped_storage, tensors)}
-    return counts + [torch._C._storage_Use_Count(storage._cdata) for storage in storages.values()]

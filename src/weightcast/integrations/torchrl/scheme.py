@@ -16,13 +16,13 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSync
 from weightcast.checkpoint.adapters import Merging
 from weightcast.errors import InstallError, warn_if_untested
 from weightcast.format.manifest import WeightVersion
-from weightcast.format.plan import plan
 from weightcast.host.closing import on_failure
 from weightcast.integrations.torchrl.engines import RemoteEngine, VllmUnderTorchRL, engine_for
-from weightcast.integrations.torchrl.transport import THREADED_BUCKET_BYTES, VLLMDoubleBufferTransport, store_url
-from weightcast.integrations.torchrl.weights import WeightsSource, extract, named_tensors
+from weightcast.integrations.torchrl.transport import VLLMDoubleBufferTransport, store_url
+from weightcast.integrations.torchrl.weights import extract, named_tensors, plain
 from weightcast.seams.engine import Undoable
 from weightcast.serving.follower import Followed, Follower
+from weightcast.sources.tensors import TensorSource
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,8 @@ class VLLMDoubleBufferWeightReceiver:
     """Made by a scheme. Calls come from one thread at a time.
 
     Host memory, kept between versions: one version, and another one of this host's workers behind `collective_rpc`;
-    with `undo` during an install one copy of the live weights. `last` is the record of the last version that was taken.
+    during an install one copy of the live weights with `undo`, and for a model of this process the copies that it gets.
+    `last` is the record of the last version that was taken.
     """
 
     # What is made by `__new__`, as TorchRL's tests do, applies weights to its engine.
@@ -277,8 +278,6 @@ class VLLMDoubleBufferWeightReceiver:
         if followed is None:
             return False
         self.last = followed
-        if engine.has_kept:
-            self._follower.renew()
         return True
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
@@ -289,17 +288,12 @@ class VLLMDoubleBufferWeightReceiver:
         """
         if not inplace:
             raise ValueError("Cannot apply weights out of place for vLLM double-buffer")
-        tensors = named_tensors(weights)
-        if isinstance(self._engine, RemoteEngine):
-            source = WeightsSource()
-            source.use(tensors)
-            self._engine.validate(plan(source.specs(), THREADED_BUCKET_BYTES))
-            self._engine.load(tensors.items())
-            self._engine.commit(WeightVersion(secrets.token_hex(16), self._engine.next_number))
-            return
-        engine = engine_for(self._vllm_engine)
+        tensors = {name: plain(name, tensor) for name, tensor in named_tensors(weights).items()}
+        engine = self._engine or engine_for(self._vllm_engine)
         restore = engine.snapshot() if self._undo and isinstance(engine, Undoable) else lambda: None
         with on_failure(restore):
+            if isinstance(engine, RemoteEngine):
+                engine.given.describe(TensorSource(tensors).specs())
             engine.load(tensors.items())
             engine.commit(WeightVersion(secrets.token_hex(16), 0))
 

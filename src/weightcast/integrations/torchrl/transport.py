@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -15,8 +16,10 @@ from tensordict import TensorDict
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from weightcast.engines.tensors import TensorSink
-from weightcast.integrations.torchrl.weights import WeightsSource, extract
+from weightcast.integrations.handed import HandedPublisher
+from weightcast.integrations.torchrl.weights import extract, plain
 from weightcast.serving.follower import Follower
+from weightcast.sources.tensors import TensorSource
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
@@ -44,12 +47,18 @@ class VLLMDoubleBufferTransport:
         self.local_addr = remote_addr if local_addr is None else local_addr
         self.num_threads = num_threads
         self.deadline_seconds = deadline_seconds
-        self._source = WeightsSource()
-        self._publisher: Publisher | None = None
+        source = TensorSource()
+        options = PublishOptions(
+            bucket_size_bytes=None if num_threads == 1 else THREADED_BUCKET_BYTES, deadline_seconds=deadline_seconds
+        )
+        url = store_url(remote_addr, num_threads)
+        make_publisher = functools.partial(Publisher, source, transport=url, trainer_group=None, options=options)
+        self._handed = HandedPublisher(source, make_publisher)
         self._follower: Follower | None = None
         self._taken = TensorSink()
         self._lock = threading.Lock()
         self._exits = contextlib.ExitStack()
+        weakref.finalize(self, self._handed.close)
         weakref.finalize(self, self._exits.close)
 
     def send_weights(self, model_id: str, weights: Any) -> None:
@@ -66,20 +75,7 @@ class VLLMDoubleBufferTransport:
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """`send_weights` of what has been extracted already: tensors under dotted names."""
         with self._lock:
-            self._source.use(tensors)
-            if self._publisher is None:
-                url = store_url(self.remote_addr, self.num_threads)
-                publisher = Publisher(
-                    self._source,
-                    transport=url,
-                    trainer_group=None,
-                    options=PublishOptions(
-                        bucket_size_bytes=None if self.num_threads == 1 else THREADED_BUCKET_BYTES,
-                        deadline_seconds=self.deadline_seconds,
-                    ),
-                )
-                self._publisher = self._exits.enter_context(publisher)
-            self._publisher.publish()
+            self._handed.publish((name, plain(name, tensor)) for name, tensor in tensors.items())
 
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
@@ -106,8 +102,9 @@ class VLLMDoubleBufferTransport:
     def close(self) -> None:
         """Release the directory. Idempotent; the next call takes it again."""
         with self._lock:
+            self._handed.close()
             self._exits.close()
-            self._publisher = self._follower = None
+            self._follower = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Can be pickled, without what it has open."""

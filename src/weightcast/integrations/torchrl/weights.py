@@ -1,4 +1,4 @@
-"""What TorchRL's users hand over as weights, as named tensors, and those as a `Source`.
+"""What TorchRL's users hand over as weights, as named tensors.
 
 Invariant: names are dotted, as those of a state dict. A model's weights are what its state dict has: no buffers that it
 does not save, no extra state, which is no tensor that an engine could load.
@@ -6,9 +6,8 @@ does not save, no extra state, which is no tensor that an engine could load.
 
 from __future__ import annotations
 
-import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,12 +16,10 @@ from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from weightcast.checkpoint.adapters import Merging, has_adapters, require_merged
-from weightcast.checkpoint.live import memory_key, require_here, require_uncomputed, saved_besides
+from weightcast.checkpoint.live import require_here, require_uncomputed, saved_besides
 from weightcast.errors import listed
 from weightcast.format.bucket import DTYPE_NAMES
-from weightcast.sources.tensors import TensorSource
 
-_LOOKS = (torch.Tensor.data_ptr, operator.attrgetter("shape"), operator.attrgetter("dtype"), torch.Tensor.stride)
 _EXTRA_STATES = ("_extra_state", "__extra_state__")
 """What a module's extra state is called in a state dict, and in a TensorDict."""
 
@@ -104,49 +101,11 @@ def _of_module(strategy: WeightStrategy, module: nn.Module, merging: Merging) ->
     return tensors
 
 
-class WeightsSource(TensorSource):
-    """A source of the tensors that it was given last, which it reads where they are.
+def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as ordinary strided memory, detached. Raises ValueError for one that can't travel.
 
-    A tensor under several names travels once, and comes out under all of them. Holds the tensors until it is given
-    others.
+    A DTensor is gathered: a collective call of all its ranks.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._names: list[str] = []
-        self._given: list[torch.Tensor] = []
-        self._looks: list[list[Any]] = []
-
-    def use(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Publish these from now on; what was derived before is kept if they are the same memory.
-
-        Raises ValueError for one that can't travel. A DTensor is gathered: a collective call of all its ranks.
-        """
-        names, given = list(tensors), list(tensors.values())
-        looks = _looked(given)
-        # The same memory, since those before are alive, and read in the same way. What is gathered has no looks.
-        if looks and (names, looks) == (self._names, self._looks):
-            self._given = given
-            return
-        plain = {name: _plain(name, tensor) for name, tensor in tensors.items()}
-        groups: dict[Any, list[str]] = {}
-        for name, tensor in plain.items():
-            groups.setdefault(memory_key(tensor), []).append(name)
-        self._aliases = {name: aliases for name, *aliases in groups.values()}
-        self.replace({name: plain[name] for name in self._aliases})
-        self._names, self._given, self._looks = names, given, looks
-
-
-def _looked(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    if any(hasattr(kind, "full_tensor") for kind in set(map(type, tensors))):
-        return []  # these are gathered each time
-    if any(tensor.layout != torch.strided for tensor in tensors):
-        return []  # these are refused by `_plain`
-    return [list(map(look, tensors)) for look in _LOOKS]
-
-
-def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as ordinary strided memory, detached."""
     if isinstance(tensor, nn.Parameter):
         require_here(name, tensor)
     if hasattr(tensor, "full_tensor"):

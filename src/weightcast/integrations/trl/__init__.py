@@ -9,6 +9,6 @@ try:
 except ModuleNotFoundError as exc:
     raise with_extra(exc) from exc
 
-from weightcast.integrations.trl.transfer import WeightcastTransfer
+from weightcast.integrations.trl.transfer import WeightcastMetrics, WeightcastTransfer
 
-__all__ = ["WeightcastTransfer"]
+__all__ = ["WeightcastMetrics", "WeightcastTransfer"]

@@ -1,24 +1,24 @@
-"""WeightcastTransfer: TRL's `WeightTransferProtocol` over a publisher.
+"""WeightcastTransfer: TRL's `WeightTransferProtocol` over a publisher; WeightcastMetrics: its updates in TRL's logs.
 
-TRL gathers the weights itself and hands whole tensors to its first process, one at a time, in step with the other
-processes. So the tensors are all taken before anything else can fail, and published by that process alone.
+TRL gathers the weights itself and hands whole tensors to its first process, which publishes them alone.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import transformers
 import trl
 
-from weightcast.checkpoint.live import CastTo, memory_key
+from weightcast.checkpoint.live import CastTo
 from weightcast.errors import PublishError, PublishReport, warn_if_untested
 from weightcast.host.deadline import number_of_seconds
+from weightcast.integrations.handed import HandedPublisher, Named, exhaust
 from weightcast.seams.client import EngineClient
 from weightcast.sources.tensors import TensorSource
 from weightcast.trainer.options import PublishOptions
@@ -69,15 +69,14 @@ class WeightcastTransfer:
             number_of_seconds("wait_ready_seconds", wait_ready_seconds)
         if options is not None and getattr(options, "on_failure", "raise") != "raise":
             raise ValueError("options.on_failure is 'report': pass on_failure='skip' to WeightcastTransfer instead")
-        symptom = "updates fail, or the logs have no metrics of weightcast"
-        warn_if_untested(logger, "TRL", trl.__version__, TESTED_WITH, symptom=symptom)
+        warn_if_untested(logger, "TRL", trl.__version__, TESTED_WITH, symptom="updates fail")
         self.report: PublishReport | None = None
         self._skips = on_failure == "skip"
         self._wait_ready_seconds = wait_ready_seconds
         self._has_updated = False
         self._source = TensorSource(dtype=dtype)
         self._is_on_host = not transport.startswith("nccl:")
-        self._open = functools.partial(
+        make_publisher = functools.partial(
             Publisher,
             self._source,
             transport=transport,
@@ -86,7 +85,8 @@ class WeightcastTransfer:
             trainer_group=None,  # TRL calls its first process only
             options=options,
         )
-        self._publisher: Publisher | None = self._open()
+        self._handed = HandedPublisher(self._source, make_publisher)
+        self._handed.open()
 
     def init_weight_transfer(self) -> None:
         """Nothing: the first update connects the engines."""
@@ -97,77 +97,73 @@ class WeightcastTransfer:
     def resume(self) -> None:
         """Nothing: an update has resumed every engine when it ends."""
 
-    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def send_weights(self, iterator: Iterator[Named]) -> None:
         """Make every engine serve these tensors; blocks until they do.
 
         Each wait ends by `options.deadline_seconds`. Raises what `Publisher.publish` raises, but see `on_failure`.
         """
-        metrics = _metrics(iterator)
-        tensors = self._held(iterator)
-        if [*map(id, tensors.values())] != [*map(id, self._source.tensors.values())]:
-            self._source.replace(tensors)
-        if self._publisher is None:  # `train` was called once more
-            self._publisher = self._open()
+        # In a process group a tensor may have been gathered for this loop: the device has one of them at a time.
+        is_gathered = dist.is_available() and dist.is_initialized()
+        weights = map(self._copied, iterator) if is_gathered else iterator
+        wait_ready_seconds = 0.0 if self._has_updated else self._wait_ready_seconds
         try:
-            wait_ready_seconds = 0.0 if self._has_updated else self._wait_ready_seconds
-            report: PublishReport | None = self._publisher.publish(wait_ready_seconds=wait_ready_seconds)
+            self.report = self._handed.publish(weights, wait_ready_seconds=wait_ready_seconds)
         except PublishError as error:
             if not (self._skips and self._has_updated):
                 if self._skips:
                     error.add_note("on_failure='skip' holds after every engine has taken a first update")
                 raise
             logger.warning("training goes on: %s", error)
-            report = error.report
-        self.report, self._has_updated = report, True
-        if report is not None and metrics is not None:
-            _note(report, metrics)
+            self.report = error.report
+        finally:
+            exhaust(iterator)  # a copy may have failed
+        self._has_updated = True
 
-    def _held(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """The tensors; where they can be the same objects as before, they are: a publisher then keeps its plans.
-
-        In a process group they may have been gathered for this loop, and are copied, so that the device has one of them
-        at a time.
-        """
-        may_be_gathered = dist.is_available() and dist.is_initialized()
-        tensors = {}
-        for name, tensor in iterator:
-            held = self._source.tensors.get(name)
-            if may_be_gathered:
-                if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
-                    device = "cpu" if self._is_on_host else tensor.device
-                    held = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                tensors[name] = held.copy_(tensor.detach())
-            else:
-                tensors[name] = held if held is not None and memory_key(held) == memory_key(tensor) else tensor
-        return tensors
+    def _copied(self, named: Named) -> Named:
+        """The tensor, copied to memory that is kept from update to update."""
+        name, tensor = named
+        copy = self._source.tensors.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+            device = "cpu" if self._is_on_host else tensor.device
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return name, copy.copy_(tensor)
 
     def destroy(self) -> None:
         """Disconnect the engines. Idempotent; the next `send_weights` connects them again."""
-        if self._publisher is not None:
-            self._publisher.close()
-        self._publisher, self._has_updated = None, False
-        self._source.replace({})
+        self._handed.close()
+        self._has_updated = False
 
 
-def _metrics(iterator: Iterator[Any]) -> dict[str, list[Any]] | None:
-    """The dict in which the trainer collects its next log; None if it is not found.
+class WeightcastMetrics(transformers.TrainerCallback):
+    """Logs each update of a trainer whose `weight_transfer` is a WeightcastTransfer, in a row of its own.
 
-    TRL passes a transfer no trainer, but a generator that is a method of it.
+    `trainer.add_callback(WeightcastMetrics(trainer))`, on every process.
     """
-    trainer = inspect.getgeneratorlocals(iterator).get("self") if inspect.isgenerator(iterator) else None
-    metrics: dict[str, list[Any]] | None = getattr(trainer, "_metrics", {}).get("train")
-    return metrics
 
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._logged: PublishReport | None = None
 
-def _note(report: PublishReport, metrics: dict[str, list[Any]]) -> None:
-    """Add the update to the trainer's next log. TRL reduces values by the key's last word; a pair is a rate."""
-    seconds, num_failed = report.seconds, sum(not result.ok for result in report.engines.values())
-    values = {
-        "version_max": float(report.version),
-        "update_s": seconds.total,
-        "pause_s": seconds.pause,
-        "gb_per_s": (report.num_bytes / 1e9, seconds.total),
-        "failed_engines_total": float(num_failed),
-    }
-    for name, value in values.items():
-        metrics[f"weightcast/{name}"].append(value)
+    def on_train_begin(self, args: Any, state: Any, control: transformers.TrainerControl, **_: Any) -> None:
+        self._log(control)
+
+    def on_step_end(self, args: Any, state: Any, control: transformers.TrainerControl, **_: Any) -> None:
+        self._log(control)
+
+    def _log(self, control: transformers.TrainerControl) -> None:
+        transfer = self._trainer.weight_transfer  # None but on TRL's first process
+        report = transfer.report if transfer else None
+        if report is None or report is self._logged:
+            return
+        self._logged = report
+        metrics = {
+            "version_max": float(report.version),
+            "update_s": report.seconds.total,
+            "pause_s": report.seconds.pause,
+            "gb_per_s": report.gb_per_second,
+            "failed_engines_total": float(sum(not result.ok for result in report.engines.values())),
+        }
+        is_log_due = control.should_log
+        # TRL's own `log` would add what it has collected for the step's row.
+        transformers.Trainer.log(self._trainer, {f"weightcast/{name}": value for name, value in metrics.items()})
+        control.should_log = is_log_due  # a row that was logged ends what asks for the next one

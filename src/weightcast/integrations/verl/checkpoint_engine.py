@@ -10,7 +10,7 @@ import msgspec
 import ray
 from verl.checkpoint_engine.base import CheckpointEngine
 
-from weightcast.integrations.rollout.receiving import Named
+from weightcast.integrations.handed import Named
 from weightcast.integrations.rollout.threads import in_thread
 from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer
 
@@ -18,8 +18,7 @@ from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer
 class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """verl makes one in each worker; `bucket_size` and `is_master` are its own arguments, the others `engine_kwargs`.
 
-    Those are the options of `RolloutTransfer`, `host` by default Ray's address of the node. Raises ValueError or
-    TypeError.
+    Those are the `RolloutOptions`, `host` by default Ray's address of the node. Raises ValueError or TypeError.
     """
 
     def __init__(self, bucket_size: int, is_master: bool | None = None, **options: Any) -> None:
@@ -30,7 +29,7 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             )
         self._is_trainer = is_master is not None
         framework = Framework("verl", "engine_kwargs.weightcast", ray.util.get_node_ip_address)
-        self._transfer = RolloutTransfer(bucket_size, framework, **options)
+        self._transfer = RolloutTransfer(bucket_size, framework, options)
 
     # --- before each update ---
 

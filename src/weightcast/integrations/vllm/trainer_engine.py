@@ -7,6 +7,7 @@ whose base classes it derives from. Takes the sources of vLLM 0.32 and of 0.33, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from weightcast.errors import PublishReport, warn_if_untested
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import TensorSpec
+from weightcast.integrations.handed import HandedPublisher, exhaust
 from weightcast.integrations.vllm.clients import RayEngine
 from weightcast.integrations.vllm.plugin import BACKEND, register_trainer
 from weightcast.seams.client import EngineClient
@@ -68,18 +70,21 @@ class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitI
         """Of the last `send_weights` that engines took, on a rank that publishes."""
         warn_if_untested(logger, "vLLM", vllm.__version__, *TESTED_WITH, symptom="send_weights fails")
         self._weights = _RankParts(source, self.rank)
-        self._stream = None if self._weights.are_published_together else IteratorSource(self._weights.specs())
-        self._publisher: Publisher | None = None
-        if self.is_sender or self._stream is None:
-            engines = _engines_of(client) if init_info.engines is None and self.is_sender else init_info.engines
-            self._publisher = Publisher(
-                self._stream or self._weights,
-                engines=(engines or ()) if self.is_sender else (),
-                transport=init_info.transport,
-                token=init_info.token,
-                trainer_group="auto" if self._stream is None else None,
-                options=init_info.options,
+        self._publisher: Publisher | HandedPublisher | None = None
+        make = functools.partial(
+            Publisher, transport=init_info.transport, token=init_info.token, options=init_info.options
+        )
+        engines: Sequence[str | EngineClient] = ()
+        if self.is_sender:
+            engines = _engines_of(client) if init_info.engines is None else init_info.engines
+        if self._weights.are_published_together:
+            self._publisher = make(self._weights, engines=engines)
+        elif self.is_sender:
+            stream = IteratorSource(self._weights.specs())
+            self._publisher = HandedPublisher(
+                stream, functools.partial(make, stream, engines=engines, trainer_group=None)
             )
+            self._publisher.open()
 
     @classmethod
     def trainer_init(cls, init_info: WeightcastTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
@@ -98,19 +103,13 @@ class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitI
         ranks publish together on all of them, else on rank 0 alone, once the source has been iterated to its end, since
         its ranks gather each tensor together.
         """
-        if self._stream is None:
-            assert self._publisher is not None
+        if self._publisher is None:
+            exhaust(self._weights.iterate())
+        elif isinstance(self._publisher, HandedPublisher):
+            self.report = self._publisher.publish(self._weights.iterate())
+        else:
             with self._weights:
                 self.report = self._publisher.publish()
-            return
-        tensors = self._weights.iterate()
-        try:
-            if self._publisher is not None:
-                self._stream.use(tensors)
-                self.report = self._publisher.publish()
-        finally:
-            for _ in tensors:
-                pass
 
     def shutdown(self) -> None:
         """Disconnect the engines, which serve on. Idempotent."""

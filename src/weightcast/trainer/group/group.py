@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weightcast.errors import ManifestError, PeerDiedError, PeerError, thrown
+from weightcast.errors import ManifestError, PeerDiedError, PeerError, Translated
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode, encode
 from weightcast.process_group import ProcessGroup, wait
 from weightcast.trainer.group.records import Failure, RankStatus, Record, Row, Wait
@@ -91,13 +91,13 @@ class Group:
         A group that another rank has given up before is replaced, once.
         """
         with self._lock:
-            self._verdict, error = None, self.error
+            self._verdict = None
             if self.is_connected:
                 self._is_kept = True
                 try:
                     return self.exchange(record)
                 except _GivenUpError:
-                    self._verdict, self.error = None, error
+                    self._verdict = None
                 finally:
                     self._is_kept = False
             self._group = self._rendezvous.join()
@@ -111,11 +111,12 @@ class Group:
         Raises PeerError if a rank dies or stalls; the ranks connect again at the next `start`.
         """
         with self._lock:
-            error, self.error = self.error, None
             if self._verdict is not None:
+                self.error = None
                 raise self._verdict
-            with self._unbroken() as group:
-                data = encode(Row(self.version, record if error is None else Failure.of(error)))
+            group = self._connected()
+            with Translated(BaseException, self._break):
+                data = encode(Row(self.version, record if self.error is None else Failure.of(self.error)))
                 rows: list[Row] = [decode(row, Row) for row in self._all(group, data)]
                 if not self.is_publishing:
                     self.version = rows[0].version
@@ -124,12 +125,13 @@ class Group:
                 failing, failure = next(((n, r) for n, r in enumerate(records) if isinstance(r, Failure)), (0, None))
                 if failure is None:
                     return records
-                is_known = failing == self.group_rank or str(error) == failure.record.message
-                verdict = error if error is not None and is_known else failure.error(self.ranks[failing])
-                self._verdict = verdict
-            if error is None or error is verdict:
-                raise verdict
-            raise verdict from error
+            # In no variable of this frame, to which the error's traceback refers: it would live on until a collection.
+            if self.error is not None and (failing == self.group_rank or str(self.error) == failure.record.message):
+                self._verdict, self.error = self.error, None
+                raise self._verdict
+            self._verdict = failure.error(self.ranks[failing])
+            cause, self.error = self.error, None
+            raise self._verdict from cause
 
     def _all(self, group: ProcessGroup, data: bytes) -> list[bytes]:
         """Every rank's bytes, by group rank, by way of the publishing rank.
@@ -183,8 +185,10 @@ class Group:
 
     def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> None:
         """Every rank's bytes, each a row by group rank; `own` is this rank's, and as long as a row on every rank."""
-        with self._lock, self._unbroken() as group:
-            wait(group.all_gather(list(rows.unbind()), own))
+        with self._lock:
+            group = self._connected()
+            with Translated(BaseException, self._break):
+                wait(group.all_gather(list(rows.unbind()), own))
 
     # --- the publishing rank's signs of life ---
 
@@ -218,10 +222,10 @@ class Group:
 
     def give_up(self) -> None:
         """Disconnect after a failure that can't be reported to the other ranks, unless all know of one already."""
-        self.error = None
         if self._verdict is None and self.is_connected:
             self.close()
             self._rendezvous.leave()
+        self.error = self._verdict = None
 
     def close(self) -> None:
         """Disconnect, without a word. Idempotent."""
@@ -229,20 +233,20 @@ class Group:
         if group is not None:
             group.close()
 
-    @contextlib.contextmanager
-    def _unbroken(self) -> Iterator[ProcessGroup]:
-        """On any exception, close the group: ranks may disagree on the next message. `start` connects again."""
+    def _connected(self) -> ProcessGroup:
         if self._group is None:
             raise self._verdict or PeerError("the trainer ranks are not connected")
-        try:
-            yield self._group
-        except BaseException as exc:
-            self.close()
-            self._rendezvous.leave()
-            self._verdict = self._explained(exc) if isinstance(exc, PeerError) else exc
-            if self._verdict is exc:
-                raise
-            raise self._verdict from thrown(exc)
+        return self._group
+
+    def _break(self, error: BaseException) -> None:
+        """After any exception, close the group: ranks may disagree on the next message. `start` connects again."""
+        self.close()
+        self._rendezvous.leave()
+        self._verdict = self._explained(error) if isinstance(error, PeerError) else error
+        if not isinstance(self._verdict, _GivenUpError):
+            self.error = None
+        if self._verdict is not error:
+            raise self._verdict from error
 
     def _explained(self, exc: PeerError) -> PeerError:
         """The loss of another rank, with who that was, as far as the others' signs say it."""

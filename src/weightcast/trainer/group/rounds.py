@@ -99,12 +99,12 @@ class PublishingRank(Rank, Sender):
                     report = publish_run.run(prepared, engines_known)
                 finally:
                     group.version = max(version, publish_run.number)
-            error = group.error
+            interrupt = None if isinstance(group.error, Exception) else group.error
             try:
                 group.exchange(records.Wait() if report is None else records.End(report))
             finally:
-                if error is not None and not isinstance(error, Exception):
-                    raise error
+                if interrupt is not None:
+                    raise interrupt
             assert report is not None, "an exchange with an error raises"
             return report
 
@@ -299,7 +299,8 @@ class FollowingRank(Rank):
         """The sender's last one."""
         self._stream: Any = None
         self._is_open = False
-        self._lost: PeersLostError | None = None
+        self._survivors: tuple[str, ...] | None = None
+        """Of the update, once the sender has lost peers that it can't go on without."""
         self._next = 0
         self._buffer: BucketBuffer | None = None
         """Of the next bucket, once the sender has room for it."""
@@ -363,10 +364,10 @@ class FollowingRank(Rank):
             try:
                 self._call.result()
             except PeersLostError as exc:
-                self._lost, self._buffer = exc, None
+                self._survivors, self._buffer = tuple(exc.survivors), None
         bucket = None if self._buffer is None else self._next_bucket(self._next, self._buffer.payload)
         num_failures = len(self._sender.failures)
-        return records.RankStatus((0, 0), False, self._lost is not None, num_failures, self._next, bucket)
+        return records.RankStatus((0, 0), False, self._survivors is not None, num_failures, self._next, bucket)
 
     # --- its sender ---
 
@@ -390,12 +391,12 @@ class FollowingRank(Rank):
         sender = self._sender
         if sender is None:
             return
-        if self._is_open and self._lost is None and self._next == len(self._span):
+        if self._is_open and self._survivors is None and self._next == len(self._span):
             return
-        if self._lost is not None:
+        if self._survivors is not None:
             # The sender may go on in other memory.
             self.forget_views()
-        self._is_open, self._lost, self._buffer = True, None, None
+        self._is_open, self._survivors, self._buffer = True, None, None
         manifest, origin = self._assignment.layout.manifest, self._assignment.origins[self.group.group_rank]
         version = WeightVersion(self.run, self.group.version)
 
@@ -448,11 +449,10 @@ class FollowingRank(Rank):
         with self.group.error_at_next_exchange():
             if self._sender is not None:
                 failures = {name: to_record(error) for name, error in self._sender.failures.items()}
-                survivors = None if self._lost is None else tuple(self._lost.survivors)
                 connected = tuple(self._sender.connected(question.peers))
                 digests = [self._digests[number] for number in sorted(self._digests)] if question.digests else []
                 sent = self._sent.by_bucket if question.digests and self._proves else {}
-                answer = records.OriginReport(connected, failures, survivors, digests, sent)
+                answer = records.OriginReport(connected, failures, self._survivors, digests, sent)
         self.group.exchange(answer)
 
     def _end_update(self, reason: str) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from weightcast.errors import PeerDiedError, WeightcastError, detached
+from weightcast.errors import PeerDiedError, to_record
 from weightcast.host.closing import awaited_at_exit
 from weightcast.host.deadline import MAX_SECONDS
 from weightcast.process_group import Broadcast, ProcessGroup, Store, serve_store
@@ -73,7 +73,7 @@ class BroadcastGroup:
         self.readers = dict(readers)
         self.members = (*self.joined, *(reader for each in readers.values() for reader in each))
         self.names = frozenset(member.name for member in self.members)
-        self.connect_error: WeightcastError | None = None
+        self.connect_error = ""
         self._broadcasts: dict[int, Broadcast] = {}
         self._settings = settings
         self._is_closed = False
@@ -114,7 +114,7 @@ class BroadcastGroup:
 
     def _connect(self, store: Store) -> None:
         group: ProcessGroup | None = None
-        error: WeightcastError | None = None
+        error = ""
         try:
             group = ProcessGroup(
                 self._settings.backend,
@@ -126,7 +126,7 @@ class BroadcastGroup:
                 device=self._settings.device,
             )
         except Exception as exc:
-            error = detached(exc)
+            error = to_record(exc).message
         with self._settings.condition:
             self.connect_error = error
             if not self._is_closed:
@@ -140,14 +140,14 @@ class BroadcastGroup:
         assert self._group is not None
         self._broadcasts[index] = Broadcast(self._group, buffer, self._settings.condition)
 
-    def error(self) -> WeightcastError | None:
-        """How the group or a broadcast has failed, if one has."""
+    def error(self) -> str:
+        """How the group or a broadcast has failed; empty if none has."""
         errors = (broadcast.error for broadcast in self._broadcasts.values())
-        return self.connect_error or next((error for error in errors if error is not None), None)
+        return self.connect_error or next((error for error in errors if error), "")
 
     def is_quiet(self, below: int = _ALL) -> bool:
         """Whether no broadcast of a bucket below that one is under way. Forgets what was over, without an error."""
-        for index in [index for index, each in self._broadcasts.items() if each.is_over and each.error is None]:
+        for index in [index for index, each in self._broadcasts.items() if each.is_over and not each.error]:
             del self._broadcasts[index]
         return all(broadcast.is_over for index, broadcast in self._broadcasts.items() if index < below)
 

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import Work
 
 from weightcast import process_group
-from weightcast.errors import UnsupportedError, WeightcastError, detached
+from weightcast.errors import UnsupportedError, WeightcastError, to_record
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.closing import awaited_at_exit, close_at_exit
@@ -236,12 +236,12 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             self._tell(stream.progress(wanted))
             self._condition.notify_all()
 
-    def on_broken(self, stream: BroadcastStream, error: WeightcastError, *, is_own: bool = False) -> None:
+    def on_broken(self, stream: BroadcastStream, reason: str, *, is_own: bool = False) -> None:
         """`is_own`: by this receiver's own failure. The sender finds out who was lost, and invites to another group."""
         with self._condition:
             if not stream.is_left:
                 self._leave_group()
-                self._tell(records.JoinFailed(stream.join.epoch, str(error)[:MAX_REASON_CHARACTERS], is_own))
+                self._tell(records.JoinFailed(stream.join.epoch, reason[:MAX_REASON_CHARACTERS], is_own))
 
 
 @dataclasses.dataclass(eq=False)
@@ -294,7 +294,7 @@ class BroadcastStream(Writing):
                 self._take_all(self.group)
         except Exception as exc:
             is_own = not self.is_in_group or not isinstance(exc, WeightcastError)
-            self.receiver.on_broken(self, detached(exc), is_own=is_own)
+            self.receiver.on_broken(self, to_record(exc).message, is_own=is_own)
         finally:
             group, self.group = self.group, None
             if group is not None:

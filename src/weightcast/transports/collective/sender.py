@@ -24,8 +24,8 @@ from weightcast.errors import (
     UnsupportedError,
     UpdateAbortedError,
     WeightcastError,
-    detached,
     listed,
+    to_record,
 )
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest, WeightVersion
@@ -140,7 +140,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
                 try:
                     group.send(index, self._slots.buffer(index).flat(num_bytes))
                 except PeerError as exc:
-                    self._interrupt_broken(update, group, exc)
+                    self._interrupt_broken(update, group, str(exc))
             update.next = index + 1
             if group is None:
                 return
@@ -164,7 +164,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
 
     def _disconnect(self) -> None:
         self._leave()
-        self._slots.free()
+        self._slots.close()
 
     # --- what peers do ---
 
@@ -230,13 +230,13 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         # Its store may take a while to be served: heartbeats need the condition meanwhile.
         self.condition.release()
         try:
-            group: BroadcastGroup | WeightcastError = BroadcastGroup(self.num_groups, self._settings, readers)
+            group: BroadcastGroup | str = BroadcastGroup(self.num_groups, self._settings, readers)
         except (PeerError, OSError) as exc:
             short = shortage(exc) or shortage_now()
-            group = WeightcastError(f"no group can be made: {short}") if short else detached(exc)
+            group = f"no group can be made: {short}" if short else to_record(exc).message
         finally:
             self.condition.acquire()
-        if isinstance(group, WeightcastError):
+        if isinstance(group, str):
             self._interrupt(update, {}, group)
         self._group = group
         if self._closed:
@@ -261,7 +261,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
     def _is_in_trouble(self, update: GroupUpdate, group: BroadcastGroup) -> bool:
         """Whether the group can't go on as it is."""
         is_left = any(member.left.epoch == group.number for member in group.members)
-        return group.error() is not None or is_left or update.peers != group.names
+        return bool(group.error()) or is_left or update.peers != group.names
 
     def _await(
         self,
@@ -281,10 +281,10 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         while not (self._is_in_trouble(update, group) or is_done()):
             if deadline.has_passed:
                 blamed = {member: self._timed_out(member.name, what) for member in late()}
-                self._interrupt(update, blamed, PeerTimeoutError(f"no progress for {self._deadline_seconds:g} s"))
+                self._interrupt(update, blamed, f"no progress for {self._deadline_seconds:g} s")
             self._wait(min(deadline.remaining_seconds, poll_seconds))
         if self._is_in_trouble(update, group):
-            self._interrupt_broken(update, group, group.error() or PeerDiedError("a member has left the group"))
+            self._interrupt_broken(update, group, group.error() or "a member has left the group")
 
     def _await_answers(self, update: GroupUpdate, group: BroadcastGroup, members: Sequence[GroupMember]) -> None:
         """Wait for answers to an invitation. Raises PeersLostError without those that can't join, or don't answer."""
@@ -296,7 +296,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
 
     # --- losses ---
 
-    def _interrupt_broken(self, update: GroupUpdate, group: BroadcastGroup, cause: WeightcastError) -> NoReturn:
+    def _interrupt_broken(self, update: GroupUpdate, group: BroadcastGroup, cause: str) -> NoReturn:
         """Leave a group that broke; whoever broke it is lost by its own word, or by the end of its link.
 
         Either may come after the break was seen here.
@@ -312,9 +312,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
             self._wait(deadline.remaining_seconds)
         self._interrupt(update, {member: member.failure() for member in failed()}, cause)
 
-    def _interrupt(
-        self, update: GroupUpdate, blamed: Mapping[GroupMember, WeightcastError], cause: WeightcastError
-    ) -> NoReturn:
+    def _interrupt(self, update: GroupUpdate, blamed: Mapping[GroupMember, WeightcastError], cause: str) -> NoReturn:
         """Leave the group, and the peers that are to blame; the second time that there are none, all. Raises."""
         group = self._group
         if blamed or (group is not None and update.peers != group.names):

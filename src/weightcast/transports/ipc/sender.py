@@ -83,6 +83,8 @@ class IpcSender(LinkedSender[ArenaUpdate, LinkedPeer], ArenaSender[LinkedPeer, I
         self._wait(0)
 
     def _disconnect(self) -> None:
+        # Memory that the last readers have left by now is freed at once.
+        self._listen()
         self._peers.clear()
         self._close_arena()
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from weightcast import registry
-from weightcast.errors import IncompleteUpdateError, WeightcastError, detached
+from weightcast.errors import IncompleteUpdateError, WeightcastError, from_record, to_record
 from weightcast.format.messages import InitInfo, Offer, UpdateInfo, WeightInfo
 from weightcast.integrations.sglang.stock.routes import SglangRoutes
 from weightcast.integrations.stock_directory import StockServer
@@ -135,5 +135,5 @@ class Servers:
         for future, server in calls:
             error = future.exception()
             if error is not None:
-                self.failures[server.name] = detached(error)
+                self.failures[server.name] = from_record(to_record(error))
                 self.living = [other for other in self.living if other is not server]
