@@ -8,6 +8,7 @@ Addresses: `unix:@NAME` (abstract, one host, same user only) or `tcp:HOST:PORT`.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import hmac
 import logging
@@ -50,11 +51,22 @@ _MAX_STRANGERS = 128
 _LOST_HOST_SECONDS = 30.0
 _ASK_SECONDS = 0.5
 
+_ONE_HOST = (
+    ". Both ends have to be of one user, on one host and in one network namespace (one container or pod, or "
+    "--network=host)"
+)
+
 M = TypeVar("M", bound=msgspec.Struct)
 
 
 def _ignore(what: object) -> None:
     """What a link does with messages that nobody asked for, and with its end once it was closed."""
+
+
+def _shut_down(sock: socket.socket) -> None:
+    """End the connection, for both directions; the descriptor stays."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -136,6 +148,7 @@ class WorkerLink:
         self._heard = threading.Event()
         self._heard_at = time.monotonic()
         self._is_over = False
+        self._descriptor: int | None = None
         try:
             self._sock = connect(address, connect_seconds)
             with on_failure(self._sock.close):
@@ -144,7 +157,8 @@ class WorkerLink:
         except OSError as exc:
             if short := shortage(exc):
                 raise WeightcastError(f"the link to the publisher at {address} can't be opened: {short}") from exc
-            raise PeerDiedError(f"no publisher answers at {address}: {exc}", peer="trainer") from exc
+            where = _ONE_HOST if address.startswith("unix:") else ""
+            raise PeerDiedError(f"no publisher answers at {address}: {exc}{where}", peer="trainer") from exc
         self._thread = awaited_at_exit(self._watch, "weightcast-link")
 
     @property
@@ -180,21 +194,33 @@ class WorkerLink:
             return True
         return bool(poll.poll(0))
 
-    def close(self) -> None:
-        """Leave. Idempotent; from any thread."""
+    def take_descriptor(self) -> int | None:
+        """The descriptor that came last over a Unix socket, once, to be closed by the caller; None if none did.
+
+        It comes with the message that is being handed out, so that this is to be called in `on_message`.
+        """
+        descriptor, self._descriptor = self._descriptor, None
+        return descriptor
+
+    def leave(self) -> None:
+        """End the link, by which the publisher knows that this end has gone. Does not wait; from any thread."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        _shut_down(self._sock)
+
+    def close(self) -> None:
+        """Leave and free everything. Idempotent; from any thread."""
+        self.leave()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=10)
         self._sock.close()
+        self._keep_descriptor(None)
         # They refer to the link's owner, which refers to the link: it would live on until a collection.
         self._on_end = self._on_message = _ignore
 
     def _watch(self) -> None:
         reason = "the publisher's process ended or closed the link"
         try:
-            while data := self._sock.recv(_READ_BYTES):
+            while data := self._read():
                 self._heard.set()
                 self._heard_at = time.monotonic()
                 for message in self._frames.feed(data):
@@ -210,9 +236,23 @@ class WorkerLink:
             self._heard.set()
         if not self._closed:
             # A publisher that wakes up learns from it that this end has gone.
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+            _shut_down(self._sock)
             self._on_end(reason)
+
+    def _read(self) -> bytes:
+        if self._sock.family != socket.AF_UNIX:
+            return self._sock.recv(_READ_BYTES)
+        # More descriptors than one at once are closed by the kernel.
+        data, descriptors, _, _ = socket.recv_fds(self._sock, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        for descriptor in descriptors:
+            self._keep_descriptor(descriptor)
+        return data
+
+    def _keep_descriptor(self, descriptor: int | None) -> None:
+        """Keep that one, and no former one that nobody has taken."""
+        former, self._descriptor = self._descriptor, descriptor
+        if former is not None:
+            os.close(former)
 
 
 class Link:
@@ -232,6 +272,8 @@ class Link:
         self._messages: list[Any] = []
         self.ended = ""
         """Why the link ended, or empty."""
+        self.has_left = False
+        """Whether the worker ended it: its process ended, or closed the link."""
 
     @property
     def is_alive(self) -> bool:
@@ -291,16 +333,28 @@ class Link:
         if not self.put(frame(message)):
             self.end("it takes no messages")
 
-    def put(self, data: bytes) -> bool:
-        """Write a whole frame at once, or nothing; a frame that was cut ends the link. False if there was no room."""
+    def put(self, data: bytes, descriptor: int | None = None) -> bool:
+        """Write a whole frame at once, or nothing; a frame that was cut ends the link. False if there was no room.
+
+        With a descriptor, over a Unix socket, if one is given.
+        """
         with self._condition:
             try:
-                num_sent = self._sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                rights = () if descriptor is None else (array.array("i", [descriptor]),)
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, right) for right in rights]
+                num_sent = self._sock.sendmsg([data], ancillary, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except OSError:
                 return False
             if num_sent < len(data):
                 self.end("it takes no messages")
             return True
+
+    def await_room(self, seconds: float) -> None:
+        """Wait at most that long until more can be written. The condition must not be held."""
+        poller = select.poll()
+        with contextlib.suppress(OSError, ValueError):  # It was closed meanwhile.
+            poller.register(self._sock, select.POLLOUT)
+            poller.poll(seconds * 1000)
 
     def end(self, reason: str) -> None:
         """Close the link, by which the worker knows that the publisher has gone. Idempotent."""
@@ -308,9 +362,8 @@ class Link:
             if self.ended:
                 return
             self.ended = reason
-            # shutdown, not close: the listener's selector still holds the descriptor and closes it.
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+            # Not closed: the listener's selector still holds the descriptor and closes it.
+            _shut_down(self._sock)
             self._condition.notify_all()
 
 
@@ -450,6 +503,7 @@ class LinkListener:
         except BlockingIOError:
             return
         except (OSError, ManifestError) as exc:
+            link.has_left = link.is_alive and isinstance(exc, OSError)
             self._drop(link, str(exc))
 
     def _take(self, link: Link, message: LinkMessage) -> None:

@@ -1,4 +1,4 @@
-"""Both ends of transports whose peers are connected by links: control records over TCP, to whoever has the secret.
+"""Both ends of transports whose peers are connected by links: control records, to whoever has the secret.
 
 A link's own thread reads it, so that everything here happens under the condition of the end, and it tells apart a peer
 that has gone from one that is silent. How bytes move is the transport's own.
@@ -40,6 +40,8 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
     """Listens at an address of this host. `peer_type`: what it makes for each receiver."""
 
     peer_type: type[L]
+    same_host = False
+    """Whether receivers are all on this host: they connect to a Unix socket, over which descriptors can be sent."""
 
     def __init__(self, url: str, *, run: str, deadline_seconds: float, records: Any, **options: Any) -> None:
         """Listen at the URL's host and port. `records`: the union of what receivers may send. `options`: of the base.
@@ -47,13 +49,14 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
         Raises ValueError, or OSError if the address can't be had.
         """
         scheme, host, port = parse_endpoint(url)
+        sign = sign_seconds(deadline_seconds)
         self._listener = LinkListener(
-            run, host=host, port=port, heartbeat_seconds=sign_seconds(deadline_seconds), messages=records
+            run, host=None if self.same_host else host, port=port, heartbeat_seconds=sign, messages=records
         )
         with on_failure(self._listener.close):
             condition = self._listener.condition
             super().__init__(run, deadline_seconds=deadline_seconds, condition=condition, **options)
-        self.address = Address(scheme, host, self._listener.port, self._listener.secret).url
+        self.address = Address(scheme, self._listener.address, self._listener.secret).url
 
     def close(self) -> None:
         try:
@@ -85,8 +88,7 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
 
     def _drop_if_gone(self, peer: L) -> None:
         if not peer.link.is_alive:
-            # The connection has ended; the process may live.
-            self._drop(peer, peer.died(peer.link.ended), may_be_reading=True)
+            self._drop(peer, peer.died(peer.link.ended), may_be_reading=not peer.link.has_left)
 
     def _drop(self, peer: L, error: WeightcastError, *, may_be_reading: bool) -> None:
         peer.link.end(f"the publisher gave this receiver up: {error}")
@@ -96,8 +98,11 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
 class LinkedReceiver(PeerReceiver[V]):
     """Hears its sender in the link's thread."""
 
-    def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float, records: Any) -> None:
-        """Connect to a sender's address. `records`: the union of what it may send.
+    def __init__(
+        self, url: str, *, peer: str, run: str, deadline_seconds: float, records: Any, lease_seconds: float = 0.0
+    ) -> None:
+        """Connect to a sender's address. `records`: the union of what it may send. `lease_seconds`: after how long a
+        silent sender has gone, by default `deadline_seconds`.
 
         All else that records need must be there already. Raises PeerDiedError, ManifestError.
         """
@@ -107,9 +112,9 @@ class LinkedReceiver(PeerReceiver[V]):
         connect_seconds = min(deadline_seconds, CONNECT_SECONDS)
         with self._condition:
             self._link = WorkerLink(
-                f"tcp:{address.host}:{address.port}",
+                address.link,
                 Hello(run, peer, 0, address.secret, host=host_identity()),
-                lease_seconds=deadline_seconds,
+                lease_seconds=lease_seconds or deadline_seconds,
                 on_end=self._on_end,
                 on_message=self._on_message,
                 messages=records,
@@ -146,17 +151,23 @@ class LinkedReceiver(PeerReceiver[V]):
 
 
 class Address(NamedTuple):
-    """Where a sender is reached, and the secret that it asks for; printed and logged without it."""
+    """Where a sender's links are reached, and the secret that it asks for; printed and logged without it."""
 
     scheme: str
-    host: str
-    port: int
+    link: str
     secret: str
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}/{self.secret}"
+        kind, _, where = self.link.partition(":")
+        host, _, port = where.rpartition(":")
+        where = f"[{host}]:{port}" if kind == "tcp" and ":" in host else where
+        return f"{self.scheme}://{where}/{self.secret}"
+
+    @property
+    def port(self) -> int:
+        """The TCP port."""
+        return int(self.link.rpartition(":")[2])
 
 
 def parse_endpoint(url: str) -> tuple[str, str, int]:
@@ -182,9 +193,11 @@ def parse_address(url: str) -> Address:
     try:
         parts = urllib.parse.urlsplit(url)
         secret = msgspec.convert(parts.path.removeprefix("/"), Digest256)
+        if parts.netloc.startswith("@"):
+            return Address(parts.scheme, f"unix:{parts.netloc}", secret)
         if not parts.hostname or not parts.port:
             raise ValueError("it has no host or port")
-        return Address(parts.scheme, parts.hostname, parts.port, secret)
+        return Address(parts.scheme, f"tcp:{parts.hostname}:{parts.port}", secret)
     except (ValueError, msgspec.ValidationError) as exc:
         shown = url.rpartition("/")[0][:200]
         raise ManifestError(f"{shown!r} is not the address of a sender: {exc}", fault="invalid") from exc
