@@ -1,5 +1,7 @@
 """A worker's connection to its publisher, from both ends: hello, verdicts, heartbeats. If it ends, the peer has gone.
 
+A thread that waits for a message reads the link itself; a thread of the link reads while nobody waits.
+
 Frames are a 4-byte big-endian length and one JSON record: of `format.messages`, or of a transport that keeps a link of
 its own. Invariants: nothing but a Hello with the run's secret opens a link; a link that ends (EOF, garbage, or silence
 past the lease) is closed for good and wakes every thread that waits on it; no wait is without a deadline.
@@ -15,12 +17,11 @@ import logging
 import os
 import secrets
 import select
-import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,6 +41,7 @@ from weightcast.format.messages import MAX_LINK_MESSAGE_BYTES, Failed, Heartbeat
 from weightcast.host.closing import awaited_at_exit, close_in_child, on_failure
 from weightcast.host.deadline import Deadline
 from weightcast.host.descriptors import ACCEPT_RETRY_SECONDS, AcceptLog, shortage, shortage_now
+from weightcast.links.reading import ReadingCondition
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +126,8 @@ class WorkerLink:
     """The worker's end. `on_end(reason)` is called once, from the link's own thread, when the publisher has gone:
     its process ended, it closed the link, or nothing came for `lease_seconds`. Not called after `close`.
 
-    `on_message(message)` is called for everything but heartbeats, from the same thread: it must not wait.
+    `on_message(message)` is called for everything but heartbeats, by any thread that waits on the condition, which it
+    holds then, or by the link's own: it must not wait.
     """
 
     def __init__(
@@ -137,28 +140,37 @@ class WorkerLink:
         on_message: Callable[[Any], None] = _ignore,
         messages: Any = LinkMessage,
         connect_seconds: float = 30.0,
+        condition: ReadingCondition | None = None,
     ) -> None:
-        """Connect and say hello. Raises PeerDiedError if no process accepts at `address`."""
+        """Connect and say hello. `condition`: what the link is read under, which it closes; by default one of its own.
+
+        Raises PeerDiedError if no process accepts at `address`.
+        """
         self._lease_seconds = lease_seconds
         self._on_end = on_end
         self._on_message = on_message
         self._frames = Frames(messages)
-        self._lock = threading.Lock()
+        self._sending = threading.Lock()
         self._closed = False
-        self._heard = threading.Event()
+        self._is_welcome = False
         self._heard_at = time.monotonic()
-        self._is_over = False
+        self._over = ""
+        """Why nothing is read any more."""
         self._descriptor: int | None = None
-        try:
-            self._sock = connect(address, connect_seconds)
-            with on_failure(self._sock.close):
-                self._sock.settimeout(lease_seconds)
-                self.send(hello)
-        except OSError as exc:
-            if short := shortage(exc):
-                raise WeightcastError(f"the link to the publisher at {address} can't be opened: {short}") from exc
-            where = _ONE_HOST if address.startswith("unix:") else ""
-            raise PeerDiedError(f"no publisher answers at {address}: {exc}{where}", peer="trainer") from exc
+        self._condition = condition or ReadingCondition()
+        with on_failure(self._condition.close):
+            try:
+                self._sock = connect(address, connect_seconds)
+                with on_failure(self._sock.close):
+                    self._sock.setblocking(False)
+                    self.send(hello)
+            except OSError as exc:
+                if short := shortage(exc):
+                    raise WeightcastError(f"the link to the publisher at {address} can't be opened: {short}") from exc
+                where = _ONE_HOST if address.startswith("unix:") else ""
+                raise PeerDiedError(f"no publisher answers at {address}: {exc}{where}", peer="trainer") from exc
+        self._condition.on_ready = self._read
+        self._condition.poller.register(self._sock, select.EPOLLIN)
         self._thread = awaited_at_exit(self._watch, "weightcast-link")
 
     @property
@@ -168,16 +180,26 @@ class WorkerLink:
         return str(name[0]) if isinstance(name, tuple) else ""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one message. Raises OSError if the publisher has gone."""
-        with self._lock:
-            self._sock.sendall(frame(message))
+        """Send one message. Raises OSError if the publisher has gone, or takes nothing for `lease_seconds`."""
+        data = memoryview(frame(message))
+        with self._sending:
+            while data:
+                try:
+                    data = data[self._sock.send(data) :]
+                except BlockingIOError:
+                    poll = select.poll()
+                    poll.register(self._sock, select.POLLOUT)
+                    if not poll.poll(self._lease_seconds * 1000):
+                        raise TimeoutError(f"the publisher took nothing for {self._lease_seconds:g} s") from None
 
     def await_welcome(self, timeout_seconds: float) -> None:
         """Wait until the publisher knows of this link. Raises PeerDiedError, PeerTimeoutError."""
-        if not self._heard.wait(timeout_seconds):
-            raise PeerTimeoutError(f"no sign of the publisher {timeout_seconds:g} s after a hello", peer="trainer")
-        if self._is_over:
+        with self._condition:
+            self._condition.wait_for(lambda: self._is_welcome or self._over, timeout_seconds)
+        if self._over and not self._is_welcome:
             raise PeerDiedError("the publisher ended the link at once: it may be of another run", peer="trainer")
+        if not self._is_welcome:
+            raise PeerTimeoutError(f"no sign of the publisher {timeout_seconds:g} s after a hello", peer="trainer")
 
     @property
     def silent_seconds(self) -> float:
@@ -193,6 +215,10 @@ class WorkerLink:
         except (OSError, ValueError):
             return True
         return bool(poll.poll(0))
+
+    def read(self) -> None:
+        """Hand out what has come by now, without waiting. The caller holds the condition."""
+        self._condition.read()
 
     def take_descriptor(self) -> int | None:
         """The descriptor that came last over a Unix socket, once, to be closed by the caller; None if none did.
@@ -212,34 +238,57 @@ class WorkerLink:
         self.leave()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=10)
+        self._condition.close()
         self._sock.close()
         self._keep_descriptor(None)
         # They refer to the link's owner, which refers to the link: it would live on until a collection.
         self._on_end = self._on_message = _ignore
 
     def _watch(self) -> None:
-        reason = "the publisher's process ended or closed the link"
-        try:
-            while data := self._read():
-                self._heard.set()
-                self._heard_at = time.monotonic()
-                for message in self._frames.feed(data):
-                    if not isinstance(message, Heartbeat):
-                        self._on_message(message)
-        except TimeoutError:
-            reason = f"no heartbeat of the publisher for {self._lease_seconds:g} s"
-        except Exception as exc:
-            # Whatever it is, the owner must learn that nobody reads the link any more.
-            reason = f"the link broke: {shortage(exc) or exc}"
-        if not self._heard.is_set():
-            self._is_over = True
-            self._heard.set()
+        with self._condition:
+            while not self._over:
+                remaining = self._lease_seconds - self.silent_seconds
+                if remaining > 0:
+                    self._condition.wait_unattended(remaining)
+                    continue
+                # Only after a look at what has come: it may be this process that stood still.
+                self._condition.read()
+                if self.silent_seconds >= self._lease_seconds:
+                    self._end(f"no heartbeat of the publisher for {self._lease_seconds:g} s")
         if not self._closed:
             # A publisher that wakes up learns from it that this end has gone.
             _shut_down(self._sock)
-            self._on_end(reason)
+            self._on_end(self._over)
 
-    def _read(self) -> bytes:
+    def _end(self, reason: str) -> None:
+        """Read nothing any more; the link's thread tells the owner. The first reason counts."""
+        if self._over:
+            return
+        self._over = reason
+        self._condition.poller.unregister(self._sock)
+        self._condition.alert()
+
+    def _read(self, ready: Collection[int]) -> None:
+        if self._over or not ready:
+            return
+        try:
+            data = self._receive()
+            if data:
+                self._heard_at = time.monotonic()
+                self._is_welcome = True
+                for message in self._frames.feed(data):
+                    if not isinstance(message, Heartbeat):
+                        self._on_message(message)
+                self._condition.notify_all()
+            else:
+                self._end("the publisher's process ended or closed the link")
+        except BlockingIOError:
+            return
+        except Exception as exc:
+            # Whatever it is, the owner must learn that nobody reads the link any more.
+            self._end(f"the link broke: {shortage(exc) or exc}")
+
+    def _receive(self) -> bytes:
         if self._sock.family != socket.AF_UNIX:
             return self._sock.recv(_READ_BYTES)
         # More descriptors than one at once are closed by the kernel.
@@ -258,7 +307,7 @@ class WorkerLink:
 class Link:
     """The publisher's end of one worker's connection. Made by a LinkListener, which reads it."""
 
-    def __init__(self, sock: socket.socket, condition: threading.Condition, messages: Any) -> None:
+    def __init__(self, sock: socket.socket, condition: ReadingCondition, messages: Any) -> None:
         self.engine = ""
         self.engine_rank = 0
         self.host = ""
@@ -319,6 +368,7 @@ class Link:
     def failures(self, version: int) -> list[ErrorRecord]:
         """What the worker has reported as failed of this version, without waiting."""
         with self._condition:
+            self._condition.read()
             found = [message for message in self._messages if isinstance(message, Failed)]
         return [message.error for message in found if message.version == version]
 
@@ -349,12 +399,11 @@ class Link:
                 self.end("it takes no messages")
             return True
 
-    def await_room(self, seconds: float) -> None:
-        """Wait at most that long until more can be written. The condition must not be held."""
-        poller = select.poll()
+    def wake_for_room(self, is_wanted: bool) -> None:
+        """Have a wait on the condition end, or not any more, once more can be written."""
+        events = select.EPOLLIN | select.EPOLLOUT if is_wanted else select.EPOLLIN
         with contextlib.suppress(OSError, ValueError):  # It was closed meanwhile.
-            poller.register(self._sock, select.POLLOUT)
-            poller.poll(seconds * 1000)
+            self._condition.poller.modify(self._sock, events)
 
     def end(self, reason: str) -> None:
         """Close the link, by which the worker knows that the publisher has gone. Idempotent."""
@@ -362,13 +411,16 @@ class Link:
             if self.ended:
                 return
             self.ended = reason
-            # Not closed: the listener's selector still holds the descriptor and closes it.
+            # Not closed: the listener reads the end, and closes it.
             _shut_down(self._sock)
             self._condition.notify_all()
 
 
 class LinkListener:
-    """The publisher's end of all links: accepts workers, reads their verdicts, sends heartbeats. One thread."""
+    """The publisher's end of all links: accepts workers, reads what they say, sends heartbeats.
+
+    A thread that waits on `condition` reads all links; a thread of the listener reads while nobody waits, and beats.
+    """
 
     def __init__(
         self,
@@ -386,25 +438,29 @@ class LinkListener:
         self.run = run
         self.secret = secrets.token_hex(32)
         self._heartbeat_seconds = heartbeat_seconds
-        self.condition = threading.Condition()
-        """Notified whenever a link opens, ends or brings a message."""
         self._messages = messages
         self._links: dict[tuple[str, int], Link] = {}
+        self._open_links: dict[int, Link] = {}
+        """Also those that have not said hello, by descriptor."""
+        self._is_closing = False
+        self._accept_at = 0.0
+        """When to accept again, after there was no descriptor; 0 if all is well."""
+        self._accept_log = AcceptLog(logger, "a worker's link")
         self._listener, self.address = _listen(run, host, port)
         self.port = 0 if host is None else int(self._listener.getsockname()[1])
         """The TCP port; 0 for a Unix socket."""
         with on_failure(self._listener.close):
-            self._wake_reader, self._wake_writer = map(close_in_child, socket.socketpair())
-            self._selector = selectors.DefaultSelector()
-        self._accept_log = AcceptLog(logger, "a worker's link")
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+            self.condition = ReadingCondition()
+            """Notified whenever a link opens, ends or brings a message."""
+        self.condition.on_ready = self._read
+        self.condition.poller.register(self._listener, select.EPOLLIN)
         self._thread = threading.Thread(target=self._serve, name="weightcast-links", daemon=True)
         self._thread.start()
 
     def links(self, engine: str | None = None) -> list[Link]:
         """The living links of an engine's workers, by engine rank; None: of all engines."""
         with self.condition:
+            self.condition.read()
             living = [key for key, link in sorted(self._links.items()) if link.is_alive]
             return [self._links[key] for key in living if engine in (None, key[0])]
 
@@ -439,44 +495,58 @@ class LinkListener:
     def close(self) -> None:
         """End every link and free everything. Idempotent."""
         if self._thread.is_alive():
-            self._wake_writer.close()
+            with self.condition:
+                self._is_closing = True
+                self.condition.alert()
             self._thread.join(timeout=10)
 
     def _serve(self) -> None:
-        heartbeat, next_beat = frame(Heartbeat()), time.monotonic()
+        next_beat = time.monotonic()
         try:
-            while True:
-                for key, _ in self._selector.select(max(0.0, next_beat - time.monotonic())):
-                    if key.fileobj is self._wake_reader:
-                        return
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    else:
-                        self._read(key.data)
-                if time.monotonic() >= next_beat:
-                    next_beat = time.monotonic() + self._heartbeat_seconds
-                    for link in self._open_links():
-                        if link.engine:
-                            # A full buffer means a stopped worker: its deadlines deal with that, not the heartbeat.
-                            link.put(heartbeat)
-                        elif time.monotonic() - link.opened_at > _HELLO_SECONDS:
-                            self._drop(link, "no hello")
+            with self.condition:
+                while not self._is_closing:
+                    now = time.monotonic()
+                    if now >= next_beat:
+                        next_beat = now + self._heartbeat_seconds
+                        self._beat()
+                    if self._accept_at and now >= self._accept_at:
+                        self._accept_at = 0.0
+                        self.condition.poller.modify(self._listener, select.EPOLLIN)
+                    self.condition.wait_unattended(min(next_beat, self._accept_at or next_beat) - now)
         finally:
-            for link in self._open_links():
-                self._drop(link, "the publisher was closed")
-            self._selector.close()
-            for sock in (self._listener, self._wake_reader, self._wake_writer):
-                sock.close()
+            with self.condition:
+                for link in list(self._open_links.values()):
+                    self._drop(link, "the publisher was closed")
+            self.condition.close()
+            self._listener.close()
+
+    def _beat(self) -> None:
+        heartbeat = frame(Heartbeat())
+        for link in list(self._open_links.values()):
+            if link.engine:
+                # A full buffer means a stopped worker: its deadlines deal with that, not the heartbeat.
+                link.put(heartbeat)
+            elif time.monotonic() - link.opened_at > _HELLO_SECONDS:
+                self._drop(link, "no hello")
+
+    def _read(self, ready: Collection[int]) -> None:
+        for descriptor in ready:
+            if link := self._open_links.get(descriptor):
+                self._hear(link)
+            elif descriptor == self._listener.fileno():
+                self._accept()
 
     def _accept(self) -> None:
         try:
             sock = close_in_child(self._listener.accept()[0])
-        except (ConnectionError, PermissionError):
+        except (BlockingIOError, ConnectionError, PermissionError):
             return
         except OSError as exc:
             # Out of descriptors, most likely: the connection stays in the queue, so don't spin on it.
             self._accept_log.failed(exc)
-            time.sleep(ACCEPT_RETRY_SECONDS)
+            self._accept_at = time.monotonic() + ACCEPT_RETRY_SECONDS
+            self.condition.poller.modify(self._listener, 0)
+            self.condition.notify_all()
             return
         with contextlib.suppress(OSError), on_failure(sock.close):
             if sock.family == socket.AF_UNIX:
@@ -485,15 +555,13 @@ class LinkListener:
                 # A host that vanished without a word is dead once nothing was acknowledged for as long.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_LOST_HOST_SECONDS * 1000))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if len(self._open_links()) - len(self._links) >= _MAX_STRANGERS:
+            if len(self._open_links) - len(self._links) >= _MAX_STRANGERS:
                 raise PermissionError("too many connections without a hello")
             sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ, Link(sock, self.condition, self._messages))
+            self.condition.poller.register(sock, select.EPOLLIN)
+            self._open_links[sock.fileno()] = Link(sock, self.condition, self._messages)
 
-    def _open_links(self) -> list[Link]:
-        return [key.data for key in self._selector.get_map().values() if key.data is not None]
-
-    def _read(self, link: Link) -> None:
+    def _hear(self, link: Link) -> None:
         try:
             data = link._sock.recv(_READ_BYTES)
             if not data:
@@ -516,30 +584,27 @@ class LinkListener:
             if not hmac.compare_digest(message.secret, self.secret):
                 raise ManifestError("a hello with a wrong secret")
             key = message.engine, message.engine_rank
-            with self.condition:
-                link.engine, link.engine_rank = key
-                link.host = "" if message.host is UNSET else message.host
-                link.memory = "" if message.memory is UNSET else message.memory
-                former = self._links.get(key)
-                self._links[key] = link
-                self.condition.notify_all()
+            link.engine, link.engine_rank = key
+            link.host = "" if message.host is UNSET else message.host
+            link.memory = "" if message.memory is UNSET else message.memory
+            former = self._links.get(key)
+            self._links[key] = link
             if former is not None:
                 former.end("the worker connected again")
             link.put(frame(Heartbeat()))
         elif not link.engine:
             raise ManifestError("the first message was no hello")
         else:
-            with self.condition:
-                link._messages.append(message)
-                self.condition.notify_all()
+            link._messages.append(message)
+        self.condition.notify_all()
 
     def _drop(self, link: Link, reason: str) -> None:
         link.end(reason)
-        with self.condition:
-            if self._links.get((link.engine, link.engine_rank)) is link:
-                del self._links[link.engine, link.engine_rank]
-            self.condition.notify_all()
-        self._selector.unregister(link._sock)
+        if self._links.get((link.engine, link.engine_rank)) is link:
+            del self._links[link.engine, link.engine_rank]
+        self.condition.notify_all()
+        del self._open_links[link._sock.fileno()]
+        self.condition.poller.unregister(link._sock)
         link._sock.close()
 
 

@@ -1,7 +1,7 @@
 """Both ends of transports whose peers are connected by links: control records, to whoever has the secret.
 
-A link's own thread reads it, so that everything here happens under the condition of the end, and it tells apart a peer
-that has gone from one that is silent. How bytes move is the transport's own.
+Links are read under the condition of the end, by any thread that waits on it or by the link's own, so that all of this
+happens under it; a peer that has gone is told apart from one that is silent. How bytes move is the transport's own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from weightcast.format.messages import Digest256, Heartbeat, Hello
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.links.link import Link, LinkListener, WorkerLink
+from weightcast.links.reading import ReadingCondition
 from weightcast.transports.receiving import CONNECT_SECONDS, PeerReceiver, V
 from weightcast.transports.records import FromPeer, FromSender
 from weightcast.transports.sending import ConnectedPeer, SendingEnd, U, sign_seconds
@@ -96,7 +97,7 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
 
 
 class LinkedReceiver(PeerReceiver[V]):
-    """Hears its sender in the link's thread."""
+    """Hears its sender in the thread that waits, or in the link's."""
 
     def __init__(
         self, url: str, *, peer: str, run: str, deadline_seconds: float, records: Any, lease_seconds: float = 0.0
@@ -106,11 +107,13 @@ class LinkedReceiver(PeerReceiver[V]):
 
         All else that records need must be there already. Raises PeerDiedError, ManifestError.
         """
-        super().__init__(run, deadline_seconds)
         address = parse_address(url)
+        condition = ReadingCondition()
+        super().__init__(run, deadline_seconds, condition)
         self._publisher = f"the publisher at {address.url.rpartition('/')[0]}"
         connect_seconds = min(deadline_seconds, CONNECT_SECONDS)
-        with self._condition:
+        # Held, so that nothing is read before there is a link.
+        with condition:
             self._link = WorkerLink(
                 address.link,
                 Hello(run, peer, 0, address.secret, host=host_identity()),
@@ -119,6 +122,7 @@ class LinkedReceiver(PeerReceiver[V]):
                 on_message=self._on_message,
                 messages=records,
                 connect_seconds=connect_seconds,
+                condition=condition,
             )
         with on_failure(self._link.close):
             # What is offered to this worker may be sent at once: by then the sender must know of it.
@@ -128,6 +132,9 @@ class LinkedReceiver(PeerReceiver[V]):
         super().close()
         self._link.close()
 
+    def _listen(self) -> None:
+        self._link.read()
+
     def _tell(self, record: msgspec.Struct) -> None:
         try:
             self._link.send(record)
@@ -136,9 +143,7 @@ class LinkedReceiver(PeerReceiver[V]):
             self._ended = self._ended or "it takes no records"
 
     def _on_message(self, record: Any) -> None:
-        with self._condition:
-            self._on_record(record)
-            self._condition.notify_all()
+        self._on_record(record)
 
     def _on_end(self, reason: str) -> None:
         with self._condition:

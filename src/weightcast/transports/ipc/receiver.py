@@ -1,8 +1,8 @@
 """A worker's end of the ipc transport: maps the sender's arena once, and is told what in it is whole.
 
 Invariants: a sender that has ended the connection (because this receiver made no progress for too long, say) gives
-nothing more; the link's thread only keeps what it hears, and the iterating thread takes it in: mapping memory is its
-work.
+nothing more; a thread that reads the link only keeps what it hears, and the iterating thread takes it in: mapping
+memory is its work.
 """
 
 from __future__ import annotations
@@ -59,16 +59,14 @@ class IpcReceiver(ArenaReceiver, LinkedReceiver[PeerUpdate]):
         return True
 
     def _on_message(self, record: Any) -> None:
-        with self._condition:
-            if isinstance(record, KeepAlive):
-                self._heard_at = time.monotonic()
-            elif not (self._closed or self._ended):
-                is_arena = isinstance(record, (records.SharedArena, records.CudaArena))
-                self._heard.append((record, self._link.take_descriptor() if is_arena else None))
-            if isinstance(record, ArenaClosed) and self._wanted is None:
-                # Not in the link's thread: memory of a GPU goes once all that is queued there is over.
-                awaited_at_exit(self._release_beside, "weightcast-release")
-            self._condition.notify_all()
+        if isinstance(record, KeepAlive):
+            self._heard_at = time.monotonic()
+        elif not (self._closed or self._ended):
+            is_arena = isinstance(record, (records.SharedArena, records.CudaArena))
+            self._heard.append((record, self._link.take_descriptor() if is_arena else None))
+        if isinstance(record, ArenaClosed) and self._wanted is None:
+            # Not here: memory of a GPU goes once all that is queued there is over.
+            awaited_at_exit(self._release_beside, "weightcast-release")
 
     def _release_beside(self) -> None:
         """Release what the sender has closed, though the engine's thread takes nothing in now."""
@@ -77,6 +75,7 @@ class IpcReceiver(ArenaReceiver, LinkedReceiver[PeerUpdate]):
 
     def _listen(self) -> None:
         """Take in every record that is there. Raises ManifestError for one that can't be."""
+        super()._listen()
         while self._heard:
             record, self._descriptor = self._heard.popleft()
             try:

@@ -70,17 +70,12 @@ class IpcSender(LinkedSender[ArenaUpdate, LinkedPeer], ArenaSender[LinkedPeer, I
             if deadline.has_passed:
                 self._drop(peer, self._timed_out(peer.name, "took no record"), may_be_reading=True)
                 return False
-            self._await_room(peer, deadline)
+            peer.link.wake_for_room(True)
+            try:
+                self._wait(deadline.remaining_seconds)
+            finally:
+                peer.link.wake_for_room(False)
         return self._peers.get(peer.name) is peer
-
-    def _await_room(self, peer: LinkedPeer, deadline: Deadline) -> None:
-        """Wait until a peer has read some of what it was told, and take in what peers do meanwhile."""
-        self.condition.release()
-        try:
-            peer.link.await_room(min(deadline.remaining_seconds, self._sign_seconds))
-        finally:
-            self.condition.acquire()
-        self._wait(0)
 
     def _disconnect(self) -> None:
         # Memory that the last readers have left by now is freed at once.
