@@ -357,7 +357,7 @@ def test_who_dies_while_the_group_forms_is_named_and_the_others_form_another() -
 
             def answer_and_die(invitation: object) -> object:
                 answer = join(invitation)
-                goes._stream.start = goes.close
+                goes._stream.start = threading.Thread(target=goes.close).start
                 return answer
 
             goes._answer = answer_and_die

@@ -234,8 +234,10 @@ class WorkerLink:
         _shut_down(self._sock)
 
     def close(self) -> None:
-        """Leave and free everything. Idempotent; from any thread."""
+        """Leave and free everything. Idempotent; from any thread, but not in `on_message`."""
         self.leave()
+        with self._condition:
+            self._end("it was closed")
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=10)
         self._condition.close()
