@@ -16,9 +16,8 @@ import pytest
 from weightcast.errors import PeerDiedError
 from weightcast.format.manifest import PROTOCOL
 from weightcast.format.messages import Accepted, Heartbeat, Hello, ReleaseMemory
-from weightcast.links import link, reading
-from weightcast.links.link import Frames, LinkListener, WorkerLink, frame
-from weightcast.links.reading import ReadingCondition
+from weightcast.links import link
+from weightcast.links.link import Frames, LinkListener, ReadingCondition, WorkerLink, frame
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Background
 
 
@@ -54,7 +53,7 @@ def test_a_publisher_of_another_user_is_not_connected_to(leaves_nothing: None, m
 @pytest.fixture
 def nobody_else_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a thread has waited, the links' own threads leave all reading to threads that wait."""
-    monkeypatch.setattr(reading, "_LINGER_SECONDS", 600.0)
+    monkeypatch.setattr(link, "_LINGER_SECONDS", 600.0)
 
 
 def _worker(listener: LinkListener, engine: str = "engine", **options: Any) -> contextlib.closing[WorkerLink]:

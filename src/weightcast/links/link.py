@@ -21,7 +21,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -41,7 +41,6 @@ from weightcast.format.messages import MAX_LINK_MESSAGE_BYTES, Failed, Heartbeat
 from weightcast.host.closing import awaited_at_exit, close_in_child, on_failure
 from weightcast.host.deadline import Deadline
 from weightcast.host.descriptors import ACCEPT_RETRY_SECONDS, AcceptLog, shortage, shortage_now
-from weightcast.links.reading import ReadingCondition
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +51,9 @@ _HELLO_SECONDS = 10.0
 _MAX_STRANGERS = 128
 _LOST_HOST_SECONDS = 30.0
 _ASK_SECONDS = 0.5
+_LINGER_SECONDS = 0.1
+"""For so long after a wait the background thread leaves the sockets to the thread that waited: it comes back for the
+next bucket, and reads what has come by then."""
 
 _ONE_HOST = (
     ". Both ends have to be of one user, on one host and in one network namespace (one container or pod, or "
@@ -62,7 +64,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 def _ignore(what: object) -> None:
-    """What a link does with messages that nobody asked for, and with its end once it was closed."""
+    """What is done with messages that nobody asked for, and with events and the end of a link that was closed."""
 
 
 def _shut_down(sock: socket.socket) -> None:
@@ -120,6 +122,112 @@ def check_same_user(sock: socket.socket) -> None:
     _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
         raise PermissionError(f"the peer runs as user {uid}, this process as {os.geteuid()}")
+
+
+class ReadingCondition(threading.Condition):
+    """A condition whose waiters read sockets. It guards them, and all that is made of what they bring.
+
+    A thread that only reads, for others that wait, would cost a switch of threads for every record of a transport, and
+    take the interpreter's lock from the thread that packs or installs meanwhile.
+
+    Register sockets in `poller`; `on_ready(events)` reads those that may have something, and ignores what it does not
+    know. It is called with the condition held, by any thread that waits; it must neither wait nor raise. One waiter
+    polls at a time. The others wait to be notified, and one of them polls once that waiter has left. A background
+    thread polls in `wait_unattended`, while nobody else waits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_ready: Callable[[list[tuple[int, int]]], None] = _ignore
+        self.poller = select.epoll()
+        with on_failure(self.poller.close):
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.poller.register(self._wake, select.EPOLLIN)
+        self._is_polled = False
+        self._is_polled_in_background = False
+        self._is_closed = False
+        self._waited_at = 0.0
+        """When a thread other than the background one waited last."""
+        self._alert = threading.Event()
+
+    def read(self) -> None:
+        """Read what has come by now. Does not wait; the caller holds the condition. Not to be called in `on_ready`."""
+        if not self._is_closed and (events := self.poller.poll(0)):
+            # The wake-up is left for the thread that polls.
+            self.on_ready(events)
+            self.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until something is read, or to be notified; may return earlier. The caller holds the condition once."""
+        self._waited_at = time.monotonic()
+        if self._is_closed or self._is_polled:
+            if self._is_polled_in_background:
+                os.eventfd_write(self._wake, 1)
+            return super().wait(timeout)
+        try:
+            self._poll(timeout)
+        finally:
+            self._waited_at = time.monotonic()
+        return True
+
+    def wait_unattended(self, seconds: float) -> None:
+        """Wait in the one background thread, at most that long. The caller holds the condition once."""
+        if self._is_polled or time.monotonic() < self._waited_at + _LINGER_SECONDS:
+            # Not on the condition, which is notified of every record.
+            self.release()
+            try:
+                self._alert.wait(min(seconds, _LINGER_SECONDS))
+            finally:
+                self.acquire()
+            return
+        self._is_polled_in_background = True
+        try:
+            self._poll(seconds)
+        finally:
+            self._is_polled_in_background = False
+
+    def notify_all(self) -> None:
+        """Wake all waiters, also the one that polls."""
+        super().notify_all()
+        if self._is_polled:
+            os.eventfd_write(self._wake, 1)
+
+    def alert(self) -> None:
+        """Wake all waiters and, from now on, the background thread: it has to end. The caller holds the condition."""
+        self._alert.set()
+        self.notify_all()
+
+    def close(self) -> None:
+        """Stop reading and free everything: from now on this is a condition like any other. Idempotent."""
+        with self:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self.notify_all()
+            # The thread that polls was woken, and only comes back for the condition.
+            while self._is_polled:
+                super().wait()
+            self.on_ready = _ignore
+            self.poller.close()
+            os.close(self._wake)
+
+    def _poll(self, seconds: float | None) -> None:
+        """Let go of the condition until a socket has something or this is woken, then read what is there."""
+        events: list[tuple[int, int]] = []
+        self._is_polled = True
+        self.release()
+        try:
+            events = self.poller.poll(seconds)
+        finally:
+            self.acquire()
+            self._is_polled = False
+            # Another waiter polls from now on, also if this one was interrupted.
+            super().notify_all()
+        if (self._wake, select.EPOLLIN) in events:
+            os.eventfd_read(self._wake)
+            events.remove((self._wake, select.EPOLLIN))
+        if events and not self._is_closed:
+            self.on_ready(events)
 
 
 class WorkerLink:
@@ -267,11 +375,12 @@ class WorkerLink:
         if self._over:
             return
         self._over = reason
-        self._condition.poller.unregister(self._sock)
+        with contextlib.suppress(OSError, ValueError):  # In a child that was forked it was closed already.
+            self._condition.poller.unregister(self._sock)
         self._condition.alert()
 
-    def _read(self, ready: Collection[int]) -> None:
-        if self._over or not ready:
+    def _read(self, events: list[tuple[int, int]]) -> None:
+        if self._over:
             return
         try:
             data = self._receive()
@@ -281,7 +390,6 @@ class WorkerLink:
                 for message in self._frames.feed(data):
                     if not isinstance(message, Heartbeat):
                         self._on_message(message)
-                self._condition.notify_all()
             else:
                 self._end("the publisher's process ended or closed the link")
         except BlockingIOError:
@@ -312,6 +420,8 @@ class Link:
     def __init__(self, sock: socket.socket, condition: ReadingCondition, messages: Any) -> None:
         self.engine = ""
         self.engine_rank = 0
+        self.peer = ""
+        """Which worker it is: the engine, with its rank unless that is 0."""
         self.host = ""
         """Equal for workers that share a host's memory; empty for one that does not say."""
         self.memory = ""
@@ -329,10 +439,6 @@ class Link:
     @property
     def is_alive(self) -> bool:
         return not self.ended
-
-    @property
-    def peer(self) -> str:
-        return f"{self.engine}#{self.engine_rank}" if self.engine_rank else self.engine
 
     def wait(self, kind: type[M], version: int, deadline_seconds: float) -> M:
         """Wait for the worker's message of this kind about this version.
@@ -463,8 +569,8 @@ class LinkListener:
         """The living links of an engine's workers, by engine rank; None: of all engines."""
         with self.condition:
             self.condition.read()
-            living = [key for key, link in sorted(self._links.items()) if link.is_alive]
-            return [self._links[key] for key in living if engine in (None, key[0])]
+            links = [self._links[key] for key in sorted(self._links)]
+            return [link for link in links if not link.ended and engine in (None, link.engine)]
 
     def wait(
         self, engine: str, num_workers: int, deadline_seconds: float, *, ask: Callable[[], None] = lambda: None
@@ -531,8 +637,8 @@ class LinkListener:
             elif time.monotonic() - link.opened_at > _HELLO_SECONDS:
                 self._drop(link, "no hello")
 
-    def _read(self, ready: Collection[int]) -> None:
-        for descriptor in ready:
+    def _read(self, events: list[tuple[int, int]]) -> None:
+        for descriptor, _ in events:
             if link := self._open_links.get(descriptor):
                 self._hear(link)
             elif descriptor == self._listener.fileno():
@@ -587,6 +693,7 @@ class LinkListener:
                 raise ManifestError("a hello with a wrong secret")
             key = message.engine, message.engine_rank
             link.engine, link.engine_rank = key
+            link.peer = f"{link.engine}#{link.engine_rank}" if link.engine_rank else link.engine
             link.host = "" if message.host is UNSET else message.host
             link.memory = "" if message.memory is UNSET else message.memory
             former = self._links.get(key)
@@ -598,13 +705,11 @@ class LinkListener:
             raise ManifestError("the first message was no hello")
         else:
             link._messages.append(message)
-        self.condition.notify_all()
 
     def _drop(self, link: Link, reason: str) -> None:
         link.end(reason)
         if self._links.get((link.engine, link.engine_rank)) is link:
             del self._links[link.engine, link.engine_rank]
-        self.condition.notify_all()
         del self._open_links[link._sock.fileno()]
         self.condition.poller.unregister(link._sock)
         link._sock.close()

@@ -17,8 +17,7 @@ from weightcast.errors import ManifestError, WeightcastError
 from weightcast.format.messages import Digest256, Heartbeat, Hello
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
-from weightcast.links.link import Link, LinkListener, WorkerLink
-from weightcast.links.reading import ReadingCondition
+from weightcast.links.link import Link, LinkListener, ReadingCondition, WorkerLink
 from weightcast.transports.receiving import CONNECT_SECONDS, PeerReceiver, V
 from weightcast.transports.records import FromPeer, FromSender
 from weightcast.transports.sending import ConnectedPeer, SendingEnd, U, sign_seconds
@@ -88,7 +87,7 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
         self._drop_if_gone(peer)
 
     def _drop_if_gone(self, peer: L) -> None:
-        if not peer.link.is_alive:
+        if peer.link.ended:
             self._drop(peer, peer.died(peer.link.ended), may_be_reading=not peer.link.has_left)
 
     def _drop(self, peer: L, error: WeightcastError, *, may_be_reading: bool) -> None:
