@@ -128,7 +128,7 @@ def test_an_end_from_another_thread_wakes_those_that_wait(leaves_nothing: None, 
         with pytest.raises(PeerDiedError, match="the test ends it"):
             waits[0].result()
         with worker._condition:
-            assert worker._condition.wait_for(lambda: worker._over, PATIENCE_SECONDS)
+            assert worker._condition.wait_for(lambda: worker.over, PATIENCE_SECONDS)
         listener.close()
         with pytest.raises(PeerDiedError, match="the publisher was closed"):
             waits[1].result()
@@ -169,7 +169,7 @@ def test_a_publisher_that_falls_silent_ends_the_link_also_while_a_thread_waits(l
         worker = _worker(listener, condition=condition, lease_seconds=0.3, on_end=lambda reason: ended.set())
         with worker as held:
             with condition:
-                assert condition.wait_for(lambda: held._over, PATIENCE_SECONDS)
+                assert condition.wait_for(lambda: held.over, PATIENCE_SECONDS)
             assert ended.wait(PATIENCE_SECONDS)
 
 

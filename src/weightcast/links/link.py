@@ -262,8 +262,8 @@ class WorkerLink:
         self._closed = False
         self._is_welcome = False
         self._heard_at = time.monotonic()
-        self._over = ""
-        """Why nothing is read any more."""
+        self.over = ""
+        """Why nothing is read any more, or empty; `on_end` follows."""
         self._descriptor: int | None = None
         self._condition = condition or ReadingCondition()
         with on_failure(self._condition.close):
@@ -303,8 +303,8 @@ class WorkerLink:
     def await_welcome(self, timeout_seconds: float) -> None:
         """Wait until the publisher knows of this link. Raises PeerDiedError, PeerTimeoutError."""
         with self._condition:
-            self._condition.wait_for(lambda: self._is_welcome or self._over, timeout_seconds)
-        if self._over and not self._is_welcome:
+            self._condition.wait_for(lambda: self._is_welcome or self.over, timeout_seconds)
+        if self.over and not self._is_welcome:
             raise PeerDiedError("the publisher ended the link at once: it may be of another run", peer="trainer")
         if not self._is_welcome:
             raise PeerTimeoutError(f"no sign of the publisher {timeout_seconds:g} s after a hello", peer="trainer")
@@ -356,7 +356,7 @@ class WorkerLink:
 
     def _watch(self) -> None:
         with self._condition:
-            while not self._over:
+            while not self.over:
                 remaining = self._lease_seconds - self.silent_seconds
                 if remaining > 0:
                     self._condition.wait_unattended(remaining)
@@ -368,30 +368,29 @@ class WorkerLink:
         if not self._closed:
             # A publisher that wakes up learns from it that this end has gone.
             _shut_down(self._sock)
-            self._on_end(self._over)
+            self._on_end(self.over)
 
     def _end(self, reason: str) -> None:
         """Read nothing any more; the link's thread tells the owner. The first reason counts."""
-        if self._over:
+        if self.over:
             return
-        self._over = reason
+        self.over = reason
         with contextlib.suppress(OSError, ValueError):  # In a child that was forked it was closed already.
             self._condition.poller.unregister(self._sock)
         self._condition.alert()
 
     def _read(self, events: list[tuple[int, int]]) -> None:
-        if self._over:
-            return
         try:
-            data = self._receive()
-            if data:
+            # To its end, if it has one: what came before the end may count for nothing by now.
+            while not self.over:
+                if not (data := self._receive()):
+                    self._end("the publisher's process ended or closed the link")
+                    return
                 self._heard_at = time.monotonic()
                 self._is_welcome = True
                 for message in self._frames.feed(data):
                     if not isinstance(message, Heartbeat):
                         self._on_message(message)
-            else:
-                self._end("the publisher's process ended or closed the link")
         except BlockingIOError:
             return
         except Exception as exc:

@@ -133,6 +133,7 @@ class LinkedReceiver(PeerReceiver[V]):
 
     def _listen(self) -> None:
         self._link.read()
+        self._ended = self._ended or self._link.over
 
     def _tell(self, record: msgspec.Struct) -> None:
         try:
