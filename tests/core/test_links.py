@@ -1,4 +1,6 @@
-"""Links: one that can't be opened leaves nothing behind; one that the publisher ends is closed for the worker too."""
+"""Links: one that can't be opened leaves nothing behind; one that the publisher ends is closed for the worker too; a
+thread that waits reads by itself, and what nobody waits for is read, and beaten, by the link's own thread.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,17 @@ import contextlib
 import os
 import socket
 import threading
+import time
+from typing import Any
 
 import pytest
 
 from weightcast.errors import PeerDiedError
-from weightcast.format.messages import Hello
+from weightcast.format.manifest import PROTOCOL
+from weightcast.format.messages import Accepted, Heartbeat, Hello, ReleaseMemory
 from weightcast.links import link
-from weightcast.links.link import LinkListener, WorkerLink
-from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN
+from weightcast.links.link import Frames, LinkListener, ReadingCondition, WorkerLink, frame
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Background
 
 
 def test_a_hello_that_fails_closes_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +48,139 @@ def test_a_publisher_of_another_user_is_not_connected_to(leaves_nothing: None, m
         monkeypatch.setattr(os, "geteuid", lambda: another)
         with pytest.raises(PermissionError, match="the peer runs as user"):
             link.connect(listener.address, PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def nobody_else_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a thread has waited, the links' own threads leave all reading to threads that wait."""
+    monkeypatch.setattr(link, "_LINGER_SECONDS", 600.0)
+
+
+def _worker(listener: LinkListener, engine: str = "engine", **options: Any) -> contextlib.closing[WorkerLink]:
+    options = {"lease_seconds": 600.0, "on_end": lambda reason: None, **options}
+    return contextlib.closing(WorkerLink(listener.address, Hello(RUN, engine, 0, listener.secret), **options))
+
+
+def _wait_once(condition: ReadingCondition) -> None:
+    """Wait in this thread, after which the background thread polls no more."""
+    with condition:
+        while not condition._waited_at or condition._is_polled:
+            condition.wait(0.01)
+
+
+def test_a_worker_that_waits_reads_its_link_itself(leaves_nothing: None, nobody_else_reads: None) -> None:
+    condition, readers = ReadingCondition(), list[int]()
+    with contextlib.closing(LinkListener(RUN)) as listener:
+        worker = _worker(listener, condition=condition, on_message=lambda _: readers.append(threading.get_ident()))
+        with worker:
+            (publishers,) = listener.wait("engine", 1, PATIENCE_SECONDS)
+            for num_read in range(1, 4):
+                _wait_once(condition)
+                publishers.send(ReleaseMemory())
+                with condition:
+                    assert condition.wait_for(lambda expected=num_read: len(readers) == expected, PATIENCE_SECONDS)
+    assert set(readers) == {threading.get_ident()}
+
+
+def test_of_several_that_wait_one_reads_and_another_when_it_leaves(
+    leaves_nothing: None, nobody_else_reads: None
+) -> None:
+    """The order in which they are answered is not that in which they wait."""
+    names = [f"engine{number}" for number in range(6)]
+    with contextlib.closing(LinkListener(RUN)) as listener, contextlib.ExitStack() as stack:
+        workers = {name: stack.enter_context(_worker(listener, name)) for name in names}
+        links = {name: listener.wait(name, 1, PATIENCE_SECONDS)[0] for name in names}
+        for version in range(1, 9):
+            waits = {name: Background(links[name].wait, Accepted, version, PATIENCE_SECONDS) for name in names}
+            for name in names[version % 6 :] + names[: version % 6]:
+                workers[name].send(Accepted(version))
+                assert waits[name].result() == Accepted(version)
+
+
+def test_a_wait_that_is_interrupted_lets_another_read(leaves_nothing: None, nobody_else_reads: None) -> None:
+    with contextlib.closing(LinkListener(RUN)) as listener, _worker(listener) as worker:
+        (publishers,) = listener.wait("engine", 1, PATIENCE_SECONDS)
+        condition, is_waiting = listener.condition, threading.Event()
+        _wait_once(condition)
+
+        def stop_at_a_message() -> None:
+            """Wait, as the one that polls, and raise from the first notice on."""
+            with condition:
+                is_waiting.set()
+                condition.wait(PATIENCE_SECONDS)
+                raise KeyboardInterrupt
+
+        interrupted = Background(stop_at_a_message)
+        assert is_waiting.wait(PATIENCE_SECONDS)
+        waiting = Background(publishers.wait, Accepted, 2, PATIENCE_SECONDS)
+        worker.send(Accepted(1))
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.result()
+        worker.send(Accepted(2))
+        assert waiting.result() == Accepted(2)
+
+
+def test_an_end_from_another_thread_wakes_those_that_wait(leaves_nothing: None, nobody_else_reads: None) -> None:
+    with contextlib.closing(LinkListener(RUN)) as listener, _worker(listener) as worker, _worker(listener, "other"):
+        links = [listener.wait(name, 1, PATIENCE_SECONDS)[0] for name in ("engine", "other")]
+        waits = [Background(each.wait, Accepted, 1, PATIENCE_SECONDS * 2) for each in links]
+        links[0].end("the test ends it")
+        with pytest.raises(PeerDiedError, match="the test ends it"):
+            waits[0].result()
+        with worker._condition:
+            assert worker._condition.wait_for(lambda: worker.over, PATIENCE_SECONDS)
+        listener.close()
+        with pytest.raises(PeerDiedError, match="the publisher was closed"):
+            waits[1].result()
+
+
+def test_heartbeats_are_sent_while_nobody_reads(leaves_nothing: None, nobody_else_reads: None) -> None:
+    with contextlib.closing(LinkListener(RUN, heartbeat_seconds=0.02)) as listener:
+        _wait_once(listener.condition)
+        with link.connect(listener.address, PATIENCE_SECONDS) as sock:
+            sock.sendall(frame(Hello(RUN, "engine", 0, listener.secret, protocol=PROTOCOL)))
+            listener.wait("engine", 1, PATIENCE_SECONDS)
+            frames, beats = Frames(), list[object]()
+            while len(beats) < 5:
+                beats += frames.feed(sock.recv(1 << 16))
+            assert set(beats) == {Heartbeat()}
+
+
+def test_what_comes_after_the_last_wait_is_read_in_the_background(leaves_nothing: None) -> None:
+    readers, is_read = list[str](), threading.Event()
+
+    def on_message(message: object) -> None:
+        readers.append(threading.current_thread().name)
+        is_read.set()
+
+    with contextlib.closing(LinkListener(RUN)) as listener:
+        condition = ReadingCondition()
+        with _worker(listener, condition=condition, on_message=on_message):
+            (publishers,) = listener.wait("engine", 1, PATIENCE_SECONDS)
+            _wait_once(condition)
+            publishers.send(ReleaseMemory())
+            assert is_read.wait(PATIENCE_SECONDS)
+    assert readers == ["weightcast-link"]
+
+
+def test_a_publisher_that_falls_silent_ends_the_link_also_while_a_thread_waits(leaves_nothing: None) -> None:
+    ended, condition = threading.Event(), ReadingCondition()
+    with contextlib.closing(LinkListener(RUN, heartbeat_seconds=600.0)) as listener:
+        worker = _worker(listener, condition=condition, lease_seconds=0.3, on_end=lambda reason: ended.set())
+        with worker as held:
+            with condition:
+                assert condition.wait_for(lambda: held.over, PATIENCE_SECONDS)
+            assert ended.wait(PATIENCE_SECONDS)
+
+
+def test_what_was_not_read_yet_is_no_silence(leaves_nothing: None, nobody_else_reads: None) -> None:
+    """The link's own thread looks at what has come before it ends a link whose lease is over."""
+    ended, condition = list[str](), ReadingCondition()
+    with contextlib.closing(LinkListener(RUN, heartbeat_seconds=0.02)) as listener:
+        with _worker(listener, condition=condition, lease_seconds=0.5, on_end=ended.append) as worker:
+            _wait_once(condition)
+            first_heard_at = worker._heard_at
+            while not ended and worker._heard_at < first_heard_at + 1.0:
+                assert worker.silent_seconds < PATIENCE_SECONDS
+                time.sleep(0.01)
+        assert not ended

@@ -58,6 +58,6 @@ def test_the_worker_hands_on_what_its_engine_says(
 
 def test_over_nccl_an_engine_that_says_no_gpu_is_told_what_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightcast.process_group.require", lambda backend: None)
-    address = Address("nccl", "127.0.0.1", 1, "0" * 64).url
+    address = Address("nccl", "tcp:127.0.0.1:1", "0" * 64).url
     with pytest.raises(UnsupportedError, match="property `devices`"):
         collective.NCCL.receiver(address, run="0" * 32, peer="a", device=torch.device("cpu"), deadline_seconds=1.0)

@@ -30,7 +30,7 @@ from weightcast.links.link import Frames, frame
 from weightcast.store.records import Commit, SlotPlace, WriterRecord, seal, unseal
 from weightcast.testing.transport_kit import write_raw_header
 from weightcast.transports.collective import records as collective
-from weightcast.transports.ipc.records import MAX_RECORD_BYTES, ToReceiver, ToSender
+from weightcast.transports.ipc.records import FromReceiver, ToReceiver
 
 SLOW_SECONDS = 5.0
 _LAID_OUT_BYTES = 1 << 22
@@ -132,8 +132,8 @@ TARGETS: dict[str, Target] = {
     "info": _message(WeightInfo),
     "link": _message(LinkMessage, 1 << 20),
     "frames": frames,
-    "ipc to sender": _message(ToSender, MAX_RECORD_BYTES),
-    "ipc to receiver": _message(ToReceiver, MAX_RECORD_BYTES),
+    "ipc to sender": _message(FromReceiver, 1 << 20),
+    "ipc to receiver": _message(ToReceiver, 1 << 20),
     "collective to sender": _message(collective.FromReceiver, 1 << 20),
     "collective to receiver": _message(collective.ToReceiver, 1 << 20),
     "header": header,
@@ -144,7 +144,7 @@ TARGETS: dict[str, Target] = {
 
 _GOLDEN = {name: encode(message) for name, (message, _) in MESSAGES.items()}
 _IPC_SENDER = [
-    {"kind": "hello", "run": "a" * 32, "peer": "e", "protocol": 3},
+    {"kind": "hello", "run": "a" * 32, "engine": "e", "engine_rank": 0, "secret": "b" * 64, "host": "h"},
     {"kind": "opened", "version": 1, "opening": 1},
     {"kind": "released", "update": 1, "generation": 1, "index": 0},
     {"kind": "ended", "version": 1, "update": 1},
@@ -152,17 +152,8 @@ _IPC_SENDER = [
 _IPC_RECEIVER = [
     {"kind": "shared_arena", "generation": 1, "size_bytes": 4096},
     {"kind": "begin", "version": 1, "update": 1, "staged": True, "num_buckets": 2, "opening": 1},
-    {
-        "kind": "ready",
-        "update": 1,
-        "generation": 1,
-        "index": 0,
-        "offset_bytes": 0,
-        "num_bytes": 256,
-        "event": "aGFuZGxl",
-    },
+    {"kind": "ready", "update": 1, "generation": 1, "index": 0, "offset_bytes": 0, "num_bytes": 256},
     {"kind": "aborted", "update": 1, "reason": "r"},
-    {"kind": "refused", "error": {"kind": "StaleVersionError", "message": "m"}},
 ]
 
 _COLLECTIVE_SENDER = [

@@ -16,7 +16,8 @@ from transports.conftest import Ends
 
 from weightcast.errors import ManifestError, PeerDiedError
 from weightcast.format.bucket import HEADER_BYTES
-from weightcast.format.manifest import encode
+from weightcast.format.messages import MAX_LINK_MESSAGE_BYTES, Heartbeat
+from weightcast.links.link import frame
 from weightcast.testing.transport_kit import (
     PATIENCE_SECONDS,
     RUN,
@@ -29,7 +30,8 @@ from weightcast.testing.transport_kit import (
 )
 from weightcast.transports.ipc import IpcReceiver
 from weightcast.transports.ipc.arena import MappedSharedArena, OwnedSharedArena
-from weightcast.transports.ipc.records import SharedArena, Welcome
+from weightcast.transports.ipc.records import SharedArena
+from weightcast.transports.linked import Address
 from weightcast.transports.records import BeginUpdate, BucketReady, KeepAlive
 
 SIZE_BYTES = 1 << 16
@@ -119,10 +121,10 @@ class FakeSender:
     """Welcomes one receiver and then sends whatever a test wants."""
 
     def __init__(self) -> None:
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.settimeout(PATIENCE_SECONDS)
         name = f"weightcast-fake-{os.getpid()}-{id(self)}"
-        self.address = f"ipc://@{name}"
+        self.address = Address("ipc", f"unix:@{name}", "0" * 64).url
         self._listener.bind("\0" + name)
         self._listener.listen()
         self._accepting = Background(self._welcome)
@@ -131,7 +133,7 @@ class FakeSender:
         sock, _ = self._listener.accept()
         sock.settimeout(PATIENCE_SECONDS)
         sock.recv(1 << 16)
-        sock.send(encode(Welcome()))
+        sock.send(frame(Heartbeat()))
         return sock
 
     def connect(self) -> tuple[IpcReceiver, socket.socket]:
@@ -158,6 +160,10 @@ def _ready(**changes: int) -> BucketReady:
     return BucketReady(**{**fields, **changes})
 
 
+def framed(words: bytes) -> bytes:
+    return len(words).to_bytes(4, "big") + words
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -168,10 +174,10 @@ def _ready(**changes: int) -> BucketReady:
         _ready(num_bytes=HEADER_BYTES - 1),
         _ready(num_bytes=HEADER_BYTES + 8193),
         SharedArena(2, SIZE_BYTES),
-        b"garbage",
-        b" " * (1 << 17),
-        b'{"kind":"ready","update":1,"generation":1,"index":0,"offset_bytes":-8,"num_bytes":8448}',
-        b'{"kind":"released","update":1,"generation":1,"index":0}',
+        framed(b"garbage"),
+        (MAX_LINK_MESSAGE_BYTES + 1).to_bytes(4, "big"),
+        framed(b'{"kind":"ready","update":1,"generation":1,"index":0,"offset_bytes":-8,"num_bytes":8448}'),
+        framed(b'{"kind":"released","update":1,"generation":1,"index":0}'),
     ],
     ids=[
         "generation",
@@ -191,11 +197,12 @@ def test_a_receiver_trusts_no_record(fake: tuple[IpcReceiver, socket.socket], re
     receiver, sock = fake
     receiver.open(numbered(), version(1), staged=True)
     descriptor = _memory()
-    socket.send_fds(sock, [encode(SharedArena(1, SIZE_BYTES))], [descriptor])
+    socket.send_fds(sock, [frame(SharedArena(1, SIZE_BYTES))], [descriptor])
     os.close(descriptor)
-    sock.send(encode(BEGIN))
-    sock.send(record if isinstance(record, bytes) else encode(record))  # type: ignore[arg-type]
-    with pytest.raises(ManifestError):
+    sock.send(frame(BEGIN))
+    sock.send(record if isinstance(record, bytes) else frame(record))  # type: ignore[arg-type]
+    # What is no record ends the link; what can't be true is the iteration's to find.
+    with pytest.raises(PeerDiedError if isinstance(record, bytes) else ManifestError):
         next(iter(receiver))
 
 
@@ -203,7 +210,7 @@ def test_an_arena_that_could_vanish_ends_the_connection(fake: tuple[IpcReceiver,
     receiver, sock = fake
     receiver.open(numbered(), version(1), staged=True)
     descriptor = _memory(seals=0)
-    socket.send_fds(sock, [encode(SharedArena(1, SIZE_BYTES))], [descriptor])
+    socket.send_fds(sock, [frame(SharedArena(1, SIZE_BYTES))], [descriptor])
     os.close(descriptor)
     with pytest.raises(ManifestError, match="seals"):
         next(iter(receiver))
@@ -216,9 +223,9 @@ def test_superfluous_descriptors_are_closed(fake: tuple[IpcReceiver, socket.sock
     receiver.open(numbered(), version(1), staged=True)
     reader, writer = os.pipe()
     descriptor = _memory()
-    socket.send_fds(sock, [encode(KeepAlive())], [writer])
-    socket.send_fds(sock, [encode(SharedArena(1, SIZE_BYTES))], [descriptor, writer])
-    socket.send_fds(sock, [encode(SharedArena(2, SIZE_BYTES))], [writer, descriptor])
+    socket.send_fds(sock, [frame(KeepAlive())], [writer])
+    socket.send_fds(sock, [frame(SharedArena(1, SIZE_BYTES))], [descriptor, writer])
+    socket.send_fds(sock, [frame(SharedArena(2, SIZE_BYTES))], [writer, descriptor])
     for open_here in (descriptor, writer):
         os.close(open_here)
     with pytest.raises(ManifestError):
@@ -231,14 +238,14 @@ def test_buckets_of_an_arena_that_was_replaced_are_still_read(fake: tuple[IpcRec
     receiver, sock = fake
     manifest = numbered()
     receiver.open(manifest, version(1), staged=True)
-    sock.send(encode(BEGIN))
+    sock.send(frame(BEGIN))
     arenas = []
     for index in range(2):
         arena = OwnedSharedArena(index + 1, SIZE_BYTES)
         record, descriptor = arena.announcement()
-        socket.send_fds(sock, [encode(record)], [descriptor])
+        socket.send_fds(sock, [frame(record)], [descriptor])
         arena.buffers.get(0, 0, HEADER_BYTES, SIZE_BYTES - HEADER_BYTES).payload.fill_(index + 1)
-        sock.send(encode(_ready(generation=index + 1, index=index)))
+        sock.send(frame(_ready(generation=index + 1, index=index)))
         arenas.append(arena)
     buckets = iter(receiver)
     for index in range(2):
@@ -256,16 +263,16 @@ def test_an_attempt_that_was_given_up_before_the_sender_had_heard_so_is_not_the_
     receiver.end()
     arena = OwnedSharedArena(1, SIZE_BYTES)
     record, descriptor = arena.announcement()
-    socket.send_fds(sock, [encode(record)], [descriptor])
+    socket.send_fds(sock, [frame(record)], [descriptor])
     for index in range(2):
         start = index * SIZE_BYTES // 2
         arena.buffers.get(index, start, start + HEADER_BYTES, 8192).payload.fill_(index + 1)
-    sock.send(encode(BEGIN))
-    sock.send(encode(_ready()))
+    sock.send(frame(BEGIN))
+    sock.send(frame(_ready()))
     receiver.open(numbered(), version(1), staged=True)
     buckets = Background(lambda: next(iter(receiver)))
-    sock.send(encode(BeginUpdate(version=1, update=2, staged=True, num_buckets=5, opening=2)))
-    sock.send(encode(_ready(update=2, offset_bytes=SIZE_BYTES // 2)))
+    sock.send(frame(BeginUpdate(version=1, update=2, staged=True, num_buckets=5, opening=2)))
+    sock.send(frame(_ready(update=2, offset_bytes=SIZE_BYTES // 2)))
     payload = buckets.result().buffer.payload
     assert torch.equal(payload, torch.full_like(payload, 2))
     arena.close(free=False)
@@ -278,10 +285,10 @@ def test_a_version_that_was_given_up_costs_the_next_version_nothing(fake: tuple[
     receiver.end()
     arena = OwnedSharedArena(1, SIZE_BYTES)
     record, descriptor = arena.announcement()
-    socket.send_fds(sock, [encode(record)], [descriptor])
+    socket.send_fds(sock, [frame(record)], [descriptor])
     receiver.open(numbered(), version(1), staged=True)
-    sock.send(encode(msgspec.structs.replace(BEGIN, opening=2)))
-    sock.send(encode(_ready()))
+    sock.send(frame(msgspec.structs.replace(BEGIN, opening=2)))
+    sock.send(frame(_ready()))
     assert Background(lambda: next(iter(receiver)).index).result() == 0
     arena.close(free=False)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from weightcast import registry
 from weightcast.errors import WeightcastError
+from weightcast.host.deadline import Deadline
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Background, numbered, read_all, send, version
 
 PEERS = ("a", "b")
@@ -89,6 +90,10 @@ class Run:
         elif event == "reconnect":
             self._receivers["a"].close()
             self._receivers["a"] = self._connect("a")
+        if event != "none" and "a" in readers:
+            # By reference it is heard at once, from another process a little later.
+            polls = Deadline(PATIENCE_SECONDS).polls(0.0001, 0.01)
+            assert event == "abort" or any("a" in self._sender.failures for _ in polls)
 
 
 def _send_with_event(sender: Any, step: Step, manifest: Any, number: int, happen: Any) -> bool:

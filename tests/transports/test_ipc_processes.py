@@ -7,13 +7,13 @@ import gc
 import math
 import os
 import re
-import select
 import signal
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transports.conftest import Ends
@@ -35,7 +35,6 @@ from weightcast.transports.ipc import IpcReceiver
 
 MODES = pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])
 NUM_BUCKETS = 6
-_poll = select.poll
 
 
 @pytest.fixture
@@ -191,24 +190,18 @@ def _usage() -> tuple[Counter[str], int, int]:
 
 
 def test_closing_ends_the_wait_of_another_thread(ipc_ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that receives for others closes its sender while its stream waits for them."""
     # A keep-alive that is due would end the wait as well.
     monkeypatch.setattr(sending, "_MAX_SIGN_SECONDS", math.inf)
-    sender, manifest, polls = ipc_ends.sender(6 * PATIENCE_SECONDS), numbered(NUM_BUCKETS), threading.Event()
+    sender: Any = ipc_ends.sender(6 * PATIENCE_SECONDS)
+    manifest, is_waiting, wait = numbered(NUM_BUCKETS), threading.Event(), sender.condition.wait
 
-    class Poller:
-        def __init__(self) -> None:
-            self._poller = _poll()
-            self.register = self._poller.register
+    def waiting(seconds: float) -> None:
+        is_waiting.set()
+        wait(seconds)
 
-        def poll(self, milliseconds: float) -> list[tuple[int, int]]:
-            if milliseconds > 0:
-                polls.set()
-            return self._poller.poll(milliseconds)
-
-    monkeypatch.setattr(select, "poll", Poller)
+    monkeypatch.setattr(sender.condition, "wait", waiting)
     waits = Background(lambda: sender.open(manifest, version(1), peers=["absent"], staged=True))
-    assert polls.wait(PATIENCE_SECONDS)
+    assert is_waiting.wait(PATIENCE_SECONDS)
     Background(sender.close).result()
     with pytest.raises(ClosedError):
         waits.result()

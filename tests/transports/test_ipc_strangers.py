@@ -7,13 +7,16 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from transports.conftest import Ends
 
 from weightcast.errors import PeerDiedError
-from weightcast.format.manifest import decode, encode
+from weightcast.format.messages import MAX_LINK_MESSAGE_BYTES, Heartbeat, Hello
+from weightcast.host.memory import host_identity
+from weightcast.links import link as links
+from weightcast.links.link import Frames, frame
 from weightcast.seams.transport import Sender
 from weightcast.testing.transport_kit import (
     OTHER_RUN,
@@ -26,30 +29,32 @@ from weightcast.testing.transport_kit import (
     send_all,
     version,
 )
-from weightcast.transports.ipc import channel as ipc_channel
-from weightcast.transports.ipc import receiver as ipc_receiver
-from weightcast.transports.ipc.records import (
-    MAX_RECORD_BYTES,
-    IpcHello,
-    Refused,
-    ToReceiver,
-)
+from weightcast.transports.ipc.records import ToReceiver
 from weightcast.transports.ipc.sender import IpcSender
-from weightcast.transports.records import KeepAlive, Opened, Released, UpdateAborted, UpdateEnded
+from weightcast.transports.linked import parse_address
+from weightcast.transports.records import KeepAlive, Opened, Released, UpdateEnded
 
-HOSTILE_PACKETS = {
-    "garbage": b"\x00\xff" * 50,
-    "truncated": encode(IpcHello(RUN, "engine"))[:-3],
-    "not a record": b"[1, 2, 3]",
-    "unknown kind": b'{"kind":"exec","code":"1"}',
-    "not a hello": encode(Opened(1, 1)),
-    "the other direction": b'{"kind":"welcome"}',
-    "other run": encode(IpcHello(OTHER_RUN, "engine")),
-    "bad run": b'{"kind":"hello","run":"xyz","peer":"engine","protocol":3}',
-    "other protocol": encode(IpcHello(RUN, "engine", protocol=1)),
-    "long name": encode(IpcHello(RUN, "x" * 5000)),
-    "oversized": b"{" + b" " * (MAX_RECORD_BYTES + 100),
-    "deeply nested": b"[" * 30_000,
+LENGTH = (100).to_bytes(4, "big")
+
+
+def _hello(sender: Sender, peer: str, **changes: object) -> bytes:
+    fields = {"run": RUN, "engine": peer, "engine_rank": 0, "secret": parse_address(sender.address).secret}
+    return frame(Hello(**{**fields, "host": host_identity(), **changes}))  # type: ignore[arg-type]
+
+
+HOSTILE: dict[str, Callable[[Sender], bytes]] = {
+    "garbage": lambda sender: LENGTH + b"\x00\xff" * 50,
+    "not a record": lambda sender: frame([1, 2, 3]),  # type: ignore[arg-type]
+    "unknown kind": lambda sender: LENGTH + b'{"kind":"exec","code":"1"}'.ljust(100),
+    "not a hello": lambda sender: frame(Opened(1, 1)),
+    "the other direction": lambda sender: frame(Heartbeat()),
+    "other run": lambda sender: _hello(sender, "engine", run=OTHER_RUN),
+    "bad run": lambda sender: _hello(sender, "engine", run="xyz"),
+    "wrong secret": lambda sender: _hello(sender, "engine", secret="0" * 64),
+    "other protocol": lambda sender: _hello(sender, "engine", protocol=1),
+    "long name": lambda sender: _hello(sender, "x" * 5000),
+    "oversized": lambda sender: (MAX_LINK_MESSAGE_BYTES + 1).to_bytes(4, "big"),
+    "deeply nested": lambda sender: (30_000).to_bytes(4, "big") + b"[" * 30_000,
 }
 
 
@@ -60,18 +65,17 @@ def sockets() -> Iterator[contextlib.ExitStack]:
 
 
 def _connect(sender: Sender, sockets: contextlib.ExitStack) -> socket.socket:
-    sock = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    sock = sockets.enter_context(links.connect(parse_address(sender.address).link, PATIENCE_SECONDS))
     sock.settimeout(PATIENCE_SECONDS)
-    sock.connect("\0" + sender.address.removeprefix("ipc://@"))
     return sock
 
 
 def _hear_the_end(sock: socket.socket) -> list[object]:
     """Every record up to the end of the connection."""
-    records: list[object] = []
+    frames, records = Frames(ToReceiver), list[object]()
     with contextlib.suppress(ConnectionResetError):
-        while data := sock.recv(MAX_RECORD_BYTES):
-            records.append(decode(data, ToReceiver))
+        while data := sock.recv(1 << 16):
+            records += frames.feed(data)
     return records
 
 
@@ -85,29 +89,27 @@ def _publish(ends: Ends, sender: Sender, number: int) -> None:
     assert not sender.failures
 
 
-@pytest.mark.parametrize("kind", HOSTILE_PACKETS)
+@pytest.mark.parametrize("kind", HOSTILE)
 def test_who_does_not_say_a_proper_hello_is_disconnected(
     ipc_ends: Ends, sockets: contextlib.ExitStack, kind: str
 ) -> None:
     sender = ipc_ends.sender()
     stranger = _connect(sender, sockets)
-    stranger.send(HOSTILE_PACKETS[kind])
-    answer = _hear_the_end(stranger)
-    assert all(isinstance(record, Refused) for record in answer)
-    assert bool(answer) == (kind in ("other run", "other protocol", "not a hello"))
+    stranger.sendall(HOSTILE[kind](sender))
+    assert _hear_the_end(stranger) == []
     _publish(ipc_ends, sender, 1)
 
 
 def test_silent_strangers_are_turned_out_and_keep_nobody_out(
     ipc_ends: Ends, sockets: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ipc_channel, "_HELLO_SECONDS", 0.3)
-    monkeypatch.setattr(ipc_channel, "_MAX_STRANGERS", 4)
-    sender = ipc_ends.sender()
+    monkeypatch.setattr(links, "_HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(links, "_MAX_STRANGERS", 4)
+    sender = ipc_ends.sender(deadline_seconds=1.0)
     strangers = [_connect(sender, sockets) for _ in range(9)]
-    _publish(ipc_ends, sender, 1)
     for stranger in strangers:
         assert _hear_the_end(stranger) == []
+    _publish(ipc_ends, sender, 1)
 
 
 def test_another_user_is_refused_on_both_ends(ipc_ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,11 +118,13 @@ def test_another_user_is_refused_on_both_ends(ipc_ends: Ends, monkeypatch: pytes
     with pytest.raises(PeerDiedError, match="user"):
         ipc_ends.receiver(sender)
 
-    def trusting(sock: socket.socket) -> None:
-        pass
+    def trusting(address: str, timeout_seconds: float) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect("\0" + address.removeprefix("unix:@"))
+        return sock
 
-    monkeypatch.setattr(ipc_receiver, "check_same_user", trusting)
-    with pytest.raises(PeerDiedError, match="closed the connection"):
+    monkeypatch.setattr(links, "connect", trusting)
+    with pytest.raises(PeerDiedError, match=r"ended the link at once|no publisher answers"):
         ipc_ends.receiver(sender)
     monkeypatch.undo()
     _publish(ipc_ends, sender, 1)
@@ -130,9 +134,9 @@ def test_descriptors_that_come_unasked_are_closed(ipc_ends: Ends, sockets: conte
     sender = ipc_ends.sender()
     stranger = _connect(sender, sockets)
     reader, writer = os.pipe()
-    socket.send_fds(stranger, [encode(IpcHello(RUN, "engine"))], [writer] * 3)
+    socket.send_fds(stranger, [_hello(sender, "engine")], [writer] * 3)
     os.close(writer)
-    stranger.recv(MAX_RECORD_BYTES)
+    stranger.recv(1 << 16)
     # The end of the pipe shows that no copy of its other end is open any more.
     assert os.read(reader, 1) == b""
     os.close(reader)
@@ -140,32 +144,35 @@ def test_descriptors_that_come_unasked_are_closed(ipc_ends: Ends, sockets: conte
 
 
 @pytest.mark.parametrize(
-    "packet",
-    [b"garbage", b"{" * 1000, b" " * (MAX_RECORD_BYTES + 1), b'{"kind":"released","version":-1,"update":1}'],
+    "words",
+    [
+        LENGTH + b"garbage".ljust(100),
+        LENGTH + b"{" * 100,
+        (MAX_LINK_MESSAGE_BYTES + 1).to_bytes(4, "big"),
+        LENGTH + b'{"kind":"released","version":-1,"update":1}'.ljust(100),
+    ],
     ids=["garbage", "nested", "oversized", "negative"],
 )
 def test_a_receiver_that_turns_to_garbage_is_dropped_and_named(
-    ipc_ends: Ends, sockets: contextlib.ExitStack, packet: bytes
+    ipc_ends: Ends, sockets: contextlib.ExitStack, words: bytes
 ) -> None:
     sender, manifest = ipc_ends.sender(), numbered(6)
     rogue, lively = _connect(sender, sockets), ipc_ends.receiver(sender, "lively")
-    rogue.send(encode(IpcHello(RUN, "rogue")))
-    rogue.send(encode(Opened(1, 1)))
+    rogue.sendall(_hello(sender, "rogue") + frame(Opened(1, 1)))
     lively.open(manifest, version(1), staged=False)
     sender.open(manifest, version(1), peers=["rogue", "lively"], staged=False)
     reader = Background(read_all, lively, manifest, 1)
-    rogue.send(packet)
+    rogue.sendall(words)
+    assert _hear_the_end(rogue)
     send_all(sender, manifest, 1)
     assert len(reader.result()) == 6
     assert {name: type(error) for name, error in sender.failures.items()} == {"rogue": PeerDiedError}
-    assert "no valid record" in str(sender.failures["rogue"])
 
 
 def test_releases_of_other_updates_and_buckets_free_nothing(ipc_ends: Ends, sockets: contextlib.ExitStack) -> None:
     sender, manifest = ipc_ends.sender(deadline_seconds=0.4), numbered(3)
     rogue = _connect(sender, sockets)
-    rogue.send(encode(IpcHello(RUN, "rogue")))
-    rogue.send(encode(Opened(7, 1)))
+    rogue.sendall(_hello(sender, "rogue") + frame(Opened(7, 1)))
     sender.open(manifest, version(7), peers=["rogue"], staged=False)
     send(sender, manifest, 7, 0)
     send(sender, manifest, 7, 1)
@@ -175,39 +182,44 @@ def test_releases_of_other_updates_and_buckets_free_nothing(ipc_ends: Ends, sock
         Released(update=1, generation=1, index=1),
         Released(update=1, generation=1, index=4_000_000_000),
         UpdateEnded(version=6, update=999),
-        IpcHello(RUN, "rogue"),
     ):
-        rogue.send(encode(record))
+        rogue.sendall(frame(record))
     send(sender, manifest, 7, 2)
     assert "released nothing" in str(sender.failures["rogue"])
 
 
-def test_a_peer_without_room_for_the_end_of_an_update_is_told_later(
+def test_a_peer_that_reads_nothing_is_waited_for_and_one_without_room_for_the_end_is_disconnected(
     ipc_ends: Ends, sockets: contextlib.ExitStack
 ) -> None:
-    """It is alive, and only behind: it need not connect again."""
     sender, manifest = ipc_ends.sender(), numbered(6)
     assert isinstance(sender, IpcSender)
     slow = _connect(sender, sockets)
-    slow.send(encode(IpcHello(RUN, "slow")))
-    slow.send(encode(Opened(1, 1)))
-    sender.open(manifest, version(1), peers=["slow"], staged=False)
-    while sender._peers["slow"].channel.send(KeepAlive()):
+    slow.sendall(_hello(sender, "slow") + frame(Opened(1, 1)))
+    sender.open(manifest, version(1), peers=["slow"], staged=True)
+    link = sender._peers["slow"].link
+    while link.put(frame(KeepAlive())):
+        pass
+    sending = Background(send, sender, manifest, 1, 0)
+    assert not sending.is_done_within(0.2)
+    # The kernel says that there is room only once much has been read.
+    while not sending.is_done_within(0.01):
+        slow.recv(1 << 16)
+    sending.result()
+    assert not sender.failures
+    while link.put(frame(KeepAlive())):
         pass
     sender.abort("the test ends it")
-    assert sender.connected(["slow"]) == ["slow"]
-    heard = list[object]()
-    while not any(isinstance(record, UpdateAborted) for record in heard):
-        heard.append(decode(slow.recv(MAX_RECORD_BYTES), ToReceiver))
-        assert sender.failures == {}
+    assert sender.connected(["slow"]) == []
+    assert "takes no messages" in link.ended
+    _hear_the_end(slow)
 
 
 _OUT_OF_DESCRIPTORS = """
 import os, resource, socket, sys
 from weightcast.testing.transport_kit import RUN, PATIENCE_SECONDS
-from weightcast.transports.ipc.channel import Listener
-from weightcast.transports.ipc.receiver import IpcReceiver
-import weightcast.transports.ipc.channel as module
+from weightcast.transports.ipc import IpcReceiver, IpcSender
+from weightcast.transports.linked import parse_address
+import weightcast.links.link as module
 
 class FailedOnce(module.AcceptLog):
     def failed(self, error):
@@ -219,14 +231,14 @@ module.AcceptLog = FailedOnce
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-listener = Listener(RUN)
-client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sender = IpcSender(run=RUN)
+client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, hard))
-client.connect("\\0" + listener.address.removeprefix("ipc://@"))
+client.connect("\\0" + parse_address(sender.address).link.removeprefix("unix:@"))
 os.read(reader, 1), os.read(reader, 1)
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
-IpcReceiver(listener.address, peer="engine", run=RUN, deadline_seconds=PATIENCE_SECONDS).close()
-listener.close()
+IpcReceiver(sender.address, peer="engine", run=RUN, deadline_seconds=PATIENCE_SECONDS).close()
+sender.close()
 print("connected")
 """
 

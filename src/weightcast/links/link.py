@@ -1,5 +1,7 @@
 """A worker's connection to its publisher, from both ends: hello, verdicts, heartbeats. If it ends, the peer has gone.
 
+A thread that waits for a message reads the link itself; a thread of the link reads while nobody waits.
+
 Frames are a 4-byte big-endian length and one JSON record: of `format.messages`, or of a transport that keeps a link of
 its own. Invariants: nothing but a Hello with the run's secret opens a link; a link that ends (EOF, garbage, or silence
 past the lease) is closed for good and wakes every thread that waits on it; no wait is without a deadline.
@@ -8,13 +10,13 @@ Addresses: `unix:@NAME` (abstract, one host, same user only) or `tcp:HOST:PORT`.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import hmac
 import logging
 import os
 import secrets
 import select
-import selectors
 import socket
 import struct
 import threading
@@ -49,12 +51,26 @@ _HELLO_SECONDS = 10.0
 _MAX_STRANGERS = 128
 _LOST_HOST_SECONDS = 30.0
 _ASK_SECONDS = 0.5
+_LINGER_SECONDS = 0.1
+"""For so long after a wait the background thread leaves the sockets to the thread that waited: it comes back for the
+next bucket, and reads what has come by then."""
+
+_ONE_HOST = (
+    ". Both ends have to be of one user, on one host and in one network namespace (one container or pod, or "
+    "--network=host)"
+)
 
 M = TypeVar("M", bound=msgspec.Struct)
 
 
 def _ignore(what: object) -> None:
-    """What a link does with messages that nobody asked for, and with its end once it was closed."""
+    """What is done with messages that nobody asked for, and with events and the end of a link that was closed."""
+
+
+def _shut_down(sock: socket.socket) -> None:
+    """End the connection, for both directions; the descriptor stays."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -108,11 +124,118 @@ def check_same_user(sock: socket.socket) -> None:
         raise PermissionError(f"the peer runs as user {uid}, this process as {os.geteuid()}")
 
 
+class ReadingCondition(threading.Condition):
+    """A condition whose waiters read sockets. It guards them, and all that is made of what they bring.
+
+    A thread that only reads, for others that wait, would cost a switch of threads for every record of a transport, and
+    take the interpreter's lock from the thread that packs or installs meanwhile.
+
+    Register sockets in `poller`; `on_ready(events)` reads those that may have something, and ignores what it does not
+    know. It is called with the condition held, by any thread that waits; it must neither wait nor raise. One waiter
+    polls at a time. The others wait to be notified, and one of them polls once that waiter has left. A background
+    thread polls in `wait_unattended`, while nobody else waits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_ready: Callable[[list[tuple[int, int]]], None] = _ignore
+        self.poller = select.epoll()
+        with on_failure(self.poller.close):
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.poller.register(self._wake, select.EPOLLIN)
+        self._is_polled = False
+        self._is_polled_in_background = False
+        self._is_closed = False
+        self._waited_at = 0.0
+        """When a thread other than the background one waited last."""
+        self._alert = threading.Event()
+
+    def read(self) -> None:
+        """Read what has come by now. Does not wait; the caller holds the condition. Not to be called in `on_ready`."""
+        if not self._is_closed and (events := self.poller.poll(0)):
+            # The wake-up is left for the thread that polls.
+            self.on_ready(events)
+            self.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until something is read, or to be notified; may return earlier. The caller holds the condition once."""
+        self._waited_at = time.monotonic()
+        if self._is_closed or self._is_polled:
+            if self._is_polled_in_background:
+                os.eventfd_write(self._wake, 1)
+            return super().wait(timeout)
+        try:
+            self._poll(timeout)
+        finally:
+            self._waited_at = time.monotonic()
+        return True
+
+    def wait_unattended(self, seconds: float) -> None:
+        """Wait in the one background thread, at most that long. The caller holds the condition once."""
+        if self._is_polled or time.monotonic() < self._waited_at + _LINGER_SECONDS:
+            # Not on the condition, which is notified of every record.
+            self.release()
+            try:
+                self._alert.wait(min(seconds, _LINGER_SECONDS))
+            finally:
+                self.acquire()
+            return
+        self._is_polled_in_background = True
+        try:
+            self._poll(seconds)
+        finally:
+            self._is_polled_in_background = False
+
+    def notify_all(self) -> None:
+        """Wake all waiters, also the one that polls."""
+        super().notify_all()
+        if self._is_polled:
+            os.eventfd_write(self._wake, 1)
+
+    def alert(self) -> None:
+        """Wake all waiters and, from now on, the background thread: it has to end. The caller holds the condition."""
+        self._alert.set()
+        self.notify_all()
+
+    def close(self) -> None:
+        """Stop reading and free everything: from now on this is a condition like any other. Idempotent."""
+        with self:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self.notify_all()
+            # The thread that polls was woken, and only comes back for the condition.
+            while self._is_polled:
+                super().wait()
+            self.on_ready = _ignore
+            self.poller.close()
+            os.close(self._wake)
+
+    def _poll(self, seconds: float | None) -> None:
+        """Let go of the condition until a socket has something or this is woken, then read what is there."""
+        events: list[tuple[int, int]] = []
+        self._is_polled = True
+        self.release()
+        try:
+            events = self.poller.poll(seconds)
+        finally:
+            self.acquire()
+            self._is_polled = False
+            # Another waiter polls from now on, also if this one was interrupted.
+            super().notify_all()
+        if (self._wake, select.EPOLLIN) in events:
+            os.eventfd_read(self._wake)
+            events.remove((self._wake, select.EPOLLIN))
+        if events and not self._is_closed:
+            self.on_ready(events)
+
+
 class WorkerLink:
     """The worker's end. `on_end(reason)` is called once, from the link's own thread, when the publisher has gone:
     its process ended, it closed the link, or nothing came for `lease_seconds`. Not called after `close`.
 
-    `on_message(message)` is called for everything but heartbeats, from the same thread: it must not wait.
+    `on_message(message)` is called for everything but heartbeats, by any thread that waits on the condition, which it
+    holds then, or by the link's own: it must not wait.
     """
 
     def __init__(
@@ -125,26 +248,37 @@ class WorkerLink:
         on_message: Callable[[Any], None] = _ignore,
         messages: Any = LinkMessage,
         connect_seconds: float = 30.0,
+        condition: ReadingCondition | None = None,
     ) -> None:
-        """Connect and say hello. Raises PeerDiedError if no process accepts at `address`."""
+        """Connect and say hello. `condition`: what the link is read under, which it closes; by default one of its own.
+
+        Raises PeerDiedError if no process accepts at `address`.
+        """
         self._lease_seconds = lease_seconds
         self._on_end = on_end
         self._on_message = on_message
         self._frames = Frames(messages)
-        self._lock = threading.Lock()
+        self._sending = threading.Lock()
         self._closed = False
-        self._heard = threading.Event()
+        self._is_welcome = False
         self._heard_at = time.monotonic()
-        self._is_over = False
-        try:
-            self._sock = connect(address, connect_seconds)
-            with on_failure(self._sock.close):
-                self._sock.settimeout(lease_seconds)
-                self.send(hello)
-        except OSError as exc:
-            if short := shortage(exc):
-                raise WeightcastError(f"the link to the publisher at {address} can't be opened: {short}") from exc
-            raise PeerDiedError(f"no publisher answers at {address}: {exc}", peer="trainer") from exc
+        self.over = ""
+        """Why nothing is read any more, or empty; `on_end` follows."""
+        self._descriptor: int | None = None
+        self._condition = condition or ReadingCondition()
+        with on_failure(self._condition.close):
+            try:
+                self._sock = connect(address, connect_seconds)
+                with on_failure(self._sock.close):
+                    self._sock.setblocking(False)
+                    self.send(hello)
+            except OSError as exc:
+                if short := shortage(exc):
+                    raise WeightcastError(f"the link to the publisher at {address} can't be opened: {short}") from exc
+                where = _ONE_HOST if address.startswith("unix:") else ""
+                raise PeerDiedError(f"no publisher answers at {address}: {exc}{where}", peer="trainer") from exc
+        self._condition.on_ready = self._read
+        self._condition.poller.register(self._sock, select.EPOLLIN)
         self._thread = awaited_at_exit(self._watch, "weightcast-link")
 
     @property
@@ -154,16 +288,26 @@ class WorkerLink:
         return str(name[0]) if isinstance(name, tuple) else ""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one message. Raises OSError if the publisher has gone."""
-        with self._lock:
-            self._sock.sendall(frame(message))
+        """Send one message. Raises OSError if the publisher has gone, or takes nothing for `lease_seconds`."""
+        data = memoryview(frame(message))
+        with self._sending:
+            while data:
+                try:
+                    data = data[self._sock.send(data) :]
+                except BlockingIOError:
+                    poll = select.poll()
+                    poll.register(self._sock, select.POLLOUT)
+                    if not poll.poll(self._lease_seconds * 1000):
+                        raise TimeoutError(f"the publisher took nothing for {self._lease_seconds:g} s") from None
 
     def await_welcome(self, timeout_seconds: float) -> None:
         """Wait until the publisher knows of this link. Raises PeerDiedError, PeerTimeoutError."""
-        if not self._heard.wait(timeout_seconds):
-            raise PeerTimeoutError(f"no sign of the publisher {timeout_seconds:g} s after a hello", peer="trainer")
-        if self._is_over:
+        with self._condition:
+            self._condition.wait_for(lambda: self._is_welcome or self.over, timeout_seconds)
+        if self.over and not self._is_welcome:
             raise PeerDiedError("the publisher ended the link at once: it may be of another run", peer="trainer")
+        if not self._is_welcome:
+            raise PeerTimeoutError(f"no sign of the publisher {timeout_seconds:g} s after a hello", peer="trainer")
 
     @property
     def silent_seconds(self) -> float:
@@ -180,47 +324,103 @@ class WorkerLink:
             return True
         return bool(poll.poll(0))
 
-    def close(self) -> None:
-        """Leave. Idempotent; from any thread."""
+    def read(self) -> None:
+        """Hand out what has come by now, without waiting. The caller holds the condition."""
+        self._condition.read()
+
+    def take_descriptor(self) -> int | None:
+        """The descriptor that came last over a Unix socket, once, to be closed by the caller; None if none did.
+
+        It comes with the message that is being handed out, so that this is to be called in `on_message`.
+        """
+        descriptor, self._descriptor = self._descriptor, None
+        return descriptor
+
+    def leave(self) -> None:
+        """End the link, by which the publisher knows that this end has gone. Does not wait; from any thread."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        _shut_down(self._sock)
+
+    def close(self) -> None:
+        """Leave and free everything. Idempotent; from any thread, but not in `on_message`."""
+        self.leave()
+        with self._condition:
+            self._end("it was closed")
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=10)
+        self._condition.close()
         self._sock.close()
+        self._keep_descriptor(None)
         # They refer to the link's owner, which refers to the link: it would live on until a collection.
         self._on_end = self._on_message = _ignore
 
     def _watch(self) -> None:
-        reason = "the publisher's process ended or closed the link"
+        with self._condition:
+            while not self.over:
+                remaining = self._lease_seconds - self.silent_seconds
+                if remaining > 0:
+                    self._condition.wait_unattended(remaining)
+                    continue
+                # Only after a look at what has come: it may be this process that stood still.
+                self._condition.read()
+                if self.silent_seconds >= self._lease_seconds:
+                    self._end(f"no heartbeat of the publisher for {self._lease_seconds:g} s")
+        if not self._closed:
+            # A publisher that wakes up learns from it that this end has gone.
+            _shut_down(self._sock)
+            self._on_end(self.over)
+
+    def _end(self, reason: str) -> None:
+        """Read nothing any more; the link's thread tells the owner. The first reason counts."""
+        if self.over:
+            return
+        self.over = reason
+        with contextlib.suppress(OSError, ValueError):  # In a child that was forked it was closed already.
+            self._condition.poller.unregister(self._sock)
+        self._condition.alert()
+
+    def _read(self, events: list[tuple[int, int]]) -> None:
         try:
-            while data := self._sock.recv(_READ_BYTES):
-                self._heard.set()
+            # To its end, if it has one: what came before the end may count for nothing by now.
+            while not self.over:
+                if not (data := self._receive()):
+                    self._end("the publisher's process ended or closed the link")
+                    return
                 self._heard_at = time.monotonic()
+                self._is_welcome = True
                 for message in self._frames.feed(data):
                     if not isinstance(message, Heartbeat):
                         self._on_message(message)
-        except TimeoutError:
-            reason = f"no heartbeat of the publisher for {self._lease_seconds:g} s"
+        except BlockingIOError:
+            return
         except Exception as exc:
             # Whatever it is, the owner must learn that nobody reads the link any more.
-            reason = f"the link broke: {shortage(exc) or exc}"
-        if not self._heard.is_set():
-            self._is_over = True
-            self._heard.set()
-        if not self._closed:
-            # A publisher that wakes up learns from it that this end has gone.
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
-            self._on_end(reason)
+            self._end(f"the link broke: {shortage(exc) or exc}")
+
+    def _receive(self) -> bytes:
+        if self._sock.family != socket.AF_UNIX:
+            return self._sock.recv(_READ_BYTES)
+        # More descriptors than one at once are closed by the kernel.
+        data, descriptors, _, _ = socket.recv_fds(self._sock, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        for descriptor in descriptors:
+            self._keep_descriptor(descriptor)
+        return data
+
+    def _keep_descriptor(self, descriptor: int | None) -> None:
+        """Keep that one, and no former one that nobody has taken."""
+        former, self._descriptor = self._descriptor, descriptor
+        if former is not None:
+            os.close(former)
 
 
 class Link:
     """The publisher's end of one worker's connection. Made by a LinkListener, which reads it."""
 
-    def __init__(self, sock: socket.socket, condition: threading.Condition, messages: Any) -> None:
+    def __init__(self, sock: socket.socket, condition: ReadingCondition, messages: Any) -> None:
         self.engine = ""
         self.engine_rank = 0
+        self.peer = ""
+        """Which worker it is: the engine, with its rank unless that is 0."""
         self.host = ""
         """Equal for workers that share a host's memory; empty for one that does not say."""
         self.memory = ""
@@ -232,14 +432,12 @@ class Link:
         self._messages: list[Any] = []
         self.ended = ""
         """Why the link ended, or empty."""
+        self.has_left = False
+        """Whether the worker ended it: its process ended, or closed the link."""
 
     @property
     def is_alive(self) -> bool:
         return not self.ended
-
-    @property
-    def peer(self) -> str:
-        return f"{self.engine}#{self.engine_rank}" if self.engine_rank else self.engine
 
     def wait(self, kind: type[M], version: int, deadline_seconds: float) -> M:
         """Wait for the worker's message of this kind about this version.
@@ -277,6 +475,7 @@ class Link:
     def failures(self, version: int) -> list[ErrorRecord]:
         """What the worker has reported as failed of this version, without waiting."""
         with self._condition:
+            self._condition.read()
             found = [message for message in self._messages if isinstance(message, Failed)]
         return [message.error for message in found if message.version == version]
 
@@ -291,16 +490,27 @@ class Link:
         if not self.put(frame(message)):
             self.end("it takes no messages")
 
-    def put(self, data: bytes) -> bool:
-        """Write a whole frame at once, or nothing; a frame that was cut ends the link. False if there was no room."""
+    def put(self, data: bytes, descriptor: int | None = None) -> bool:
+        """Write a whole frame at once, or nothing; a frame that was cut ends the link. False if there was no room.
+
+        With a descriptor, over a Unix socket, if one is given.
+        """
         with self._condition:
             try:
-                num_sent = self._sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                rights = () if descriptor is None else (array.array("i", [descriptor]),)
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, right) for right in rights]
+                num_sent = self._sock.sendmsg([data], ancillary, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except OSError:
                 return False
             if num_sent < len(data):
                 self.end("it takes no messages")
             return True
+
+    def wake_for_room(self, is_wanted: bool) -> None:
+        """Have a wait on the condition end, or not any more, once more can be written."""
+        events = select.EPOLLIN | select.EPOLLOUT if is_wanted else select.EPOLLIN
+        with contextlib.suppress(OSError, ValueError):  # It was closed meanwhile.
+            self._condition.poller.modify(self._sock, events)
 
     def end(self, reason: str) -> None:
         """Close the link, by which the worker knows that the publisher has gone. Idempotent."""
@@ -308,14 +518,16 @@ class Link:
             if self.ended:
                 return
             self.ended = reason
-            # shutdown, not close: the listener's selector still holds the descriptor and closes it.
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+            # Not closed: the listener reads the end, and closes it.
+            _shut_down(self._sock)
             self._condition.notify_all()
 
 
 class LinkListener:
-    """The publisher's end of all links: accepts workers, reads their verdicts, sends heartbeats. One thread."""
+    """The publisher's end of all links: accepts workers, reads what they say, sends heartbeats.
+
+    A thread that waits on `condition` reads all links; a thread of the listener reads while nobody waits, and beats.
+    """
 
     def __init__(
         self,
@@ -333,27 +545,31 @@ class LinkListener:
         self.run = run
         self.secret = secrets.token_hex(32)
         self._heartbeat_seconds = heartbeat_seconds
-        self.condition = threading.Condition()
-        """Notified whenever a link opens, ends or brings a message."""
         self._messages = messages
         self._links: dict[tuple[str, int], Link] = {}
+        self._open_links: dict[int, Link] = {}
+        """Also those that have not said hello, by descriptor."""
+        self._is_closing = False
+        self._accept_at = 0.0
+        """When to accept again, after there was no descriptor; 0 if all is well."""
+        self._accept_log = AcceptLog(logger, "a worker's link")
         self._listener, self.address = _listen(run, host, port)
         self.port = 0 if host is None else int(self._listener.getsockname()[1])
         """The TCP port; 0 for a Unix socket."""
         with on_failure(self._listener.close):
-            self._wake_reader, self._wake_writer = map(close_in_child, socket.socketpair())
-            self._selector = selectors.DefaultSelector()
-        self._accept_log = AcceptLog(logger, "a worker's link")
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+            self.condition = ReadingCondition()
+            """Notified whenever a link opens, ends or brings a message."""
+        self.condition.on_ready = self._read
+        self.condition.poller.register(self._listener, select.EPOLLIN)
         self._thread = threading.Thread(target=self._serve, name="weightcast-links", daemon=True)
         self._thread.start()
 
     def links(self, engine: str | None = None) -> list[Link]:
         """The living links of an engine's workers, by engine rank; None: of all engines."""
         with self.condition:
-            living = [key for key, link in sorted(self._links.items()) if link.is_alive]
-            return [self._links[key] for key in living if engine in (None, key[0])]
+            self.condition.read()
+            links = [self._links[key] for key in sorted(self._links)]
+            return [link for link in links if not link.ended and engine in (None, link.engine)]
 
     def wait(
         self, engine: str, num_workers: int, deadline_seconds: float, *, ask: Callable[[], None] = lambda: None
@@ -386,44 +602,58 @@ class LinkListener:
     def close(self) -> None:
         """End every link and free everything. Idempotent."""
         if self._thread.is_alive():
-            self._wake_writer.close()
+            with self.condition:
+                self._is_closing = True
+                self.condition.alert()
             self._thread.join(timeout=10)
 
     def _serve(self) -> None:
-        heartbeat, next_beat = frame(Heartbeat()), time.monotonic()
+        next_beat = time.monotonic()
         try:
-            while True:
-                for key, _ in self._selector.select(max(0.0, next_beat - time.monotonic())):
-                    if key.fileobj is self._wake_reader:
-                        return
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    else:
-                        self._read(key.data)
-                if time.monotonic() >= next_beat:
-                    next_beat = time.monotonic() + self._heartbeat_seconds
-                    for link in self._open_links():
-                        if link.engine:
-                            # A full buffer means a stopped worker: its deadlines deal with that, not the heartbeat.
-                            link.put(heartbeat)
-                        elif time.monotonic() - link.opened_at > _HELLO_SECONDS:
-                            self._drop(link, "no hello")
+            with self.condition:
+                while not self._is_closing:
+                    now = time.monotonic()
+                    if now >= next_beat:
+                        next_beat = now + self._heartbeat_seconds
+                        self._beat()
+                    if self._accept_at and now >= self._accept_at:
+                        self._accept_at = 0.0
+                        self.condition.poller.modify(self._listener, select.EPOLLIN)
+                    self.condition.wait_unattended(min(next_beat, self._accept_at or next_beat) - now)
         finally:
-            for link in self._open_links():
-                self._drop(link, "the publisher was closed")
-            self._selector.close()
-            for sock in (self._listener, self._wake_reader, self._wake_writer):
-                sock.close()
+            with self.condition:
+                for link in list(self._open_links.values()):
+                    self._drop(link, "the publisher was closed")
+            self.condition.close()
+            self._listener.close()
+
+    def _beat(self) -> None:
+        heartbeat = frame(Heartbeat())
+        for link in list(self._open_links.values()):
+            if link.engine:
+                # A full buffer means a stopped worker: its deadlines deal with that, not the heartbeat.
+                link.put(heartbeat)
+            elif time.monotonic() - link.opened_at > _HELLO_SECONDS:
+                self._drop(link, "no hello")
+
+    def _read(self, events: list[tuple[int, int]]) -> None:
+        for descriptor, _ in events:
+            if link := self._open_links.get(descriptor):
+                self._hear(link)
+            elif descriptor == self._listener.fileno():
+                self._accept()
 
     def _accept(self) -> None:
         try:
             sock = close_in_child(self._listener.accept()[0])
-        except (ConnectionError, PermissionError):
+        except (BlockingIOError, ConnectionError, PermissionError):
             return
         except OSError as exc:
             # Out of descriptors, most likely: the connection stays in the queue, so don't spin on it.
             self._accept_log.failed(exc)
-            time.sleep(ACCEPT_RETRY_SECONDS)
+            self._accept_at = time.monotonic() + ACCEPT_RETRY_SECONDS
+            self.condition.poller.modify(self._listener, 0)
+            self.condition.notify_all()
             return
         with contextlib.suppress(OSError), on_failure(sock.close):
             if sock.family == socket.AF_UNIX:
@@ -432,15 +662,13 @@ class LinkListener:
                 # A host that vanished without a word is dead once nothing was acknowledged for as long.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_LOST_HOST_SECONDS * 1000))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if len(self._open_links()) - len(self._links) >= _MAX_STRANGERS:
+            if len(self._open_links) - len(self._links) >= _MAX_STRANGERS:
                 raise PermissionError("too many connections without a hello")
             sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ, Link(sock, self.condition, self._messages))
+            self.condition.poller.register(sock, select.EPOLLIN)
+            self._open_links[sock.fileno()] = Link(sock, self.condition, self._messages)
 
-    def _open_links(self) -> list[Link]:
-        return [key.data for key in self._selector.get_map().values() if key.data is not None]
-
-    def _read(self, link: Link) -> None:
+    def _hear(self, link: Link) -> None:
         try:
             data = link._sock.recv(_READ_BYTES)
             if not data:
@@ -450,6 +678,7 @@ class LinkListener:
         except BlockingIOError:
             return
         except (OSError, ManifestError) as exc:
+            link.has_left = link.is_alive and isinstance(exc, OSError)
             self._drop(link, str(exc))
 
     def _take(self, link: Link, message: LinkMessage) -> None:
@@ -462,30 +691,26 @@ class LinkListener:
             if not hmac.compare_digest(message.secret, self.secret):
                 raise ManifestError("a hello with a wrong secret")
             key = message.engine, message.engine_rank
-            with self.condition:
-                link.engine, link.engine_rank = key
-                link.host = "" if message.host is UNSET else message.host
-                link.memory = "" if message.memory is UNSET else message.memory
-                former = self._links.get(key)
-                self._links[key] = link
-                self.condition.notify_all()
+            link.engine, link.engine_rank = key
+            link.peer = f"{link.engine}#{link.engine_rank}" if link.engine_rank else link.engine
+            link.host = "" if message.host is UNSET else message.host
+            link.memory = "" if message.memory is UNSET else message.memory
+            former = self._links.get(key)
+            self._links[key] = link
             if former is not None:
                 former.end("the worker connected again")
             link.put(frame(Heartbeat()))
         elif not link.engine:
             raise ManifestError("the first message was no hello")
         else:
-            with self.condition:
-                link._messages.append(message)
-                self.condition.notify_all()
+            link._messages.append(message)
 
     def _drop(self, link: Link, reason: str) -> None:
         link.end(reason)
-        with self.condition:
-            if self._links.get((link.engine, link.engine_rank)) is link:
-                del self._links[link.engine, link.engine_rank]
-            self.condition.notify_all()
-        self._selector.unregister(link._sock)
+        if self._links.get((link.engine, link.engine_rank)) is link:
+            del self._links[link.engine, link.engine_rank]
+        del self._open_links[link._sock.fileno()]
+        self.condition.poller.unregister(link._sock)
         link._sock.close()
 
 

@@ -1,7 +1,7 @@
-"""Both ends of transports whose peers are connected by links: control records over TCP, to whoever has the secret.
+"""Both ends of transports whose peers are connected by links: control records, to whoever has the secret.
 
-A link's own thread reads it, so that everything here happens under the condition of the end, and it tells apart a peer
-that has gone from one that is silent. How bytes move is the transport's own.
+Links are read under the condition of the end, by any thread that waits on it or by the link's own, so that all of this
+happens under it; a peer that has gone is told apart from one that is silent. How bytes move is the transport's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weightcast.errors import ManifestError, WeightcastError
 from weightcast.format.messages import Digest256, Heartbeat, Hello
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
-from weightcast.links.link import Link, LinkListener, WorkerLink
+from weightcast.links.link import Link, LinkListener, ReadingCondition, WorkerLink
 from weightcast.transports.receiving import CONNECT_SECONDS, PeerReceiver, V
 from weightcast.transports.records import FromPeer, FromSender
 from weightcast.transports.sending import ConnectedPeer, SendingEnd, U, sign_seconds
@@ -40,6 +40,8 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
     """Listens at an address of this host. `peer_type`: what it makes for each receiver."""
 
     peer_type: type[L]
+    same_host = False
+    """Whether receivers are all on this host: they connect to a Unix socket, over which descriptors can be sent."""
 
     def __init__(self, url: str, *, run: str, deadline_seconds: float, records: Any, **options: Any) -> None:
         """Listen at the URL's host and port. `records`: the union of what receivers may send. `options`: of the base.
@@ -47,13 +49,14 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
         Raises ValueError, or OSError if the address can't be had.
         """
         scheme, host, port = parse_endpoint(url)
+        sign = sign_seconds(deadline_seconds)
         self._listener = LinkListener(
-            run, host=host, port=port, heartbeat_seconds=sign_seconds(deadline_seconds), messages=records
+            run, host=None if self.same_host else host, port=port, heartbeat_seconds=sign, messages=records
         )
         with on_failure(self._listener.close):
             condition = self._listener.condition
             super().__init__(run, deadline_seconds=deadline_seconds, condition=condition, **options)
-        self.address = Address(scheme, host, self._listener.port, self._listener.secret).url
+        self.address = Address(scheme, self._listener.address, self._listener.secret).url
 
     def close(self) -> None:
         try:
@@ -84,9 +87,8 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
         self._drop_if_gone(peer)
 
     def _drop_if_gone(self, peer: L) -> None:
-        if not peer.link.is_alive:
-            # The connection has ended; the process may live.
-            self._drop(peer, peer.died(peer.link.ended), may_be_reading=True)
+        if peer.link.ended:
+            self._drop(peer, peer.died(peer.link.ended), may_be_reading=not peer.link.has_left)
 
     def _drop(self, peer: L, error: WeightcastError, *, may_be_reading: bool) -> None:
         peer.link.end(f"the publisher gave this receiver up: {error}")
@@ -94,26 +96,32 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
 
 
 class LinkedReceiver(PeerReceiver[V]):
-    """Hears its sender in the link's thread."""
+    """Hears its sender in the thread that waits, or in the link's."""
 
-    def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float, records: Any) -> None:
-        """Connect to a sender's address. `records`: the union of what it may send.
+    def __init__(
+        self, url: str, *, peer: str, run: str, deadline_seconds: float, records: Any, lease_seconds: float = 0.0
+    ) -> None:
+        """Connect to a sender's address. `records`: the union of what it may send. `lease_seconds`: after how long a
+        silent sender has gone, by default `deadline_seconds`.
 
         All else that records need must be there already. Raises PeerDiedError, ManifestError.
         """
-        super().__init__(run, deadline_seconds)
         address = parse_address(url)
+        condition = ReadingCondition()
+        super().__init__(run, deadline_seconds, condition)
         self._publisher = f"the publisher at {address.url.rpartition('/')[0]}"
         connect_seconds = min(deadline_seconds, CONNECT_SECONDS)
-        with self._condition:
+        # Held, so that nothing is read before there is a link.
+        with condition:
             self._link = WorkerLink(
-                f"tcp:{address.host}:{address.port}",
+                address.link,
                 Hello(run, peer, 0, address.secret, host=host_identity()),
-                lease_seconds=deadline_seconds,
+                lease_seconds=lease_seconds or deadline_seconds,
                 on_end=self._on_end,
                 on_message=self._on_message,
                 messages=records,
                 connect_seconds=connect_seconds,
+                condition=condition,
             )
         with on_failure(self._link.close):
             # What is offered to this worker may be sent at once: by then the sender must know of it.
@@ -123,6 +131,10 @@ class LinkedReceiver(PeerReceiver[V]):
         super().close()
         self._link.close()
 
+    def _listen(self) -> None:
+        self._link.read()
+        self._ended = self._ended or self._link.over
+
     def _tell(self, record: msgspec.Struct) -> None:
         try:
             self._link.send(record)
@@ -131,9 +143,7 @@ class LinkedReceiver(PeerReceiver[V]):
             self._ended = self._ended or "it takes no records"
 
     def _on_message(self, record: Any) -> None:
-        with self._condition:
-            self._on_record(record)
-            self._condition.notify_all()
+        self._on_record(record)
 
     def _on_end(self, reason: str) -> None:
         with self._condition:
@@ -146,17 +156,23 @@ class LinkedReceiver(PeerReceiver[V]):
 
 
 class Address(NamedTuple):
-    """Where a sender is reached, and the secret that it asks for; printed and logged without it."""
+    """Where a sender's links are reached, and the secret that it asks for; printed and logged without it."""
 
     scheme: str
-    host: str
-    port: int
+    link: str
     secret: str
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}/{self.secret}"
+        kind, _, where = self.link.partition(":")
+        host, _, port = where.rpartition(":")
+        where = f"[{host}]:{port}" if kind == "tcp" and ":" in host else where
+        return f"{self.scheme}://{where}/{self.secret}"
+
+    @property
+    def port(self) -> int:
+        """The TCP port."""
+        return int(self.link.rpartition(":")[2])
 
 
 def parse_endpoint(url: str) -> tuple[str, str, int]:
@@ -182,9 +198,11 @@ def parse_address(url: str) -> Address:
     try:
         parts = urllib.parse.urlsplit(url)
         secret = msgspec.convert(parts.path.removeprefix("/"), Digest256)
+        if parts.netloc.startswith("@"):
+            return Address(parts.scheme, f"unix:{parts.netloc}", secret)
         if not parts.hostname or not parts.port:
             raise ValueError("it has no host or port")
-        return Address(parts.scheme, parts.hostname, parts.port, secret)
+        return Address(parts.scheme, f"tcp:{parts.hostname}:{parts.port}", secret)
     except (ValueError, msgspec.ValidationError) as exc:
         shown = url.rpartition("/")[0][:200]
         raise ManifestError(f"{shown!r} is not the address of a sender: {exc}", fault="invalid") from exc

@@ -103,7 +103,6 @@ class MemorySender(ArenaSender[MemoryPeer, MemoryArena]):
         for peer in self._peers.values():
             peer.gone = "the publisher was closed"
         self._close_arena()
-        self.condition.notify_all()
 
 
 class MemoryReceiver(ArenaReceiver):

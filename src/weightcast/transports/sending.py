@@ -182,6 +182,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
                 self.abort("the publisher was closed")
                 self._closed = True
                 self._disconnect()
+                self.condition.notify_all()
 
     # --- what a transport adds; the caller holds the condition ---
 
@@ -196,9 +197,13 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         """Take in who has come and what peers have said by now, unless they are heard as they speak. Does not wait."""
 
     def _wait(self, seconds: float) -> None:
-        """Wait at most that long until a peer does something, and take in what it does; give signs of life."""
+        """Wait at most that long until a peer does something, and take in what it does; give signs of life.
+
+        Raises ClosedError if another thread has closed this.
+        """
         self._give_signs()
         self.condition.wait(min(seconds, self._sign_seconds))
+        self._require_open()
         self._listen()
 
     @abc.abstractmethod

@@ -128,7 +128,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         """The sender may at any time wait for somebody, a trainer rank say, before it packs."""
         return 2 * self._deadline_seconds
 
-    # --- what the sender says, in the link's thread ---
+    # --- what the sender says, in the thread that reads the link ---
 
     def _on_begun(self, wanted: BroadcastUpdate) -> None:
         stream = self._stream

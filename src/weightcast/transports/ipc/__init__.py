@@ -1,6 +1,6 @@
 """`ipc://`: publisher and engines on one host share memory; nothing is copied but into it and out of it.
 
-`arena` and `cuda` are the memory, `channel` and `records` the signals.
+`arena` and `cuda` are the memory, `sender` and `receiver` the ends, `records` what is said of the memory.
 """
 
 from __future__ import annotations

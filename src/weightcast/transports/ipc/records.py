@@ -1,4 +1,4 @@
-"""What the ends of the ipc transport say beside the records of every transport, and how large a packet may be."""
+"""What the sender of the ipc transport says beside the records of every transport: which memory buckets lie in."""
 
 from __future__ import annotations
 
@@ -6,48 +6,25 @@ from typing import TypeAlias
 
 import msgspec
 
-from weightcast.errors import ErrorRecord
-from weightcast.format.manifest import PROTOCOL, RunId
 from weightcast.format.messages import Count, ShortText
-from weightcast.transports.records import BucketReady, FromPeer, FromSender, Released, Size
-
-MAX_RECORD_BYTES = 1 << 16
-
-
-class IpcHello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):
-    """Receiver to sender, its first record: who it is, and which publisher it means."""
-
-    run: RunId
-    peer: ShortText
-    protocol: int = PROTOCOL
-
-
-ToSender: TypeAlias = IpcHello | Released | FromPeer
-
-
-class Welcome(msgspec.Struct, frozen=True, tag="welcome", tag_field="kind"):
-    """Sender to receiver: the hello was accepted."""
-
-
-class Refused(msgspec.Struct, frozen=True, tag="refused", tag_field="kind"):
-    """Sender to receiver: the hello was not accepted; the connection ends."""
-
-    error: ErrorRecord
+from weightcast.transports.linked import FromLinked, ToLinked
+from weightcast.transports.records import BucketReady, Released, Size
 
 
 class SharedArena(msgspec.Struct, frozen=True, tag="shared_arena", tag_field="kind"):
-    """Sender to receiver: host memory, whose descriptor comes with this packet."""
+    """Host memory, whose descriptor comes with this record."""
 
     generation: Count
     size_bytes: Size
 
 
 class CudaArena(msgspec.Struct, frozen=True, tag="cuda_arena", tag_field="kind"):
-    """Sender to receiver: device memory, whose descriptor comes with this packet; `device` is the UUID of the GPU."""
+    """Device memory, whose descriptor comes with this record; `device` is the UUID of the GPU."""
 
     generation: Count
     size_bytes: Size
     device: ShortText
 
 
-ToReceiver: TypeAlias = Welcome | Refused | SharedArena | CudaArena | BucketReady | FromSender
+ToReceiver: TypeAlias = SharedArena | CudaArena | BucketReady | ToLinked
+FromReceiver: TypeAlias = Released | FromLinked
