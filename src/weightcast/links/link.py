@@ -250,11 +250,12 @@ class WorkerLink:
         connect_seconds: float = 30.0,
         condition: ReadingCondition | None = None,
     ) -> None:
-        """Connect and say hello. `condition`: what the link is read under, which it closes; by default one of its own.
+        """Connect and say hello. `connect_seconds`: also how long a message waits for room. `condition`: what the link is read under, which it closes; by default one of its own.
 
         Raises PeerDiedError if no process accepts at `address`.
         """
         self._lease_seconds = lease_seconds
+        self._room_seconds = min(lease_seconds, connect_seconds)
         self._on_end = on_end
         self._on_message = on_message
         self._frames = Frames(messages)
@@ -288,7 +289,7 @@ class WorkerLink:
         return str(name[0]) if isinstance(name, tuple) else ""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one message. Raises OSError if the publisher has gone, or takes nothing for `lease_seconds`."""
+        """Send one message. Raises OSError if the publisher has gone, or takes nothing for `connect_seconds`."""
         data = memoryview(frame(message))
         with self._sending:
             while data:
@@ -297,8 +298,8 @@ class WorkerLink:
                 except BlockingIOError:
                     poll = select.poll()
                     poll.register(self._sock, select.POLLOUT)
-                    if not poll.poll(self._lease_seconds * 1000):
-                        raise TimeoutError(f"the publisher took nothing for {self._lease_seconds:g} s") from None
+                    if not poll.poll(self._room_seconds * 1000):
+                        raise TimeoutError(f"the publisher took nothing for {self._room_seconds:g} s") from None
 
     def await_welcome(self, timeout_seconds: float) -> None:
         """Wait until the publisher knows of this link. Raises PeerDiedError, PeerTimeoutError."""
