@@ -17,6 +17,7 @@ from core.direct import DirectEngine, RecordingEngine
 from weightcast import Publisher, PublishHandle, PublishOptions, TensorSource
 from weightcast.errors import ClosedError, PublishError, PublishInFlightError, UpdateAbortedError
 from weightcast.format.messages import Offer, Seal
+from weightcast.host.deadline import Deadline
 from weightcast.trainer.options import PublishEvent
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -302,7 +303,10 @@ def test_the_publisher_says_what_it_knows_of_its_engines(loop: Loop) -> None:
     loop.engine.worker.engine.fail_after = None
     assert publisher.publish(6).ok
     loop.engine.close()
-    assert [engine.state for engine in publisher.engines] == ["lost"]
+    for _ in Deadline(SECONDS).polls(0.01, 0.1):
+        if [engine.state for engine in publisher.engines] == ["lost"]:
+            return
+    pytest.fail("the engine's end was not noticed")
 
 
 def test_each_phase_of_each_engine_is_an_event() -> None:

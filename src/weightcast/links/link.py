@@ -250,7 +250,8 @@ class WorkerLink:
         connect_seconds: float = 30.0,
         condition: ReadingCondition | None = None,
     ) -> None:
-        """Connect and say hello. `connect_seconds`: also how long a message waits for room. `condition`: what the link is read under, which it closes; by default one of its own.
+        """Connect and say hello. `connect_seconds`: also how long a message waits for room. `condition`: what the link
+        is read under, which it closes; by default one of its own.
 
         Raises PeerDiedError if no process accepts at `address`.
         """
