@@ -161,6 +161,7 @@ class Trainer:
         )
         if self.case.te:
             te_names.rename(spec)
+            patches.fused_norms(te_names.LayerNormColumnParallelLinear)
         if self.case.fused_down:
             te_names.fuse_down_projections(spec)
         if self.case.model == "qwen3_next":
