@@ -1,4 +1,4 @@
-"""What Megatron-core (0.16.1, 0.19.2) needs to train on CPUs: devices by name, CUDA's random states, kernels that are missing.
+"""What Megatron-core (0.16, 0.19) needs to train on CPUs: devices by name, CUDA's random states, missing kernels.
 
 Each patch changes one name of one module. torch itself stays as it is, so that nothing else of the process is touched;
 but for `torch.cuda.current_device`, and the names of tensor types and `Tensor.cuda`, where a case asks for them.
