@@ -33,6 +33,7 @@ from weightcast.errors import (
 )
 from weightcast.host import device as host_device
 from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline, in_background
+from weightcast.host.descriptors import require_free, shortage
 
 _MAX_CTAS = 8
 """Thread blocks that a broadcast may take from the engine's own kernels."""
@@ -48,6 +49,10 @@ _NCCL_ENVIRONMENT = {
 }
 Store: TypeAlias = Any
 """A c10d store: TCPStore, PrefixStore, ..."""
+_STORE_DESCRIPTORS = 16
+"""At least as many as the server and its first client open. Where its first loop finds none, libuv ends the process."""
+_GLOO_DESCRIPTORS = 8
+"""At least as many as gloo opens besides a socket for each member. Its errors then blame the network."""
 _CHATTER = re.compile(r"Exception raised from|This is typically caused by")
 """Where a message of torch goes on with a trace, or with advice that does not fit here."""
 _environment_lock = threading.Lock()
@@ -57,8 +62,9 @@ T = TypeVar("T")
 def serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
     """A store on a free port of `host` and of no other address, and that port. It lives as long as the object.
 
-    Raises PeerError if none could be had by the deadline.
+    Raises PeerError if none could be had by the deadline, or if this process has too few file descriptors left.
     """
+    _require_descriptors("a store", _STORE_DESCRIPTORS)
     end = time.monotonic() + timeout_seconds
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     attempt = datetime.timedelta(seconds=min(timeout_seconds, GRACE_SECONDS))
@@ -146,6 +152,7 @@ class ProcessGroup:
         torch_groups: Any = dist
         with translated("the process group"):
             if backend == "gloo":
+                _require_descriptors("the process group", _GLOO_DESCRIPTORS + size)
                 gloo = torch_groups.ProcessGroupGloo
                 options = gloo._Options()
                 interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -356,6 +363,13 @@ def translated(what: str) -> Translated:
         raise (PeerTimeoutError if is_late else PeerDiedError)(f"{what} failed: {reason}") from error
 
     return Translated((dist.DistError, RuntimeError, ValueError), raise_as_peers)
+
+
+def _require_descriptors(what: str, count: int) -> None:
+    try:
+        require_free(count)
+    except OSError as exc:
+        raise PeerError(f"{what} needs {count} file descriptors: {shortage(exc) or exc}") from exc
 
 
 def require(backend: str) -> None:

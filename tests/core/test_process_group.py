@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import subprocess
+import sys
 import types
 
 import pytest
@@ -46,3 +48,44 @@ def test_no_thread_of_torchs_watches_our_groups(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
     process_group.make_nccl(None, 0, 1, datetime.timedelta(seconds=1), None, max_ctas)
     assert found == [("1", max_ctas)]
+
+
+_FEW_DESCRIPTORS = """
+import os, resource
+from weightcast.errors import PeerError
+from weightcast.process_group import ProcessGroup, serve_store
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+def make_with_few(make):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    held = []
+    try:
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+    for _ in range(9):
+        try:
+            make()
+        except PeerError as exc:
+            assert "no file descriptor left, its limit is 256: raise that" in str(exc), exc
+        else:
+            raise AssertionError("made with too few descriptors")
+        os.close(held.pop())
+    for descriptor in held:
+        os.close(descriptor)
+    return make()
+
+store, _ = make_with_few(lambda: serve_store("127.0.0.1", 20.0))
+options = {"rank": 0, "size": 1, "timeout_seconds": 20.0, "host": "127.0.0.1"}
+make_with_few(lambda: ProcessGroup("gloo", store, **options)).close()
+print("made")
+"""
+
+
+def test_too_few_descriptors_are_named_before_torch_uses_the_last_ones() -> None:
+    """libuv, which serves torch's store, ends the process without a descriptor for its first loop."""
+    program = [sys.executable, "-c", _FEW_DESCRIPTORS]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "made\n"), ended.stderr

@@ -1,4 +1,4 @@
-"""What Megatron-core 0.16.1 needs to train on CPUs: devices by name, CUDA's random states, kernels that are missing.
+"""What Megatron-core (0.16, 0.19) needs to train on CPUs: devices by name, CUDA's random states, missing kernels.
 
 Each patch changes one name of one module. torch itself stays as it is, so that nothing else of the process is touched;
 but for `torch.cuda.current_device`, and the names of tensor types and `Tensor.cuda`, where a case asks for them.
@@ -70,6 +70,12 @@ def own_optimizers() -> None:
     torch.Tensor.type = named  # type: ignore[method-assign]
     torch.cuda.FloatTensor = torch.FloatTensor  # type: ignore[misc]
     torch.cuda.IntTensor = torch.IntTensor  # type: ignore[misc]
+
+
+def fused_norms(layer: type) -> None:
+    """From Megatron-core 0.19 on latent attention takes no other layer with a norm inside than its backend's."""
+    provider: Any = importlib.import_module("megatron.core.extensions.transformer_engine_spec_provider")
+    provider.TELayerNormColumnParallelLinear = layer
 
 
 def delta_net() -> None:

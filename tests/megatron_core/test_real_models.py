@@ -45,6 +45,10 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip(
             f"Megatron-core {version('megatron-core')} has no {'GroupedMLP' if is_new else 'FusedMLASelfAttention'}"
         )
+    if is_new and ("q_lora_rank", None) in case.fields:
+        pytest.skip("from Megatron-core 0.19 on queries without a rank have a norm, which no checkpoint has")
+    if is_new and case.optimizer == "distributed":
+        pytest.skip("from Megatron-core 0.19 on the reduction of gradients asks CUDA for a stream")
     return Trained(case, rank.run(request.param, tmp_path_factory.mktemp(request.param)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -156,11 +157,15 @@ class Trainer:
     def _chunk(self, stage: int) -> GPTModel:
         vp_stage = stage if self.case.vpp > 1 else None
         virtual = {} if vp_stage is None else {"vp_stage": vp_stage}
+        # Delta nets replace layers of it below; from 0.19 on Megatron-core gives none for a config that names them.
+        plain = copy.copy(self.config)
+        plain.experimental_attention_variant = None
         spec = get_gpt_decoder_block_spec(
-            self.config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+            plain, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
         )
         if self.case.te:
             te_names.rename(spec)
+            patches.fused_norms(te_names.LayerNormColumnParallelLinear)
         if self.case.fused_down:
             te_names.fuse_down_projections(spec)
         if self.case.model == "qwen3_next":

@@ -22,10 +22,16 @@ from weightcast.trainer.publisher import Publisher
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import peft
+    from packaging.version import Version
     from peft import IA3Config, LoraConfig, get_peft_model
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.peft import MIN_PEFT_VERSION
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's advice on what tests do on purpose
+needs_transformers_peft = pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
+    reason=f"this transformers takes PEFT {MIN_PEFT_VERSION} and newer",
+)
 
 
 def llama(**options: Any) -> LlamaForCausalLM:
@@ -237,6 +243,7 @@ def test_only_merged_layers_take_memory() -> None:
     assert copied == {f"model.layers.{n}.self_attn.q_proj.weight" for n in range(2)}
 
 
+@needs_transformers_peft
 def test_adapters_injected_into_a_transformers_model() -> None:
     model, twin = llama(), get_peft_model(llama(), lora())
     model.add_adapter(lora())
@@ -256,6 +263,7 @@ def test_adapters_injected_into_any_module() -> None:
     same(taken(ModuleSource(model)), merged_by_peft(wrapped))
 
 
+@needs_transformers_peft
 def test_adapters_added_and_removed_in_between_are_noticed() -> None:
     model: Any = llama()
     source = ModuleSource(model)

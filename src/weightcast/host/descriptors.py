@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -34,6 +35,13 @@ def shortage_now() -> str:
     except OSError as exc:
         return shortage(exc)
     return ""
+
+
+def require_free(count: int) -> None:
+    """Raises OSError unless this process can open `count` more files: for libraries that do badly without them."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 class AcceptLog:

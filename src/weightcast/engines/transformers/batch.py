@@ -38,7 +38,10 @@ class CausalModel:
             ids = getattr(owner, "eos_token_id", None)
             eos.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
         self.eos_token_ids = frozenset(eos)
-        self._options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        parameters = inspect.signature(model.forward).parameters
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        # transformers 5.24 renamed it, and warns of the former name.
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
 
     def new_cache(self) -> DynamicCache:
         return DynamicCache(config=self._model.config)
@@ -52,8 +55,8 @@ class CausalModel:
             input_ids=tokens,
             attention_mask=mask,
             position_ids=(mask.cumsum(dim=-1) - 1).clamp_(min=0)[:, -tokens.shape[1] :],
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache_name: cache},
             **self._options,
         )
         return cast(torch.Tensor, answer.logits[:, -1])
