@@ -55,7 +55,7 @@ class RolloutEngine:
         self._deadline_seconds = deadline_seconds
         self._condition = threading.Condition()
         self._tensors: Iterable[Named] | None = None
-        """What is to be loaded now."""
+        """The tensors that the framework must load now; None between loads."""
         self._error: WeightcastError | None = None
         """Why the update that was offered last is not installed."""
         self._is_offered = False

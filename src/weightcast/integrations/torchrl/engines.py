@@ -52,7 +52,7 @@ class DirectModel:
         self._refusal = Refusal(vllm_engine)
 
     def specs(self) -> None:
-        """What its loader accepts is no list."""
+        """Return None: the model's loader has no list of what it accepts."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raises what the model's `load_weights` raises; the engine refuses to generate then, until `commit`."""
@@ -106,7 +106,7 @@ class RemoteEngine(Relay):
 
     @property
     def is_torn(self) -> bool:
-        """Whether the engine refuses to generate."""
+        """True while the engine refuses to generate."""
         return bool(Refusal(self._vllm_engine).why)
 
     def commit(self, version: WeightVersion) -> None:
@@ -116,7 +116,7 @@ class RemoteEngine(Relay):
 
 
 def reset_prefix_cache(vllm_engine: Any) -> None:
-    """As TorchRL does: once more if the engine says that it could not, then a warning.
+    """Reset the prefix cache, as TorchRL does: twice if the engine refuses, then log a warning.
 
     Cached prefixes are keyed by the prompt, not by the weights that made them.
     """

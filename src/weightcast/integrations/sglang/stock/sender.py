@@ -102,7 +102,7 @@ class StockSender(Sender):
         return 0
 
     def buffer(self, index: int) -> BucketBuffer:
-        """Where the publisher's bucket is to be packed: the same for all, since `send` copies it on."""
+        """Return the buffer to pack the publisher's bucket into: one for all buckets, since `send` copies it on."""
         return self._require_open()[1]
 
     def send(self, index: int, num_bytes: int) -> None:
