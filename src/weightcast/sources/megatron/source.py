@@ -100,7 +100,7 @@ class MegatronSource:
         return self._mapping.specs
 
     def regions(self) -> Regions:
-        """What this rank holds; the same object until parameters are replaced. Call it between steps.
+        """Return this rank's parts; the same object until parameters are replaced. Call it between steps.
 
         Raises ValueError while parameters are not what the optimizer has made them (see docs/megatron.md), or have no
         memory.
