@@ -90,8 +90,8 @@ class StoreReader:
     def pin(self, version: WeightVersion | None = None) -> PinnedVersion | None:
         """Hold the newest version, or `version`, if that is the newest, or whole and about to be; None if it is not.
 
-        What is about to be the newest is for engines of the publish that it is of. Waits only while a slot changes
-        hands. Raises IntegrityError if a part of the version is missing or damaged.
+        A version that is about to be the newest is meant for the engines of its own publish. Waits only while a slot
+        changes hands. Raises IntegrityError if a part of the version is missing or damaged.
         """
         deadline, pause = Deadline(_PIN_SECONDS), _FIRST_PAUSE_SECONDS
         while (commit := self._commit_of(version)) is not None:
@@ -243,7 +243,7 @@ class PinnedVersion(ClosedOnExit):
 
 
 def store_status(directory: Path) -> StoreInfo:
-    """What is in a store, and who reads and writes it, for people. Changes nothing and never blocks on a lock.
+    """Return a store's content, readers and writer, for people. Changes nothing and never blocks on a lock.
 
     Raises VersionNotFoundError if there is no version, IntegrityError if a record is damaged.
     """
