@@ -86,7 +86,7 @@ def transport(url: str) -> Transport:
 
 
 def is_stored(url: str) -> bool:
-    """Whether the transport of this URL keeps versions that `stored_source` can read."""
+    """Return whether the transport of this URL keeps versions that `stored_source` can read."""
     return scheme(url) in STORED_SOURCES
 
 
