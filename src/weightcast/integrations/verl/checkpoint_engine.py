@@ -94,8 +94,8 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Named]:
         """The tensors of version `global_steps`; see `RolloutEngine.receive`, which blocks and raises.
 
-        verl does not await this call, and tells its engine of an update before it asks for the first tensor: the engine
-        would wait for an update that has failed, if the wait were not here.
+        verl does not await this call, and announces an update to its engine before it asks for the first tensor. The
+        wait is here, since the engine would otherwise wait for an update that has failed.
         """
         return _each(self._transfer.receive(global_steps))
 
