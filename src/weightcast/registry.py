@@ -54,7 +54,7 @@ class Dialect(Protocol):
 
 
 def scheme(url: str) -> str:
-    """The scheme of a transport's URL. Raises ValueError if there is none, TypeError for what is no text."""
+    """Return the scheme of a transport's URL. Raises ValueError if it has none, TypeError if it is not text."""
     if not isinstance(url, str):
         raise TypeError(
             f"{url!r:.80} is no transport URL; pass text such as 'ipc://', or 'file:///DIR' for a directory"

@@ -4,7 +4,7 @@ The merged weight of an adapted layer lies in memory of its own: the base's weig
 adapter, which peft computes, is added. A layer whose adapters are sharded over ranks is merged in `Merging.complete`:
 they are gathered whole, and each rank adds to its own shards of the base. Invariants: the live model is only read;
 everything else is its live memory; an adapter of another kind is a ValueError that names it, unless the trainer has
-merged it. peft is never imported here: a model that has adapters has brought it.
+merged it. peft is never imported here: a process that has a model with adapters has imported it already.
 """
 
 from __future__ import annotations

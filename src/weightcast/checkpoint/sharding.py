@@ -2,7 +2,8 @@
 
 A sharded parameter is stood in for by a tensor of its global shape without data; what a checkpoint has of the stand-in
 is mapped back to what this rank holds. Invariants: no communication, no copy; a local tensor whose shape is not what
-its placements say is an error, never guessed. torch.distributed is never imported here: a DTensor has brought it.
+its placements say is an error, never guessed. torch.distributed is never imported here: a process that has a DTensor
+has imported it already.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ def held(owner: Block, view: torch.Tensor) -> list[Held]:
 def _slice(whole: torch.Tensor, view: torch.Tensor) -> tuple[Region, list[int | None]] | None:
     """The region of a contiguous tensor that a view is, and the dim of it that each dim of the view runs along.
 
-    That is None for a dim of size 1. None for a view that is no slice.
+    The dim is None for a dim of size 1. Returns None for a view other than a slice.
     """
     rest, offsets = int(view.storage_offset()), []
     for stride, size in zip(whole.stride(), whole.shape, strict=True):

@@ -146,7 +146,7 @@ class HttpEngine(EngineClient, ServesTraffic):
         self._routes.post(f"/resume?run={run}")
 
     def shutdown(self) -> None:
-        """POST /shutdown_weight_transfer_engine: end whichever run's hold; the engine serves on."""
+        """POST /shutdown_weight_transfer_engine: end the present run's hold; the engine serves on."""
         self._routes.post("/shutdown_weight_transfer_engine")
 
     def specs(self) -> list[TensorSpec]:

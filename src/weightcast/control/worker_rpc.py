@@ -59,7 +59,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask", tag_field="call"):
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave", tag_field="call"):
-    """End whichever run's hold; the engine serves on."""
+    """End the present run's hold; the engine serves on."""
 
 
 class Prove(msgspec.Struct, frozen=True, tag="prove", tag_field="call"):

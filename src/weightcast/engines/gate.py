@@ -150,7 +150,7 @@ class Gate:
         self._hold(self._writers, writer, Deadline(deadline_seconds))
 
     def end_writing(self, writer: str) -> None:
-        """The update has ended, whichever way. Idempotent."""
+        """End the update's writing, after success or failure. Idempotent."""
         with self._condition:
             self._writers.discard(writer)
             self._condition.notify_all()

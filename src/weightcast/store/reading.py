@@ -129,9 +129,9 @@ class StoreReader:
         return None if commit is None or commit.previous is None else self._pin(commit.previous, must_hold=False)
 
     def pin_number(self, number: int) -> PinnedVersion | None:
-        """Hold the version of that number in whichever slot it is whole still: of several runs the one committed last.
+        """Hold the version of that number in the slot that still has all of it: of several runs the one committed last.
 
-        None if it is in none, or was never committed.
+        Returns None if no slot has it, or if it was never committed.
         """
         for stored in self.whole_versions():
             if stored.number == number and (pinned := self._pin(stored, must_hold=False)) is not None:

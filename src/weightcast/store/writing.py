@@ -193,7 +193,7 @@ class StoreWriter(_SlotWriter):
 
     @property
     def last_number(self) -> int:
-        """Of the version that was begun last, by whichever writer and whatever became of it; -1 if that is unknown."""
+        """Number of the version that was begun last, by any writer and with any outcome; -1 if that is unknown."""
         return self._record.number
 
     @property

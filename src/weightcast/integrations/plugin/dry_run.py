@@ -348,7 +348,7 @@ class _Probe:
         return type(out)(map(self.followed, out)) if isinstance(out, (tuple, list)) else out
 
     def run(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that is no view, and note what it does. Copies and constants need no running."""
+        """Run an operation other than a view, and record its effect. Copies and constants are recorded, not run."""
         if func is _COPY or func in _FILLS:
             part = args[0]
             if not part.is_meta:

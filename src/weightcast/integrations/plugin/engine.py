@@ -227,7 +227,7 @@ class PluginEngine(ServedEngine, abc.ABC):
     async def install(self, number: int, mode: PauseMode, run: str = "") -> InstallAnswer:
         """Pause, install the sealed version on all ranks or on none, label and resume; what the engine is then.
 
-        `run` is whose version it is, by default that of whichever run holds the engine.
+        `run` is the run of the version, by default the one that holds the engine.
 
         An engine that was paused before stays so, unless it was for being torn. Raises ClosedError (no run holds it),
         what refused the install, with everything as before, or InstallError; if that is torn the engine stays paused.

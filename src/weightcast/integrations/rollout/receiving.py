@@ -190,7 +190,7 @@ class RolloutEngine:
 
 
 class RolloutWorker(Worker):
-    """A worker whose engine is told when a trainer ends the transfer, whether it had begun or not."""
+    """A worker that notifies its engine when a trainer ends the transfer, whether it had begun or not."""
 
     engine: RolloutEngine
 

@@ -28,11 +28,11 @@ VllmUnderTorchRL: TypeAlias = "DirectModel | RemoteEngine"
 
 
 def engine_for(vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True) -> VllmUnderTorchRL:
-    """Whichever fits. `transport` takes the weights from this process to workers that are elsewhere.
+    """Return the engine that fits. `transport` takes the weights from this process to workers that are elsewhere.
 
     `undo`: workers that are elsewhere keep a host copy of the live weights while they load.
 
-    Raises TypeError if it is no vLLM engine.
+    Raises TypeError for an object other than a vLLM engine.
     """
     # TorchRL's wrapper of an LLM hands on generation only.
     vllm_engine = getattr(vllm_engine, "llm_instance", vllm_engine)

@@ -241,7 +241,7 @@ class VLLMDoubleBufferWeightReceiver:
         fails anywhere. Without it, and for a model of this process that is no nn.Module, the engine then refuses to
         generate (EngineTornError), until a complete update heals it.
 
-        Raises TypeError if it is no vLLM engine, ValueError for an unknown strategy.
+        Raises TypeError for an object other than a vLLM engine, ValueError for an unknown strategy.
         """
         self._scheme = scheme
         self._undo = undo

@@ -41,8 +41,8 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Trainer rank 0 is told all rollout workers, and each of these its rank. Raises ValueError if one has no
-        server: it was made as a trainer's.
+        """Give trainer rank 0 the endpoints of all rollout workers, and each rollout worker its rank. Raises ValueError
+        if a worker has no server, since it was made as a trainer's.
         """
         endpoints = [prepared.get("endpoint") for prepared in metadata[actor_wg_world_size:]]
         if len(endpoints) != rollout_world_size or not all(endpoints):

@@ -174,7 +174,7 @@ class RankClient(EngineClient, ServesTraffic):
         return self._required(Dtypes(list(specs))).dtypes()
 
     def shutdown(self) -> None:
-        """End whichever run's hold; the engine serves on."""
+        """End the present run's hold; the engine serves on."""
         self._required(Leave())
 
     def close(self) -> None:

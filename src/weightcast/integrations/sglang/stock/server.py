@@ -83,7 +83,7 @@ class SglangStockServer(StockServer):
     def finish(self, version: int) -> None:
         """Every bucket was loaded: end the session, and label the weights. It is paused until `resume`.
 
-        Raises IncompleteUpdateError if the sender has not brought everything, InstallError if ranks hold different
+        Raises IncompleteUpdateError if the sender has not sent everything, InstallError if ranks hold different
         weights.
         """
         if self._store:
