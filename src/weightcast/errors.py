@@ -54,13 +54,13 @@ _EXTRAS = {
     "fastapi": "verl",
     "ray": "ray",
 }
-"""Packages that the core does not need -> the extra that brings them."""
+"""Packages that the core does not need -> the extra that installs them."""
 
 _ELSEWHERE = {
     "vllm": "install vLLM in this environment (docs/vllm.md names the versions that were tested)",
     "nemo_rl": "run this in NeMo-RL's own environment; it is on no package index (docs/nemo-rl.md)",
 }
-"""Packages that no extra brings -> what to do."""
+"""Packages that no extra installs -> what to do."""
 
 
 class WeightcastError(Exception):
@@ -193,7 +193,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StageSeconds(msgspec.Struct):
-    """Where a publish spent its time. Stages overlap with the engines' own work, so that they don't add up to theirs.
+    """Seconds of a publish by stage. Stages overlap with the engines' own work, and don't add up to the engines' times.
 
     `gather`: asking the source for its regions. `offer`: joining engines, with the wait for those that are starting,
     and offering. `pack`: filling buckets and digesting them. `send`: waiting for free slots and for the engines' last
@@ -247,7 +247,7 @@ class PublishReport(msgspec.Struct, frozen=True):
 
     @property
     def ok(self) -> bool:
-        """Whether every engine serves the version."""
+        """True if every engine serves the version."""
         return all(result.ok for result in self.engines.values())
 
     @property

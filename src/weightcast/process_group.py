@@ -54,7 +54,7 @@ _STORE_DESCRIPTORS = 16
 _GLOO_DESCRIPTORS = 8
 """At least as many as gloo opens besides a socket for each member. Its errors then blame the network."""
 _CHATTER = re.compile(r"Exception raised from|This is typically caused by")
-"""Where a message of torch goes on with a trace, or with advice that does not fit here."""
+"""Beginning of the part of a torch message that is a trace, or advice that does not apply here."""
 _environment_lock = threading.Lock()
 T = TypeVar("T")
 
@@ -269,10 +269,10 @@ def in_time(
     is_left: Callable[[], bool] = lambda: False,
     discard: Callable[[T], object] = lambda result: None,
 ) -> T:
-    """Make a call of NCCL's that connects, and so may wait for ever and can't be ended, in a thread of its own.
+    """Run an NCCL call that connects, and so may wait for ever and can't be ended, in a thread of its own.
 
-    What it queues on `device` goes to the caller's stream. Raises PeerTimeoutError after `seconds`, PeerDiedError once
-    `is_left` says that nobody wants its result; the thread is left behind, and what it returns later is discarded.
+    The call queues its work on the caller's stream of `device`. Raises PeerTimeoutError after `seconds`, PeerDiedError
+    once `is_left` is true (nobody wants the result); the thread is left behind, and its late result is discarded.
     """
     stream = host_device.current_stream(device)
 

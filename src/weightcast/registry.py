@@ -54,7 +54,7 @@ class Dialect(Protocol):
 
 
 def scheme(url: str) -> str:
-    """The scheme of a transport's URL. Raises ValueError if there is none, TypeError for what is no text."""
+    """Return the scheme of a transport's URL. Raises ValueError if it has none, TypeError if it is not text."""
     if not isinstance(url, str):
         raise TypeError(
             f"{url!r:.80} is no transport URL; pass text such as 'ipc://', or 'file:///DIR' for a directory"
@@ -86,7 +86,7 @@ def transport(url: str) -> Transport:
 
 
 def is_stored(url: str) -> bool:
-    """Whether the transport of this URL keeps versions that `stored_source` can read."""
+    """Return whether the transport of this URL keeps versions that `stored_source` can read."""
     return scheme(url) in STORED_SOURCES
 
 

@@ -4,7 +4,7 @@ The merged weight of an adapted layer lies in memory of its own: the base's weig
 adapter, which peft computes, is added. A layer whose adapters are sharded over ranks is merged in `Merging.complete`:
 they are gathered whole, and each rank adds to its own shards of the base. Invariants: the live model is only read;
 everything else is its live memory; an adapter of another kind is a ValueError that names it, unless the trainer has
-merged it. peft is never imported here: a model that has adapters has brought it.
+merged it. peft is never imported here: a process that has a model with adapters has imported it already.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PREFIXES = ("lora_", "ia3_l", "hada_w", "lokr_w", "vera_lambda", "trainable_tok
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether any part of it is one of peft's."""
+    """Return whether a module or any of its submodules is a PEFT layer."""
     return "peft" in sys.modules and any(map(_is_pefts, module.modules()))
 
 
@@ -150,7 +150,7 @@ class MergedModel:
         return module
 
     def _add(self, layer: Any, name: str) -> None:
-        """Have the layer's active adapters merged that are not. What the trainer has merged is read in place."""
+        """Have the layer's unmerged active adapters merged. Adapters that the trainer has merged are read in place."""
         kind = _kind(layer)
         is_lora = kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ in _LAYERS
         due = [adapter for adapter in layer.active_adapters if adapter not in layer.merged_adapters]

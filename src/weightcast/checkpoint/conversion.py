@@ -1,10 +1,10 @@
-"""What transformers does between a live model and its checkpoint, as views: names, fused experts, tied weights.
+"""The conversion between a live transformers model and its checkpoint, as views: names, fused experts, tied weights.
 
 transformers loads a checkpoint through conversions (it renames, stacks experts, joins gate and up) and reverts them in
 `save_pretrained`. Here its own reversal runs on stand-ins without data, one storage each, in which only views may be
-made; where an outcome lies in its stand-in says which part of the live tensor it is. Invariants: every outcome is a
+made; the place of an outcome in its stand-in shows which part of the live tensor it is. Invariants: every outcome is a
 view of one live tensor, and the outcomes of a live tensor hold each of its elements once; else a ValueError.
-transformers is never imported here: a model that is one of its own has brought it.
+transformers is never imported here: the process of a transformers model has imported it already.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Reversal = Callable[[Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether it is a model of transformers, whose checkpoint may differ from its state dict."""
+    """Return whether a module is a transformers model, whose checkpoint may differ from its state dict."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
@@ -128,9 +128,9 @@ def tile(whole: torch.Tensor, parts: Sequence[torch.Tensor], name: str) -> None:
 
 
 def require_apart(views: Mapping[str, torch.Tensor]) -> None:
-    """Raises ValueError, naming them, where views share memory: what is written to one would change another.
+    """Raise ValueError, naming the views, if views share memory: a write to one would change another.
 
-    Nor may two elements of one view be the same memory. What can't be decided counts as shared.
+    Two elements of one view may not share memory either. Undecidable cases count as shared.
     """
     spans: list[tuple[int, int, str]] = []
     for name, view in views.items():

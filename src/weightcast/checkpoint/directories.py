@@ -1,8 +1,8 @@
 """Checkpoint directories that a training loop writes one after the other: which one is the newest that is complete.
 
-Invariant: a directory counts only when its loop has said that it is complete by a file that it writes last: a marker.
-Where another file is newer than the marker, the directory is being written again, and counts when it is marked anew. A
-look reads no tensor and opens no file but indexes.
+Invariant: a directory counts only when its loop has marked it as complete, by a marker file that it writes last. If
+another file is newer than the marker, the directory is being written again, and counts once it is marked again. A look
+opens only index files and reads no tensor.
 
 Sources: prime-rl's filesystem broadcast writes `step_N/`, then STABLE in it, later versions .finished; slime writes
 `weight_v000012/`, AReaL `weight_update_v12/`, transformers' trainer `checkpoint-12/`, all without a marker.

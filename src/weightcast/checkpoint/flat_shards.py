@@ -42,7 +42,7 @@ class Flattened:
         return own if own.shape == self.handle.flat_param._shapes[self.index] else None
 
     def block(self, name: str) -> Block:
-        """What this rank holds. No communication, no copy. Raises ValueError, which calls the parameter `name`."""
+        """Return this rank's part, without communication or copy. Raises ValueError, naming the parameter `name`."""
         handle, flat, index = self.handle, self.handle.flat_param, self.index
         shape, info = tuple(flat._shapes[index]), flat._shard_param_infos[index]
         if flat._param_extensions[index] is not None:
@@ -77,7 +77,7 @@ class Flattened:
 
 
 FlattenedOf: TypeAlias = dict[nn.Module, dict[str, Flattened | None]]
-"""What FSDP1 has flattened of each module, by name; None for a FlatParameter itself, which belongs in no checkpoint."""
+"""Parameters of each module that FSDP1 has flattened, by name; None for a FlatParameter, which no checkpoint has."""
 
 
 def flattened(wrappers: Sequence[Any]) -> FlattenedOf:

@@ -4,8 +4,8 @@ For a model of transformers that is its checkpoint (see `conversion`); for any o
 without hooks and overrides, and without the prefixes of wrappers (DDP, torch.compile, activation checkpointing, FSDP).
 Invariants: every view is memory that the module computes with; tensors of equal memory and geometry are one record,
 with the other names as its aliases; the record objects stay the same as long as the module's tensors do. A change of
-values never counts as a change. What is sharded is seen as its whole, without data; `LiveCheckpoint.regions` has what
-this rank holds of it.
+values never counts as a change. A sharded tensor is seen as its whole, without data; `LiveCheckpoint.regions` has this
+rank's parts.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Names: TypeAlias = Callable[[str], str] | Mapping[str, str]
 """Renames checkpoint names: a function of the name, or a mapping in which absent names stay."""
 
 OnAdapters: TypeAlias = Literal["merge", "refuse"]
-"""What becomes of a model with PEFT adapters: it is seen merged (see `adapters`), or a ValueError."""
+"""Treatment of a model with PEFT adapters: it is seen merged (see `adapters`), or refused with a ValueError."""
 
 CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 """Dtypes between which values may be cast: scaled formats (fp8, fp4) mean nothing without their scales."""
 
 
 CastTo: TypeAlias = torch.dtype | Literal["engine"]
-"""What a source's tensors are cast to: a dtype, or what each engine says that it has."""
+"""Dtype to cast a source's tensors to: one dtype, or "engine": the dtypes that each engine reports."""
 
 
 def cast_target(dtype: object) -> str | None:
@@ -127,9 +127,9 @@ def _is_wrapping(module: nn.Module, child_name: str) -> bool:
 
 
 def saved_besides(module: nn.Module) -> Iterator[str]:
-    """The names in a module's state dict of what is no parameter and no buffer: packed weights, extra state.
+    """Yield the state dict's names for values other than parameters and buffers: packed weights, extra state.
 
-    Only classes that say by themselves what they save are asked. What is empty is no weight.
+    Only modules whose classes override torch's saving are asked. Empty values are skipped.
     """
     for prefix, part in module.named_modules():
         kind, plain = type(part), nn.Module
@@ -174,15 +174,16 @@ def require_uncomputed(module: nn.Module) -> None:
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same memory, a detached tensor among them."""
+    """Return whether two tensors have one address and shape, as a tensor and its detached copy have."""
     one, other = sharding.local_tensor(one), sharding.local_tensor(other)
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def state_dict_hooks(module: nn.Module, *, loading: bool) -> list[str]:
-    """What makes this module's state dict another (or, `loading`, does more than copy it) and is not called here.
+    """Return, in words, the hooks and overrides that change a module's state dict and are not called here.
 
-    In words: hooks and overrides that are not torch's, nor PEFT's, whose adapters are known.
+    With `loading`, also those that do more than copy a state dict. torch's own are left out, and PEFT's, whose adapters
+    are known.
     """
     found = []
     for name, part in module.named_modules():
@@ -313,9 +314,10 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
 
 
 def is_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in its storage, as those of subclasses that compute them (quantised ones) don't.
+    """Return whether a tensor's elements lie in its storage.
 
-    Nor do a storage's that was freed, as frameworks do with gathered parameters.
+    Those of subclasses that compute them (quantised tensors, for example) don't, nor those of a freed storage, which
+    frameworks leave behind for gathered parameters.
     """
     if tensor.layout != torch.strided or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
@@ -446,7 +448,7 @@ class LiveCheckpoint:
         self._merging.complete(gather)
 
     def regions(self) -> Regions:
-        """What this rank holds of each record: all of it, or its parts of what is sharded, which may be none."""
+        """Return this rank's parts of each record: a whole tensor, or its shards, which may be none."""
         found: dict[str, Sequence[Held]] = {}
         for name, view in self.views.items():
             owner = self._blocks.owner(view) if view.is_meta else None
@@ -459,7 +461,7 @@ class LiveCheckpoint:
             module.reshard()
 
     def _read_fsdp1_states(self) -> list[Any]:
-        """What FSDP1 is doing, which the tensors of a rank that `summon_full_params` gave none do not show."""
+        """Return FSDP1's training states. Tensors don't show them on a rank that `summon_full_params` gave none."""
         return [wrapper._handle._training_state for wrapper in self._fsdp1_wrappers]
 
     def _derive(self) -> bool:

@@ -2,7 +2,8 @@
 
 A sharded parameter is stood in for by a tensor of its global shape without data; what a checkpoint has of the stand-in
 is mapped back to what this rank holds. Invariants: no communication, no copy; a local tensor whose shape is not what
-its placements say is an error, never guessed. torch.distributed is never imported here: a DTensor has brought it.
+its placements say is an error, never guessed. torch.distributed is never imported here: a process that has a DTensor
+has imported it already.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ def as_dtensor(tensor: torch.Tensor) -> Any | None:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a DTensor, without padding; a plain tensor itself."""
+    """Return this rank's part of a DTensor, without padding, or a plain tensor itself."""
     distributed = as_dtensor(tensor)
     return tensor if distributed is None else distributed._local_tensor
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor of which this rank may hold less than all."""
+    """Return whether a tensor is a DTensor of which this rank may hold only a part."""
     distributed = as_dtensor(tensor)
     if distributed is None:
         return False
@@ -69,7 +70,7 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def part(name: str, tensor: torch.Tensor) -> TensorPart:
-    """What this rank holds of a sharded tensor, and what is to be gathered. Raises ValueError as `block`."""
+    """Return this rank's part of a sharded tensor, with the spec of the whole. Raises ValueError like `block`."""
     own = block(name, tensor)
     return TensorPart(TensorSpec(name, DTYPE_NAMES[own.local.dtype], tuple(tensor.shape)), own.local.device, own.boxes)
 
@@ -86,7 +87,7 @@ def add_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """What this rank holds of a sharded parameter: `boxes` of `local`, each with its region in the global tensor.
+    """This rank's part of a sharded parameter: `boxes` of `local`, each with its region in the global tensor.
 
     `standin` has the global shape, is contiguous and has no data.
     """
@@ -165,7 +166,7 @@ def _is_strided(placement: Any) -> bool:
 def runs(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> list[Runs]:
-    """What of each dim of a tensor is held at a coordinate of the mesh, with the semantics of `torch.chunk`.
+    """Return the runs of each dim of a tensor at a coordinate of the mesh, with the semantics of `torch.chunk`.
 
     Axes cut from left to right. A `_StridedShard` whose factor counts the shards to the right of it (FSDP2 over tensor
     parallelism) stands for a cut that came after those: cut in that order, uneven sizes too come out as FSDP2 cut them.
@@ -241,7 +242,7 @@ def held(owner: Block, view: torch.Tensor) -> list[Held]:
 def _slice(whole: torch.Tensor, view: torch.Tensor) -> tuple[Region, list[int | None]] | None:
     """The region of a contiguous tensor that a view is, and the dim of it that each dim of the view runs along.
 
-    That is None for a dim of size 1. None for a view that is no slice.
+    The dim is None for a dim of size 1. Returns None for a view other than a slice.
     """
     rest, offsets = int(view.storage_offset()), []
     for stride, size in zip(whole.stride(), whole.shape, strict=True):

@@ -1,7 +1,7 @@
-"""The `weightcast` command: one module for each subcommand, imported only when it is the one that was called.
+"""The `weightcast` command: one module for each subcommand, imported only when that subcommand is called.
 
-What holds for all of them: results go to stdout, progress and errors to stderr; with `--json` stdout is one JSON object
-and nothing else; the exit status is one of `exits.py`; an error is one line unless `--debug` is given.
+All subcommands write results to stdout, progress and errors to stderr. With `--json` stdout is one JSON object. The
+exit status is one of `exits.py`; an error is one line unless `--debug` is given.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ exit status:
 
 
 class Subcommand(Protocol):
-    """What a module of this package gives."""
+    """Interface of a subcommand's module."""
 
     EPILOG: str
 

@@ -27,9 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class DirectoryFollower(ClosedOnExit):
-    """What `Follower` is to a store. Host memory: the transport's arena, and one checkpoint while it is published.
+    """Publishes a directory's new checkpoints to engines, as `Follower` does with a store's versions.
 
-    As long as an engine has not taken it, that one is kept, also while a newer one is read.
+    Host memory: the transport's arena, and one checkpoint while it is published. A checkpoint that an engine has not
+    installed is kept, also while a newer one is read.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class DirectoryFollower(ClosedOnExit):
         self._relay.close()
 
     def _read(self, found: CompleteDirectory) -> bool:
-        """Whether all of it was read, and nothing has changed meanwhile."""
+        """Read a directory; return whether all of it was read and nothing in it changed meanwhile."""
         names = {name for name, *_ in found.files}
         try:
             if not names & {INDEX_FILE, SINGLE_FILE}:
@@ -120,7 +121,7 @@ class DirectoryFollower(ClosedOnExit):
         return True
 
     def _is_served(self, found: CompleteDirectory) -> bool:
-        """Whether every engine holds just these tensors as this version: one that can't be asked counts as if not."""
+        """Return whether every engine holds just these tensors as this version; False if an engine can't be asked."""
         try:
             verdict = verify(self._relay.given, self._engines, self._token, timeout_seconds=self._deadline_seconds)
         except WeightcastError as exc:

@@ -34,7 +34,7 @@ def status_of(exc: BaseException) -> int | None:
 
 
 def safetensor_errors() -> tuple[type[BaseException], ...]:
-    """A file that is no safetensors file. Only who has imported the library can have raised it."""
+    """Return safetensors' error class for invalid files, if the library was imported; else nothing can raise it."""
     library = sys.modules.get("safetensors")
     return () if library is None else (library.SafetensorError,)
 

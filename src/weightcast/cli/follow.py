@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What is a store's target must be one, and has none of the options of directories."""
+    """Check that the options fit the kind of target: a store, or with --marker a directory. Ends in a usage error."""
     if args.marker is None:
         if args.dtype is not None:
             args.usage_error("--dtype needs --marker: a store's versions are sent as they are")

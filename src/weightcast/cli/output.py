@@ -1,4 +1,4 @@
-"""Where a command's words go: results to stdout, as lines and tables or as one JSON object; progress to stderr."""
+"""Output of a command: results to stdout, as lines and tables or as one JSON object; progress to stderr."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weightcast.cli import values
 from weightcast.errors import printable
 
 IMPORTING = "importing torch"
-"""What a command shows on a terminal while it imports, which takes seconds."""
+"""Text that a command shows on a terminal during its imports, which take seconds."""
 
 _UNBOUNDED = 1 << 14
 _TEXT = TextColumn("{task.description}", markup=False)

@@ -1,7 +1,7 @@
 """Counts what a publish takes: bytes on each link, memory on each host, and the time that the links alone need.
 
-What is counted comes of the code that publishes: its plan of buckets, its layout of arenas, gloo's tree. Weights lie in
-host memory. Nothing here waits or measures.
+The figures come from the code that publishes: its plan of buckets, its layout of arenas, gloo's tree. Weights are
+assumed to be in host memory. Nothing here waits or measures.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _SENDER_SLOTS = 2
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """What publishes to what. Raises ValueError for what can't be.
+    """A trainer and the engines that it publishes to. Raises ValueError for impossible combinations.
 
     sharding: what a trainer host holds. "whole": all of every tensor, sharded over its ranks or not (as HSDP and tensor
     parallelism within a host leave it); "fsdp": rows of every tensor; "pp" (expert parallelism too): whole tensors,
     each on one host.
-    engine_hosts: over which all workers are spread, in order; `colocated`: they are the trainer's own hosts, the first.
-    link_gbit: of each host, in each direction; None: no seconds are counted.
+    engine_hosts: number of hosts over which all workers are spread, in order; `colocated`: these are the first of the
+    trainer's own hosts.
+    link_gbit: bandwidth of each host in each direction; None: seconds are not counted.
     """
 
     transport: str = "ipc"
@@ -160,7 +161,7 @@ def estimate(specs: Sequence[TensorSpec], deployment: Deployment) -> Estimate:
 
 
 def _held(specs: Sequence[TensorSpec], it: Deployment) -> list[dict[str, list[Region]]] | None:
-    """What leaves from each origin, as the trainer's ranks agree on it. One rank stands for a host's."""
+    """Return the regions that each origin sends, as the trainer's ranks agree on them. A host counts as one rank."""
     num_hosts = it.trainer_hosts
     if num_hosts == 1:
         return None

@@ -1,4 +1,4 @@
-"""What options may be: argparse types that say which values they take. A wrong one is a usage error."""
+"""argparse types of the options. A wrong value is a usage error that names the allowed values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightcast.host.deadline import MAX_SECONDS
 from weightcast.store.address import StoreAddress
 
 DTYPES = ("bfloat16", "float16", "float32")
-"""What a checkpoint can be cast to on the way."""
+"""Dtypes that a checkpoint can be cast to when it is published."""
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
@@ -41,7 +41,7 @@ def seconds(text: str) -> float:
 
 
 def is_store(target: str) -> bool:
-    """Whether a target or transport is a store's URL."""
+    """Return whether a target or transport is a store's URL."""
     return target.startswith("file://")
 
 

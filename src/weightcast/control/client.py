@@ -2,9 +2,9 @@
 
 Invariants: every request has a deadline; connections are kept between requests, and a request is sent again only, and
 once, if a kept one was closed before any byte of the answer came (a lost reply is healed by the protocol's own
-idempotence); no reply is read beyond what a message may be; errors name the engine, and are of the class that it
-raised; requests go straight to it, never through a proxy of the environment. What kind of server answers at a URL is
-asked whenever a publisher connects, and never configured.
+idempotence); no reply is read beyond the largest size of a message; errors name the engine, and are of the class that
+it raised; requests go straight to it, never through a proxy of the environment. The kind of server at a URL is asked
+whenever a publisher connects, and never configured.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class HttpEngine(EngineClient, ServesTraffic):
         self._routes.post(f"/resume?run={run}")
 
     def shutdown(self) -> None:
-        """POST /shutdown_weight_transfer_engine: end whichever run's hold; the engine serves on."""
+        """POST /shutdown_weight_transfer_engine: end the present run's hold; the engine serves on."""
         self._routes.post("/shutdown_weight_transfer_engine")
 
     def specs(self) -> list[TensorSpec]:
@@ -209,9 +209,9 @@ class HttpEngine(EngineClient, ServesTraffic):
         self._routes.post("/quarantine", _encode({"reason": reason[:4096]}))
 
     def recovery_requests(self, run: str) -> list[RecoveryRequest]:
-        """What the watchdog process sends if this process dies while the engine is paused for `run`.
+        """Return the watchdog process's requests for the case that this process dies during the pause of `run`.
 
-        Nothing, where the engine that `connect` has found ends the pause with the run's lease.
+        Empty if the engine that `connect` has found ends the pause with the run's lease.
         """
         if self._has_lease:
             return []
@@ -296,7 +296,7 @@ class HttpRoutes:
     def probe(self, path: str, kind: type[T]) -> T | None:
         """GET; None if the server has no such route or answers in another form. Raises the other errors of `get`.
 
-        Where a server is starting, or a proxy answers for it, with 502, 503 or 504, that is a PeerDiedError, as if
+        Raises PeerDiedError for 502, 503 or 504, the answers of a starting server or of a proxy in front of one, as if
         nothing had answered.
         """
         try:
@@ -324,7 +324,7 @@ class HttpRoutes:
             connection.close()
 
     def decoded(self, path: str, content: bytes, kind: type[T]) -> T:
-        """What a route has answered. Raises ControlError for a reply of another form."""
+        """Decode a route's answer. Raises ControlError for a reply of another form."""
         try:
             return decode(content, kind)
         except WeightcastError as exc:
@@ -437,11 +437,11 @@ class HttpConnection:
         self._host = url.netloc.rpartition("@")[2]
         self._protocol = h11.Connection(h11.CLIENT)
         self.has_answered = False
-        """Whether a byte of the present request's answer came."""
+        """True once a byte of the answer to the present request was received."""
 
     @property
     def is_reusable(self) -> bool:
-        """Whether another request may be sent: the last answer is complete, and nothing came after it, nor the end."""
+        """True if another request may be sent: the last answer is complete, with no byte and no end after it."""
         is_idle = self._protocol.our_state is h11.IDLE and not self._protocol.trailing_data[0]
         if not is_idle or self._socket.fileno() < 0:  # closed, in a forked child
             return False

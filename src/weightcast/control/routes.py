@@ -239,7 +239,7 @@ class RouteCall(NamedTuple):
         return self.request.query_params.get("run", "")
 
     def is_on(self, option: str) -> bool:
-        """Whether an option of the query, which is on by default, is not switched off."""
+        """Return whether an option of the query is on, as it is by default."""
         return self.request.query_params.get(option, "true").lower() not in ("false", "0", "no", "off")
 
 

@@ -47,7 +47,7 @@ class InstallCall(msgspec.Struct, frozen=True, tag="install", tag_field="call"):
 
 
 class Settle(msgspec.Struct, frozen=True, tag="settle", tag_field="call"):
-    """What became of the install elsewhere (data-parallel engines): keep the version, or go back to the former one."""
+    """Keep the installed version, or roll back, after the installs of the other data-parallel engines have ended."""
 
     run: RunId
     version: VersionNumber
@@ -55,11 +55,11 @@ class Settle(msgspec.Struct, frozen=True, tag="settle", tag_field="call"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", tag_field="call"):
-    """What this rank is and does now."""
+    """Ask for this rank's state."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave", tag_field="call"):
-    """End whichever run's hold; the engine serves on."""
+    """End the present run's hold; the engine serves on."""
 
 
 class Prove(msgspec.Struct, frozen=True, tag="prove", tag_field="call"):

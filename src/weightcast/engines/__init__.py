@@ -1,1 +1,1 @@
-"""What serves weights in this process: a module, a text generator. Engines share the gate, not each other's code."""
+"""Engines of this process: a module, a text generator. They share the gate and import nothing from each other."""

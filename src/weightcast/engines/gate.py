@@ -53,7 +53,7 @@ class Gate:
 
     @property
     def is_writing(self) -> bool:
-        """Whether an update writes into the model bit by bit, as of now."""
+        """True while an update writes into the model part by part."""
         return bool(self._writers)
 
     @property
@@ -63,7 +63,7 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether a step could begin now."""
+        """True if a step could begin now."""
         return not (self.is_paused or self._exclusive or self.torn)
 
     @contextlib.contextmanager
@@ -150,7 +150,7 @@ class Gate:
         self._hold(self._writers, writer, Deadline(deadline_seconds))
 
     def end_writing(self, writer: str) -> None:
-        """The update has ended, whichever way. Idempotent."""
+        """End the update's writing, after success or failure. Idempotent."""
         with self._condition:
             self._writers.discard(writer)
             self._condition.notify_all()

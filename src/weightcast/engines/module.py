@@ -79,7 +79,7 @@ class ModuleEngine:
         return self._live.specs
 
     def can_cast(self, offered: str, held: str) -> bool:
-        """Whether `load` takes dtype `offered` for a tensor of dtype `held`."""
+        """Return whether `load` takes dtype `offered` for a tensor of dtype `held`."""
         return offered == held or (self._cast and offered in CASTABLE and held in CASTABLE)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

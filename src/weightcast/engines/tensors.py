@@ -26,7 +26,7 @@ class TensorSink:
         return self._specs
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What it holds, so that a publisher can compare it with what was sent."""
+        """Yield the held tensors, so that a publisher can compare them with what was sent."""
         return iter(self.held.items())
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

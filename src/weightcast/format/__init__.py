@@ -1,4 +1,4 @@
-"""What travels: tensors, regions and buckets as records, the plan of buckets, their bytes, and the control messages.
+"""Everything that both ends must agree on: records of tensors, regions and buckets, the plan, bytes, control messages.
 
-Here belongs what both ends must agree on. Nothing here opens a socket, starts a thread or knows a transport.
+Nothing here opens a socket, starts a thread or knows a transport.
 """

@@ -37,7 +37,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 DIGEST_BYTES = 16
 
 HEADER_BYTES = 256
-"""As large as the alignment, so that a payload that lies behind its header is aligned."""
+"""Equal to the alignment, so that a payload that lies behind its header is aligned."""
 _HEADER = struct.Struct("<8sII16sQQ8sQQ16s168s")
 _MAGIC = b"wcbucket"
 _RESERVED = bytes(168)
@@ -75,9 +75,9 @@ def slot_size_bytes(manifest: Manifest) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """Where the buckets of a manifest lie in an arena: bucket k in slot `slots[k]`.
+    """Places of a manifest's buckets in an arena: bucket k is in slot `slots[k]`.
 
-    Its header begins at byte `headers[k]`, its payload of `sizes_bytes[k]` at `payloads[k]`.
+    The header of bucket k begins at byte `headers[k]`, its payload of `sizes_bytes[k]` at `payloads[k]`.
     """
 
     slots: tuple[int, ...]
@@ -200,9 +200,9 @@ class Layout:
         return views
 
     def gaps(self, index: int) -> list[tuple[int, int]]:
-        """What lies between the pieces of bucket `index` and behind the last, as alignment has left it: (first, end).
+        """Return the alignment gaps between the pieces of bucket `index` and behind the last, as (first, end).
 
-        Packers fill it with zeros, so that equal weights make equal buckets, whatever was in the buffer before.
+        Packers fill gaps with zeros, so that equal weights make equal buckets, whatever was in the buffer before.
         """
         found = self._gaps.get(index)
         if found is None:
@@ -250,7 +250,7 @@ def payload_digest(payload: torch.Tensor) -> bytes:
 
 
 def queued_digest(payload: torch.Tensor) -> Digest:
-    """As `payload_digest`, but on a GPU only queued on the current stream."""
+    """Return the digest of a payload; see `payload_digest`. On a GPU it is queued on the current stream."""
     return device_digest(payload) if payload.is_cuda else payload_digest(payload)
 
 

@@ -1,6 +1,6 @@
 """`nh-128`, the digest of a bucket's payload, on a GPU.
 
-With Triton, which torch for CUDA brings, a kernel reads each byte once, also where it copies it into the bucket first;
+With Triton, a dependency of torch for CUDA, a kernel reads each byte once, also if it copies it into the bucket first;
 without it torch computes it, with many reads. The digests are equal. Nothing here waits for the device.
 """
 
@@ -22,7 +22,7 @@ STEP_WORDS, PROGRAM_STEPS = 8 * CHUNK_WORDS, 4
 """Of the kernel: a program computes its keys once."""
 
 Kernel: TypeAlias = Callable[..., None]
-"""As `digest_kernel.launch`."""
+"""Signature of `digest_kernel.launch`."""
 
 
 @functools.cache

@@ -20,7 +20,7 @@ _KEY_0, _KEY_1, _NUMBER_0, _NUMBER_1 = (tl.constexpr(seed) for seed in SEEDS)
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _mixed(seed, index):  # type: ignore[no-untyped-def]
-    """As `bucket_digest.mixed`, of unsigned words."""
+    """Compute `bucket_digest.mixed` of unsigned words."""
     z = index.to(tl.uint64) + seed + 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB

@@ -32,7 +32,7 @@ class Region(msgspec.Struct, frozen=True, gc=False):
         return math.prod(self.sizes)
 
     def covers(self, shape: Sequence[int]) -> bool:
-        """Whether this region is the whole of a tensor of that shape."""
+        """Return whether this region is the whole of a tensor of that shape."""
         return self.sizes == tuple(shape) and not any(self.offsets)
 
 
@@ -48,7 +48,7 @@ def whole(shape: tuple[int, ...]) -> Region:
 
 
 def common(a: Region, b: Region) -> Region | None:
-    """What two regions of one tensor have in common; None for nothing."""
+    """Return the intersection of two regions of one tensor; None if it is empty."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     ends = (min(ao + asz, bo + bs) for ao, asz, bo, bs in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
     sizes = tuple(map(operator.sub, ends, offsets))
@@ -61,7 +61,7 @@ def relative(region: Region, base: Region) -> Region:
 
 
 def is_inside(region: Region, shape: Sequence[int]) -> bool:
-    """Whether a region, which may be empty, has the dims of a tensor of that shape and lies in it."""
+    """Return whether a region, which may be empty, has the dims of a tensor of that shape and lies in it."""
     offsets, sizes = region.offsets, region.sizes
     if not len(offsets) == len(sizes) == len(shape):
         return False
@@ -80,12 +80,12 @@ def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def start_elements(region: Region, shape: Sequence[int]) -> int:
-    """Where a region's first element lies in a contiguous tensor of that shape."""
+    """Return the index of a region's first element in a contiguous tensor of that shape."""
     return sum(map(operator.mul, region.offsets, row_major(tuple(shape))))
 
 
 def is_run(region: Region, shape: Sequence[int]) -> bool:
-    """Whether a region's elements follow one another in a contiguous tensor of that shape."""
+    """Return whether a region's elements follow one another in a contiguous tensor of that shape."""
     dim = next((dim for dim, size in enumerate(region.sizes) if size != 1), len(shape))
     return tuple(region.sizes[dim + 1 :]) == tuple(shape[dim + 1 :])
 
@@ -141,9 +141,7 @@ def merged(regions: Sequence[Region]) -> list[Region]:
 
 
 class CheckSteps:
-    """What is left of the work that checking all regions of one message, or one tensor, may take: about a microsecond
-    each.
-    """
+    """Budget for checking all regions of one message, or of one tensor, in steps of about a microsecond."""
 
     def __init__(self, num_regions: int) -> None:
         self._left = _FREE_STEPS + num_regions * _STEPS_PER_REGION

@@ -1,4 +1,4 @@
-"""What an update holds, as typed JSON: tensors, the regions they travel in, and where each region lies in a bucket.
+"""The content of an update, as typed JSON: tensors, the regions they travel in, and each region's place in a bucket.
 
 Invariants of a manifest that `check()` has accepted:
 every name occurs once, each tensor is covered exactly once by its pieces, no two pieces share a byte, every piece is
@@ -166,7 +166,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         return [index for each in itertools.zip_longest(*self.spans) for index in each if index is not None]
 
     def of_origin(self, origin: int) -> Manifest:
-        """What one origin's sender and receivers need: the buckets that leave from there, numbered from 0, alone."""
+        """Return the part for one origin's sender and receivers: the origin's buckets only, numbered from 0."""
         span = self.spans[origin]
         return Manifest(self.protocol, self.digest_kind, self.buckets[span.start : span.stop], ())
 

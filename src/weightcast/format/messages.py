@@ -141,7 +141,7 @@ class HeldBlock(msgspec.Struct, frozen=True):
 
 
 class HeldWeights(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an engine holds, all of one version: of each of `tensors` a digest by name (see `tensor_digest`).
+    """Content of an engine, all of one version: a digest of each of `tensors` by name (see `tensor_digest`).
 
     `blocks`: what each rank holds of those that were asked for by name. `differing`: tensors of which the engine's
     ranks hold different values, or of which a rank computes with other values than it holds, by name, and where.
@@ -172,7 +172,7 @@ class TensorDtypes(msgspec.Struct, frozen=True):
 
 
 class WeightInfo(msgspec.Struct, frozen=True):
-    """What an engine says of itself: `weight_version` is "default" before its first update, `run` is that version's.
+    """An engine's state: `weight_version` is "default" before its first update, `run` is that version's.
 
     `holder` is the run that may update it now, or empty. `world_size` workers connect a link each.
     `abilities`: "lease" (a pause ends with the lease of the run that asked for it), "install" (`finish` pauses and

@@ -54,10 +54,10 @@ class ServerStatus(NamedTuple):
 
 
 class StockApi(Protocol):
-    """What one kind of server can be asked. Every call has a deadline and raises PeerError. Thread-safe.
+    """The calls to one kind of stock server. Every call has a deadline and raises PeerError. Thread-safe.
 
-    `kind`: as errors call such a server. `held`: the tensors of the checkpoint that it was started from, None where
-    that can't be read. `dtype`: what it serves in. `remedy`: how to have weightcast's own way into such a server.
+    `kind`: the server's name in errors. `held`: the tensors of the checkpoint that it was started from, None if that
+    can't be read. `dtype`: the dtype that it serves in. `remedy`: how to add weightcast's own routes to such a server.
     """
 
     name: str
@@ -78,7 +78,7 @@ class StockApi(Protocol):
         """Raises PeerError or UnsupportedError for what this server can't load; called while it serves."""
 
     def is_unharmed(self) -> bool:
-        """Whether the weights are those of the version before, although the label says that they are incomplete."""
+        """Return whether the weights are those of the version before, although the label says "incomplete"."""
 
     def load(self, directory: Path, *, was_torn: bool) -> None:
         """Load a checkpoint directory on every rank, and drop all caches. Raises InstallError."""
@@ -91,7 +91,7 @@ class StockApi(Protocol):
 
 
 class StockServer(EngineClient, ServesTraffic):
-    """Such a server. It has no workers that connect: what it says of an install is all that is known of it."""
+    """Client of a stock server. No worker of ours runs there: only the server's own replies describe an install."""
 
     def __init__(self, api: StockApi) -> None:
         self.name = api.name

@@ -1,4 +1,4 @@
-"""What a source, a transport, an engine and an engine's client must do: Protocols, and the order of their calls.
+"""The Protocols of a source, a transport, an engine and an engine's client, and the order of their calls.
 
-Here belongs what a third party implements. No code that does anything.
+Third parties implement these. This package has no code of its own.
 """

@@ -12,7 +12,7 @@ One update, called by the publisher:
     TwoPhaseInstall.settle(...)          where the workers of an engine can't agree by themselves
     ServesTraffic.resume()
 
-Engines that bring a sender of their own (`BringsSender`) come after all others: paused, sent to, finished, resumed.
+Engines that provide a sender of their own (`BringsSender`) come after all others: paused, sent to, finished, resumed.
 Any failure: EngineClient.update(Abort). Optional abilities are Protocols, asked with `isinstance`.
 """
 
@@ -33,8 +33,8 @@ from weightcast.seams.transport import Sender
 class EngineClient(Protocol):
     """One engine's control calls, from the trainer's side. Every call has a deadline and raises PeerError.
 
-    `name` is how errors and reports call the engine. What it can do besides is asked of the client that `connect` has
-    returned, with `isinstance`; names of abilities that a server has in its `info()` are for its client to read.
+    `name` is the engine's name in errors and reports. Optional abilities are asked of the client that `connect` has
+    returned, with `isinstance`; the names of abilities in a server's `info()` are for the server's client to read.
     """
 
     name: str
@@ -81,7 +81,7 @@ class EngineClient(Protocol):
 
 
 class ClientSender(Sender, Protocol):
-    """A sender that an engine's client has brought. `is_staged`: its engines serve until the install."""
+    """A sender that an engine's client provides. `is_staged`: its engines serve until the install."""
 
     @property
     def is_staged(self) -> bool: ...
@@ -100,9 +100,9 @@ class TwoPhaseInstall(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SenderContext:
-    """What a client's sender is made from: the transport's URL, the run, the device of the weights, the deadline.
+    """Settings of a client's sender: the transport's URL, the run, the device of the weights, the deadline.
 
-    `has_several_ranks`: several trainer ranks publish, and pack into what `Sender.buffer` gives: shared host memory
+    `has_several_ranks`: several trainer ranks publish, and pack into the buffers of `Sender.buffer`: shared host memory
     (`host.memory.SharedMemory`).
     """
 
@@ -115,12 +115,12 @@ class SenderContext:
 
 @runtime_checkable
 class BringsSender(Protocol):
-    """A client whose engine has no worker of ours and a data plane of its own: it brings the sender for that.
+    """A client whose engine has no worker of ours but a data plane of its own, for which the client provides a sender.
 
-    Called whenever a publisher connects. `known` are the senders that others have brought: engines of one kind share
-    one, and each sender is packed for once. Its peers are the clients' names. Such an engine is paused while it is
-    sent to, unless the sender is staged; then `finish` follows as ever. None: with this transport it takes what the
-    publisher sends, as any engine. Raises UnsupportedError.
+    The publisher calls `sender` whenever it connects. `known` are the senders of other clients: engines of one kind
+    share a sender, and buckets are packed once for each sender. The sender's peers are the clients' names. Such an
+    engine is paused while it is sent to, unless the sender is staged; then `finish` follows as usual. `sender` returns
+    None if the engine takes the publisher's own buckets with this transport. Raises UnsupportedError.
     """
 
     def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender | None: ...
@@ -138,5 +138,5 @@ class ServesTraffic(Protocol):
     def resume(self, run: str) -> None: ...
 
     def recovery_requests(self, run: str) -> Sequence[RecoveryRequest]:
-        """What the watchdog process sends if the publisher dies during the pause, where no lease ends the pause."""
+        """Return the watchdog process's requests for a publisher's death during a pause that no lease ends."""
         return ()

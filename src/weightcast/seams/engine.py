@@ -25,7 +25,7 @@ class Engine(Protocol):
     """Serves a model, in the process that holds it. Calls come from one thread at a time."""
 
     def specs(self) -> Sequence[TensorSpec] | None:
-        """What it would accept, or None if it cannot know; then `load` must refuse what it cannot take.
+        """Return the tensors that the engine accepts, or None if it cannot know; then `load` must refuse others.
 
         Returns the same object as long as nothing has changed, so that an offer is checked once.
         """
@@ -34,8 +34,8 @@ class Engine(Protocol):
         """Take tensors in checkpoint form, whole load groups. They are valid only during the call; don't write to them.
 
         Called once per install when staged, once per bucket when streaming, never while the engine generates; with no
-        tensors where an engine that is `Mapped` has all of them copied. What it queues on a GPU has to be on the
-        calling thread's stream, or over when it returns: that stream is waited for before the tensors' memory is used
+        tensors if the engine is `Mapped` and has all of them copied. GPU work must be queued on the calling thread's
+        stream, or be complete when `load` returns: the caller waits for that stream before it uses the tensors' memory
         again, and before `commit`.
         """
 

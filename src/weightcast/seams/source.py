@@ -24,7 +24,7 @@ tensor, and lie in blocks here. The second of the two has a size that divides 16
 """
 
 Regions: TypeAlias = Mapping[str, Sequence[Held]]
-"""What a trainer rank holds of each tensor, by its record's name. What it holds nothing of may be absent."""
+"""A trainer rank's parts of each tensor, by its record's name. Tensors of which it holds no part may be absent."""
 
 
 class LookedAtRegions(dict[str, Sequence[Held]]):
@@ -35,7 +35,7 @@ class LookedAtRegions(dict[str, Sequence[Held]]):
 
 
 class Source(Protocol):
-    """Where weights come from: one trainer rank's share of a model in checkpoint form."""
+    """A source of weights: one trainer rank's share of a model in checkpoint form."""
 
     def specs(self) -> Sequence[TensorSpec]:
         """Names, dtypes and global shapes of the whole model; the same on all trainer ranks.
@@ -73,7 +73,7 @@ Raises PeerError if a rank was lost, and on every rank the error that a rank has
 class EngineTyped(Protocol):
     """A source that can be cast to what engines have: then its specs have the dtypes of its own memory.
 
-    Where `casts_to_engines`, the publisher asks the engines, and has each tensor cast while it is packed.
+    If `casts_to_engines`, the publisher asks the engines, and has each tensor cast while it is packed.
     """
 
     @property

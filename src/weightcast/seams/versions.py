@@ -14,9 +14,9 @@ from weightcast.format.manifest import Manifest, WeightVersion
 
 
 class VersionWriter(Protocol):
-    """What senders of a transport that keeps versions do besides. They send without peers.
+    """Further methods of senders of a transport that keeps versions. They send without peers.
 
-    Engines can read a version that was offered once all is sent. Without `commit`, `open`, `abort`, `close` give it up.
+    Engines can read an offered version once all is sent. `open`, `abort` and `close` discard an uncommitted version.
 
     The ranks that lead other origins than the first can write to the same version. P: the publishing rank. O: another
     one, maybe on another host, whose sender is made by `Transport.joined_sender`.
@@ -63,9 +63,9 @@ class StoredVersion:
 
 
 class VersionReader(Protocol):
-    """What receivers of a transport that keeps versions do besides: they need no offer to read them.
+    """Further methods of receivers of a transport that keeps versions, which they can read without an offer.
 
-    Such a receiver has the buckets of all origins, and gives them in the order of the manifest's rounds.
+    Such a receiver has the buckets of all origins, and yields them in the order of the manifest's rounds.
     """
 
     def newest(self, known: WeightVersion | None) -> StoredVersion | None:

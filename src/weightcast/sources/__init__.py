@@ -1,1 +1,1 @@
-"""Where weights come from: modules, Megatron models, safetensors files, stores. Sources don't know of each other."""
+"""Sources of weights: modules, Megatron models, safetensors files, stores. No source imports another."""

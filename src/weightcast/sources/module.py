@@ -83,7 +83,7 @@ class ModuleSource:
         return self._specs
 
     def regions(self) -> Regions:
-        """What this rank holds, all of it or its shards; the same object until the module's tensors are replaced."""
+        """Return this rank's tensors or shards; the same object until the module's tensors are replaced."""
         self._live.refresh(merge=True)
         if self._views is not self._live.views:
             self._live.require_memory()

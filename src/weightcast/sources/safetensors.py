@@ -79,7 +79,7 @@ class SafetensorsSource(ClosedOnExit):
 
 
 def _files(path: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
-    """The safetensors files of a checkpoint. Raises FileNotFoundError or ValueError if they can't be told."""
+    """Return the safetensors files of a checkpoint. Raises FileNotFoundError or ValueError if they are not certain."""
     # A URL that became a path has lost a slash.
     directory = Path(str(path).removeprefix("file:"))
     if directory != path or (path / POINTER).is_file():

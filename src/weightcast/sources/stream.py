@@ -1,4 +1,4 @@
-"""What an exporter yields as (name, tensor), one after another, as a source."""
+"""A source of the (name, tensor) pairs that an exporter yields one after another."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class IteratorSource:
     def __init__(self, specs: Sequence[TensorSpec] = ()) -> None:
         """`specs`: of what each iterator yields; by default they are learned from the first."""
         self.device = torch.device("cpu")
-        """Where the tensors are that were learned from; with `specs`, the first one of the last iterator."""
+        """Device of the tensors that the specs were learned from; with `specs`, of the last iterator's first tensor."""
         self._specs = specs
         self._is_learning = not specs
         self._given: Iterator[tuple[str, torch.Tensor]] | None = None

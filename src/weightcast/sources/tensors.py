@@ -41,7 +41,7 @@ class TensorSource:
         self.casts_to_engines = dtype == "engine"
         self._groups, self._aliases = groups or {}, aliases or {}
         self.tensors: Mapping[str, torch.Tensor] = {}
-        """What is published; read-only: see `replace`."""
+        """The published tensors; read-only: see `replace`."""
         self._specs: tuple[TensorSpec, ...] = ()
         self._regions: Regions = {}
         self._places: tuple[list[str], bytes] | None = None

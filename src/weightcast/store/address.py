@@ -16,9 +16,9 @@ MAX_BUFFERS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where a store is, and how it is to be written and read.
+    """A store's directory and its options for writing and reading.
 
-    `num_slots`: how many versions are kept before the oldest is overwritten; `max_slots`: how many there may be where
+    `num_slots`: how many versions are kept before the oldest is overwritten; `max_slots`: how many there may be while
     readers hold the others (default: two more). `num_threads`: files per version, written and read at once, as far as
     there are buckets for them, and `MAX_BUFFERS` allows. `fsync`: wait for the disk before a version is committed.
     """

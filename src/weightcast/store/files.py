@@ -129,10 +129,10 @@ def data_name(file: int | str) -> str:
 
 
 class FileLayout:
-    """Where the buckets of a manifest lie in `num_files` files, as many for each origin, one behind the other, aligned.
+    """Places of a manifest's buckets in `num_files` files, as many for each origin, one behind the other, aligned.
 
-    Of an origin's files, bucket k of that origin is in number k modulo how many there are: several, since a filesystem
-    lets only one thread at a time write into one.
+    Bucket k of an origin is in the origin's file number k modulo their number. An origin has several files since a
+    filesystem lets only one thread at a time write into a file.
     """
 
     def __init__(self, manifest: Manifest, num_files: int) -> None:
@@ -292,7 +292,7 @@ def _without_inodes(path: Path) -> int | None:
 
 
 def is_in_memory(path: Path) -> bool:
-    """Whether a directory's filesystem takes host memory for its files."""
+    """Return whether a directory's filesystem keeps its files in host memory."""
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as lines:

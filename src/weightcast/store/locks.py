@@ -52,7 +52,7 @@ class LockFile:
         return not self._file.closed
 
     def is_in_place(self) -> bool:
-        """Whether the path still names this file, so that others who open it find its locks."""
+        """Return whether the path still names this file, so that others who open the path find its locks."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return os.path.samestat(os.lstat(self.path), os.fstat(self.descriptor))
         return False
@@ -95,9 +95,9 @@ class LockFile:
 
 
 def pin(path: Path, reader: ReaderRecord) -> LockFile | None:
-    """Hold a slot for reading: one record of its `pins`, which then names `reader`. None if it is being written.
+    """Hold a slot for reading by a lock on one record of its `pins`, which then names `reader`; None during a write.
 
-    Where it can't be written the record stays without a name. Raises IntegrityError if there is no such file.
+    If the file can't be written the record stays without a name. Raises IntegrityError if there is no such file.
     """
     with must_read(path):
         try:

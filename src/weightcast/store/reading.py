@@ -87,8 +87,8 @@ class StoreReader:
     def pin(self, version: WeightVersion | None = None) -> PinnedVersion | None:
         """Hold the newest version, or `version`, if that is the newest, or whole and about to be; None if it is not.
 
-        What is about to be the newest is for engines of the publish that it is of. Waits only while a slot changes
-        hands. Raises IntegrityError if a part of the version is missing or damaged.
+        A version that is about to be the newest is meant for the engines of its own publish. Waits only while a slot
+        changes hands. Raises IntegrityError if a part of the version is missing or damaged.
         """
         deadline, pause = Deadline(GRACE_SECONDS), 0.001
         while (commit := self._commit_of(version)) is not None:
@@ -126,9 +126,9 @@ class StoreReader:
         return None if commit is None or commit.previous is None else self._pin(commit.previous, must_hold=False)
 
     def pin_number(self, number: int) -> PinnedVersion | None:
-        """Hold the version of that number in whichever slot it is whole still: of several runs the one committed last.
+        """Hold the version of that number in the slot that still has all of it: of several runs the one committed last.
 
-        None if it is in none, or was never committed.
+        Returns None if no slot has it, or if it was never committed.
         """
         for stored in self.whole_versions():
             if stored.number == number and (pinned := self._pin(stored, must_hold=False)) is not None:
@@ -240,7 +240,7 @@ class PinnedVersion(ClosedOnExit):
 
 
 def store_status(directory: Path) -> StoreInfo:
-    """What is in a store, and who reads and writes it, for people. Changes nothing and never blocks on a lock.
+    """Return a store's content, readers and writer, for people. Changes nothing and never blocks on a lock.
 
     Raises VersionNotFoundError if there is no version, IntegrityError if a record is damaged.
     """

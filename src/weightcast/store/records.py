@@ -154,7 +154,7 @@ def _digest(record: Commit | WriterRecord) -> str:
 
 
 def encodable(text: str) -> str:
-    """The text as JSON can have it: what is no character (of a path that is not UTF-8, say) is escaped."""
+    """Return a text that JSON can hold: bytes that are not UTF-8 (of a path, for example) are escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

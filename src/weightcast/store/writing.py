@@ -1,6 +1,6 @@
 """The writing side of a store: one writer, a slot that no reader has pinned, the pointer last.
 
-Where a version leaves from several origins, the writer is the publishing rank's: it takes the slot, makes room in all
+If a version is sent from several origins, the publishing rank has the writer, which takes the slot, makes room in all
 files and seals. A rank that leads another origin writes the files of that origin alone, under a lock of its own.
 
 Invariants: the current version's slot is never touched, nor one that a reader has pinned, or an origin's rank of a
@@ -123,7 +123,7 @@ class _Attempt:
 
 
 class _SlotWriter:
-    """What the writers of all origins do alike. `write` may run in several threads, the rest in one."""
+    """Base of the writers of all origins. `write` may run in several threads, the rest in one."""
 
     def __init__(self, address: StoreAddress, run: str, *, deadline_seconds: float) -> None:
         self._address = address
@@ -191,7 +191,7 @@ class StoreWriter(_SlotWriter):
 
     @property
     def last_number(self) -> int:
-        """Of the version that was begun last, by whichever writer and whatever became of it; -1 if that is unknown."""
+        """Number of the version that was begun last, by any writer and with any outcome; -1 if that is unknown."""
         return self._record.number
 
     @property
@@ -516,7 +516,7 @@ class OriginWriter(_SlotWriter):
         )
 
     def _is_written(self, where: SlotPlace) -> bool:
-        """Whether the publishing rank still makes this attempt, as far as this host sees."""
+        """Return whether the publishing rank still makes this attempt, as far as this host sees."""
         record = read_record(self._address.directory / files.WRITER, WriterRecord)
         found = None if record is None else (record.run, record.attempt, record.aborted)
         return found == (self._run, where.attempt, "")

@@ -1,4 +1,4 @@
-"""What every `Engine` must do. Subclass `EngineContract` in a test module, fill in one fixture and one raw accessor."""
+"""Tests for every `Engine`. Subclass `EngineContract` in a test module, fill in one fixture and one raw accessor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EngineContract(OverPayloads):
         raise NotImplementedError(f"{type(self).__name__} must define the fixture `engine`")
 
     def raw(self, engine: Engine) -> Mapping[str, bytes]:
-        """What the model holds now, under every name, by `raw_bytes`. Must not use any method of the engine."""
+        """Return the model's present values under every name, by `raw_bytes`, without any method of the engine."""
         raise NotImplementedError(f"{type(self).__name__} must define `raw`")
 
     def test_specs_are_those_of_the_model(self, engine: Engine, payload: Payload) -> None:

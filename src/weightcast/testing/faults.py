@@ -1,7 +1,7 @@
 """Transports that go wrong on purpose: wrappers of any sender or receiver, never patches of one.
 
-A fault strikes at one bucket of one update and is spent then; the next update goes through. What an engine may make of
-it is always the same: nothing. The old version stays, and the error says what was found.
+A fault strikes at one bucket of one update and is spent then; the next update goes through. An engine must never
+install a faulty update: the old version stays, and the error says what was found.
 """
 
 from __future__ import annotations

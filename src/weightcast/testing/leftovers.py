@@ -1,4 +1,4 @@
-"""What a test could leave behind in this process: threads, children, sockets, pipes, shared memory. Linux only."""
+"""Leftovers of a test in this process: threads, children, sockets, pipes, shared memory. Linux only."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def leftovers() -> set[str]:
 
 @contextlib.contextmanager
 def nothing_left(patience_seconds: float = 5.0) -> Iterator[None]:
-    """Raises AssertionError, naming them, if things that were not there before are there `patience_seconds` after.
+    """Raise AssertionError, naming them, if new leftovers are still there `patience_seconds` after the block.
 
-    What only a circle of references keeps is collected meanwhile: an error that a test has caught is in one with the
-    test's own frame, and its traceback refers to what the frames below have.
+    Reference cycles are collected meanwhile: an error that a test has caught is in a cycle with the test's own frame,
+    and its traceback refers to the objects of the frames below.
     """
     before = leftovers()
     yield

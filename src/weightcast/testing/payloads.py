@@ -30,7 +30,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def region_slices(region: Region) -> tuple[slice, ...]:
-    """Where a region lies in an array of its tensor's elements."""
+    """Return a region's slices in an array of its tensor's elements."""
     return tuple(slice(start, start + size) for start, size in zip(region.offsets, region.sizes, strict=True))
 
 
@@ -54,7 +54,7 @@ class Payload:
         return {name: ((whole(tensor.shape), tensor),) for name, tensor in self.tensors().items()}
 
     def expected(self) -> dict[str, bytes]:
-        """What an engine must hold under every name, aliases included."""
+        """Return the bytes that an engine must hold under every name, aliases included."""
         return dict(_expected(self))
 
     def manifest(self) -> Manifest:

@@ -1,4 +1,4 @@
-"""What every `Source` must do. Subclass `SourceContract` in a test module and fill in one fixture."""
+"""Tests for every `Source`. Subclass `SourceContract` in a test module and fill in one fixture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every transport must do. Subclass `TransportContract` in a test module and say which `url` it is about."""
+"""Tests for every transport with peers. Subclass `TransportContract` in a test module and set its `url`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def failed(sender: Sender) -> dict[str, type[Exception]]:
 
 
 class TransportContract(VersionedTransportContract):
-    """What holds of all transports, and of peers: each that dies, stalls or leaves is named and never stops others."""
+    """Tests for transports with peers: a peer that dies, stalls or leaves is named and never stops the others."""
 
     def sender(self, deadline_seconds: float = PATIENCE_SECONDS, **options: object) -> Sender:
         return RecoveringSender(super().sender(deadline_seconds, **options))
 
     def test_a_loss_that_disturbs_the_others_is_raised_with_the_survivors(self, staged: bool) -> None:
-        """Whether it does is the transport's to say; what is raised names nobody who was lost, and fewer each time."""
+        """A transport may go on without an error; a raised error names fewer survivors each time, and no lost peer."""
         sender, manifest = super().sender(), numbered(6)
         receivers = {peer: self.receiver(sender, peer) for peer in ("a", "b", "goes")}
         readers = [Reader(receivers[peer], manifest, version(1), staged=staged) for peer in ("a", "b")]

@@ -1,4 +1,4 @@
-"""What tests of transports share: manifests whose every byte shows version and bucket, steps of both ends, threads."""
+"""Kit for transport tests: manifests whose every byte shows version and bucket, steps of both ends, threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TransportEnds:
     """Makes senders and receivers of the registered transport of `url`; leaving `stack` closes them."""
 
     url: str
-    """What a `Publisher` is given as `transport`."""
+    """The `transport` argument of a `Publisher`."""
     device = torch.device("cpu")
     """Of the weights, at both ends."""
 

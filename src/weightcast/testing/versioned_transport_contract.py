@@ -1,7 +1,7 @@
-"""What every transport must do, also one that keeps versions and does not know its readers.
+"""Tests for every transport, also for one that keeps versions and does not know its readers.
 
-Subclass the contract in a test module, and say which `url` it is about: `TransportContract`, which adds what holds of
-peers, or for a transport that keeps versions `VersionedTransportContract`.
+Subclass a contract in a test module, and set its `url`: `TransportContract`, which adds tests of peers, or for a
+transport that keeps versions `VersionedTransportContract`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class VersionedTransportContract(OverPayloads, TransportEnds):
     """All ends are made in this process, by the registered transport of `url`, and each test leaves nothing behind."""
 
     reads_in_place = False
-    """Whether staged buckets are memory of the sender, whose next update waits for the end of theirs."""
+    """True if staged buckets are the sender's memory; its next update then waits until receivers have ended theirs."""
 
     @pytest.fixture(autouse=True)
     def _close_what_was_made(self) -> Iterator[None]:
@@ -124,7 +124,7 @@ class VersionedTransportContract(OverPayloads, TransportEnds):
             self.update(sender, receivers, numbered(), number, staged)
 
     def test_a_sender_that_was_prepared_sends_any_update(self, staged: bool) -> None:
-        """As it was prepared for, larger ones, and those of the other way of installing."""
+        """The update that it was prepared for, larger ones, and updates of the other install mode."""
         sender = self.sender()
         receivers = {"a": self.receiver(sender)}
         sender.prepare(numbered(3), staged=staged)

@@ -90,7 +90,7 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        """Where it serves; raises ClosedError before `start` and after `close`."""
+        """URL of this server. Raises ClosedError before `start` and after `close`."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 

@@ -295,7 +295,7 @@ def _error_reply(error: Exception) -> Response:
 
 
 def _error_body(error: BaseException) -> dict[str, Any]:
-    """An error in OpenAI's shape. Where it differs from a weight route's: a server that closes is 503, not 409."""
+    """Return an error in OpenAI's shape. Unlike on weight routes, ClosedError (the server closes) is 503, not 409."""
     own = ((QueueFullError, 429), (ClosedError, 503), (LookupError, 404))
     status = next((status for kind, status in own if isinstance(error, kind)), status_of(error))
     message = str(error)

@@ -27,7 +27,7 @@ from weightcast.host.deadline import POLL_SECONDS, Deadline
 
 
 class QueueFullError(WeightcastError):
-    """As many completions wait as the generator may hold; ask again later."""
+    """The generator's queue of completions is full; ask again later."""
 
 
 class TextGenerator(ClosedOnExit):
@@ -68,7 +68,7 @@ class TextGenerator(ClosedOnExit):
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are still answered: false once closed, or if the thread has died."""
+        """True while requests are answered; False once closed, or if the thread has died."""
         return self._thread.is_alive()
 
     @property

@@ -1,4 +1,4 @@
-"""What a generator is asked and what it answers: parameters, a row for each completion, finished records.
+"""Requests to a generator and its answers: parameters, a row for each completion, finished records.
 
 Invariants: a completion's spans are contiguous and cover exactly its output tokens; a request is done when its future
 is, and nothing is appended to the rows of a done request.
@@ -100,7 +100,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to a row: at most one token, the text that became final, and how the row ended, if it did."""
+    """One step's addition to a row: at most one token, the text that became final, and why the row ended, if so."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -155,9 +155,9 @@ class Request:
 class DecodeRow:
     """One sequence while its tokens are generated. Only the generator's thread touches it.
 
-    `text`: whole characters only, cut at the first stop string, and never taken back: what could be the beginning of a
-    stop string, or of a character, is added once more tokens decide. Where nobody reads it meanwhile, nothing is
-    decoded before the end.
+    `text`: whole characters only, cut at the first stop string, and never taken back: a possible beginning of a stop
+    string, or of a character, is added once more tokens decide. If nobody reads the text meanwhile, it is decoded only
+    at the end.
     """
 
     def __init__(self, request: Request, index: int, prompt: tuple[int, ...]) -> None:
@@ -206,7 +206,7 @@ class DecodeRow:
             request.on_delta(Delta(self.index, tokens, text, self.finish_reason, version, listed))
 
     def _new_text(self, tokenizer: Tokenizer) -> str:
-        """What has become certain. The row ends at a stop string."""
+        """Return the text that has become final. Ends the row at a stop string."""
         # A stop token has no text.
         tokens = (
             self.output[:-1] if self.output[-1:] and self.output[-1] in self.request.stop_token_ids else self.output

@@ -1,6 +1,6 @@
-"""Whether an offer fits the model of one rank: by the checkpoint that it was started from, or by a dry run alone.
+"""Checks that an offer fits the model of one rank, by its start-up checkpoint or by a dry run alone.
 
-What each can prove:
+Guarantees of the two checks:
 
 - `ByReference` knows every name, shape and dtype of the start-up checkpoint and, from one dry run of it, which of them
   this rank's loader uses. An offer must have the same, so that its install sets what the start set. Names that the
@@ -53,7 +53,7 @@ class AcceptedOffer:
 
 
 class Acceptance(Protocol):
-    """What a rank's loader takes."""
+    """Check that decides which offers a rank's loader takes."""
 
     def accept(self, manifest: Manifest) -> AcceptedOffer:
         """Decide about an offer. Raises IncompatibleWeightsError, naming every offender."""
@@ -145,10 +145,11 @@ class ByDryRun:
 
 
 def _kept(dtype: str, live: Collection[torch.dtype]) -> str:
-    """In which dtype to send what a checkpoint has in `dtype` and a loader copies to parameters of these dtypes.
+    """Return the dtype in which to send a tensor of `dtype` that a loader copies to parameters of these dtypes.
 
-    The widest of these: to a narrower one it is then rounded once. Where one is no plain floating point, the loader
-    computes it (it quantises, for example) from what a checkpoint has.
+    This is the widest of the parameters' dtypes, so that values are rounded only once to a narrower one. If a
+    parameter is not of a plain floating-point dtype, it is `dtype`: the loader then computes (quantises, for example)
+    from the checkpoint's values.
     """
     names = {DTYPE_NAMES[each] for each in live}
     return max(names, key=lambda name: (ITEMSIZE_BYTES[name], name)) if names and names <= CASTABLE else dtype

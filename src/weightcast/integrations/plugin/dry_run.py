@@ -1,7 +1,7 @@
 """Runs a model's own loader on tensors without memory, to learn what each name of a checkpoint would set, and how.
 
-What is a plain copy is recorded, block by block, for `serving.install_map`; anything else that a name is used for makes
-the name opaque.
+Plain copies are recorded, block by block, for `serving.install_map`; a name that the loader uses in any other way is
+opaque.
 
 Invariants: nothing of the tensors without memory is written to what is live; afterwards, also where the loader fails or
 is interrupted, every module has its own tensors and attributes again, and nothing in the process has changed. The model
@@ -85,14 +85,14 @@ class DryRunTarget:
 
 @dataclasses.dataclass
 class DryRunOutcome:
-    """What the loader did: `faults` by name (the empty one: at the end), the `targets` by the model's names for them.
+    """Result of a dry run: `faults` by name (the empty name: at the end), `targets` by the model's names for them.
 
     `used`: how many elements of each name were copied into targets, and of which dtypes these are. `copies`: those
     copies, in their order; `opaque`: the names that the loader does more with than to copy them, and what. `beside`:
     the live tensors that it would have written in place besides these, such as MLA's absorbed weights. `together`: by
     name, all names that a value is made of with it; the loader has to get these in one call. `calls`: how often the
     loaders of a module were called, by the module's name, where an engine counts that. `overwritten`: the names whose
-    tensors the loader writes to; they are opaque. `packed_copies`: as in `RecordedMap`.
+    tensors the loader writes to; they are opaque. `packed_copies`: see `RecordedMap`.
     """
 
     faults: dict[str, str]
@@ -342,13 +342,13 @@ class _Probe:
         return names
 
     def followed(self, out: Any) -> Any:
-        """What an operation returned, as tensors that are recorded."""
+        """Return an operation's output with its tensors as recorded tensors."""
         if isinstance(out, torch.Tensor):
             return out if isinstance(out, _Recorded) else out.as_subclass(self.recorded)
         return type(out)(map(self.followed, out)) if isinstance(out, (tuple, list)) else out
 
     def run(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that is no view, and note what it does. Copies and constants need no running."""
+        """Run an operation other than a view, and record its effect. Copies and constants are recorded, not run."""
         if func is _COPY or func in _FILLS:
             part = args[0]
             if not part.is_meta:
@@ -438,7 +438,7 @@ class _Probe:
             self._opaque |= dict.fromkeys(names - self._opaque.keys(), f"{target.name} is computed from it")
 
     def _block(self, tensor: torch.Tensor) -> StridedBlock:
-        """Where a tensor lies in its storage. Equal ones are one object: few differ."""
+        """Return a tensor's place in its storage. Equal blocks are one object, since few differ."""
         place = int(tensor.storage_offset()), tensor.shape, tensor.stride()
         block = self._blocks.get(place)
         if block is None:
@@ -514,7 +514,7 @@ _COPIES = frozenset(
 _FORMS = frozenset(
     {_aten.empty_like.default, _aten.new_empty.default, _aten.new_zeros.default, _aten.zeros_like.default}
 )
-"""What takes a tensor's shape and dtype, and none of its values."""
+"""Operations that use a tensor's shape and dtype, and none of its values."""
 
 
 def _leaves(values: Iterable[Any]) -> Iterator[Any]:

@@ -136,10 +136,10 @@ class PluginEngine(ServedEngine, abc.ABC):
         (await self._in_time(self._replies(call))).raise_first()
 
     async def info(self) -> WeightInfo:
-        """What all ranks are together. Waits for an install under way.
+        """Return the state of all ranks as one engine's. Waits for an install under way.
 
-        Before an update, while torn, and once the host has changed the weights by itself, the version is the host's
-        label: the last that was whole, or whatever the host calls what it has.
+        Before the first update, while torn, and after the host has changed the weights by itself, the version is the
+        host's label: that of the last whole version, or the host's own name for its weights.
         """
         async with self._alone():
             replies, label, paused = await self._in_time(
@@ -160,10 +160,10 @@ class PluginEngine(ServedEngine, abc.ABC):
         )
 
     async def why_torn(self) -> str:
-        """Why the engine must not generate, or empty. Free unless an install is under way or has failed, for which it
-        waits, or the host may have changed the weights.
+        """Return why the engine must not generate, or "". Asks the ranks only if an install is under way, for which it
+        waits, or has failed, or if the host may have changed the weights.
 
-        Where the answer can't be had in time, it is empty: a request then waits in the engine, which is paused.
+        Returns "" if the ranks do not answer in time: a request then waits in the engine, which is paused.
         """
         if self._mutex.in_doubt:
             with contextlib.suppress(WeightcastError):
@@ -182,7 +182,7 @@ class PluginEngine(ServedEngine, abc.ABC):
         self._mutex.in_doubt = True
 
     async def held(self, names: Sequence[str], start: int, limit_bytes: int) -> HeldWeights:
-        """What all ranks hold, of the tensors (or those named) from number `start` on. Raises EngineTornError."""
+        """Return what all ranks hold of the tensors (or of `names`) from number `start` on. Raises EngineTornError."""
         async with self._alone():
             replies = await self._in_time(self._replies(Prove(start, limit_bytes, tuple(names))))
         return replies.held(with_blocks=bool(names))
@@ -227,7 +227,7 @@ class PluginEngine(ServedEngine, abc.ABC):
     async def install(self, number: int, mode: PauseMode, run: str = "") -> InstallAnswer:
         """Pause, install the sealed version on all ranks or on none, label and resume; what the engine is then.
 
-        `run` is whose version it is, by default that of whichever run holds the engine.
+        `run` is the run of the version, by default the one that holds the engine.
 
         An engine that was paused before stays so, unless it was for being torn. Raises ClosedError (no run holds it),
         what refused the install, with everything as before, or InstallError; if that is torn the engine stays paused.

@@ -28,7 +28,7 @@ Tensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 
 def has_own(layer: nn.Module) -> bool:
-    """Whether it has tensors besides those of its submodules."""
+    """Return whether a layer has tensors besides those of its submodules."""
     return any(tensor is not None for tensor in (*layer._parameters.values(), *layer._buffers.values()))
 
 
@@ -93,15 +93,15 @@ class LoaderEngine(abc.ABC):
         return [self.device]
 
     def specs(self) -> None:  # noqa: B027  (it is what it says)
-        """What it accepts is no list: `validate` says."""
+        """Return None: `validate` decides about an offer."""
 
     def validate(self, manifest: Manifest) -> None:
-        """Whether an install of this offer would set all that the start of the engine has set, and nothing else.
+        """Check that an install of this offer would set all that the start of the engine has set, and nothing else.
 
-        Raises IncompatibleWeightsError, naming every tensor that is unknown, unfit, missing or doubled. What is
-        accepted is the next `load`'s; a manifest of the same digest is not tried again. What this proves: `acceptance`.
-        Where layers were exchanged since the loader was tried, it is tried again, and UnsupportedError is raised if it
-        would not set all that the engine computes with.
+        Raises IncompatibleWeightsError, naming every tensor that is unknown, unfit, missing or doubled. An accepted
+        offer is the next `load`'s; a manifest of the same digest is not tried again. See `acceptance` for the limits of
+        the check. If layers were exchanged since the loader was tried, it is tried again, and UnsupportedError is
+        raised if it would not set all that the engine computes with.
         """
         if self._acceptance is None:
             raise UnsupportedError(f"weightcast can't update an engine with {', '.join(self._unsupported)}")
@@ -177,7 +177,10 @@ class LoaderEngine(abc.ABC):
                 held.update({name: held[name].clone() for name in held.keys() - former})
 
     def _handed(self, tensors: Tensors, accepted: AcceptedOffer, load: _Load) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the loader is to be given: not what is copied. It is due no more; tied names have equal values."""
+        """Yield the tensors that the loader must get, and take them from `load.due`. Copied tensors are left out.
+
+        Raises InstallError if tied names come with different values.
+        """
         for name, tensor in tensors:
             owner = accepted.tied.get(name, name)
             first = load.first.setdefault(owner, tensor) if owner in self._apart else tensor
@@ -224,11 +227,11 @@ class LoaderEngine(abc.ABC):
         self._give_up()
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy this rank's weights to host memory; what it returns puts them back, wherever a `load` has failed.
+        """Copy this rank's weights to host memory; the returned function restores them after a failed `load`.
 
-        Costs host memory of the size of what an install overwrites on this rank, and the time to copy it, per install.
-        What an engine keeps beside these, packed for its kernels, is not copied: the old packed weights live on beside
-        the new ones until the copy is dropped. Storage addresses are kept, so that captured graphs stay valid.
+        Each install needs host memory of the size of what it overwrites on this rank, and the time to copy that.
+        Weights that an engine has packed for its kernels are not copied: the old packed weights live on beside the new
+        ones until the copy is dropped. Storage addresses are kept, so that captured graphs stay valid.
         """
         self._end_load()
         if self._offer is None:

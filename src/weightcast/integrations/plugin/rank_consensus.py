@@ -1,4 +1,4 @@
-"""The ranks of one engine tell each other how a step went, so that all of them answer a call alike.
+"""Exchanges the outcome of each step among the ranks of one engine, so that all of them answer a call alike.
 
 Invariants: every rank makes the same exchanges in the same order; an exchange carries typed records, never a pickle;
 none waits past its deadline, and after one that did the ranks may be out of step, so that no further one is made.

@@ -90,7 +90,7 @@ class RankWorker:
             agree=self._agree,
         )
         self._is_agreeing = False
-        """Whether an install is under way, none of whose steps has failed yet."""
+        """True while an install is under way and none of its steps has failed."""
         self._is_one_of_several = False
 
     def answer(self, values: object) -> Any:
@@ -120,9 +120,9 @@ class RankWorker:
         return msgspec.to_builtins(reply)
 
     def info(self) -> WeightInfo:
-        """As the worker's, but for what belongs to a pause: the host's is not this rank's to begin or to end.
+        """Return the worker's state without its lease, since only the host can pause and resume.
 
-        It is also torn while it has an installed version of which it does not know whether the other engines have it.
+        The rank is also torn while it does not know whether the other engines have the version that it has installed.
         """
         info, unsettled = self._worker.info(), self._worker.unsettled
         torn = info.torn
@@ -286,7 +286,7 @@ class RankWorker:
         return error
 
     def _last_round(self, error: ErrorRecord | None) -> ErrorRecord | None:
-        """What became of the ranks, the same on all: the first error, and torn if one of them is."""
+        """Return the first error of any rank, torn if any rank is torn; equal on all ranks."""
         outcomes = self._ranks.exchange(Outcome(error, torn=self._gate.torn))
         torn = next((outcome.torn for outcome in outcomes if outcome.torn), "")
         if torn and not self._gate.torn:

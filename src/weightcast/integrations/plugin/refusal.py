@@ -2,8 +2,8 @@
 
 If the engine were only paused, its callers would wait without an end: vLLM's `LLM.generate` has no deadline.
 
-Invariant: requests are refused where all of them pass, whichever method of the engine they came by. The names of these
-places are looked up before a publisher connects, and a missing one is an error.
+Invariant: requests are refused in functions that all requests pass, by every method of the engine. The names of these
+functions are looked up before a publisher connects, and a missing name is an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every rank of an engine answered to one call, as one answer."""
+"""The replies of all ranks of an engine to one call, joined to one reply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightcast.serving.install_map import held_weights
 
 
 class Replies(NamedTuple):
-    """What every rank of `num_engines` engine cores answered to one call."""
+    """The replies of every rank of `num_engines` engine cores to one call."""
 
     ranks: list[RankReply]
     num_engines: int
@@ -30,12 +30,12 @@ class Replies(NamedTuple):
 
     @property
     def is_loading(self) -> bool:
-        """Whether a version is being streamed in on any rank."""
+        """True while a version is being streamed in on any rank."""
         return any(reply.is_loading for reply in self.ranks)
 
     @property
     def info(self) -> WeightInfo:
-        """What the ranks are together, as far as they know it: a pause is the host's own."""
+        """The state of all ranks as one engine's, without the pause, which the host controls."""
         infos = [reply.info for reply in self.ranks]
         first = infos[0]
         return msgspec.structs.replace(
@@ -48,7 +48,7 @@ class Replies(NamedTuple):
         )
 
     def held(self, *, with_blocks: bool) -> HeldWeights:
-        """What the ranks hold together, of replies to `Prove`. Raises the first error of any rank, EngineTornError."""
+        """Join replies to `Prove` to what the engine holds. Raises the first error of any rank, or EngineTornError."""
         self.raise_first()
         if self.torn:
             raise EngineTornError(self.torn)
@@ -57,9 +57,9 @@ class Replies(NamedTuple):
         return msgspec.structs.replace(held, next=self.ranks[0].next)
 
     def dtypes(self) -> dict[str, str]:
-        """What the ranks have tensors in together, of replies to `Dtypes`. Raises the first error of any rank.
+        """Join replies to `Dtypes` to one dtype for each tensor. Raises the first error of any rank.
 
-        Where ranks differ, the widest: it is cast to the others without another rounding than theirs.
+        If ranks differ, this is the widest, so that each rank rounds the values only once, to its own dtype.
         """
         self.raise_first()
         found: dict[str, str] = {}

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def log(error: Exception) -> None:
-    """What a weight route answers with an error."""
+    """Log the error with which a weight route answers."""
     logger.info("a weight route answers with %s: %s", type(error).__name__, error)
 
 

@@ -1,8 +1,8 @@
-"""What the API servers in front of one vLLM share: whose turn it is to change it, and whether its weights are in doubt.
+"""Shared state of the API servers in front of one vLLM: a mutex for changing the engine, and an in-doubt flag.
 
 vLLM starts as many API servers as it has data-parallel engines on the host (`--api-server-count`); all answer on one
-port, and each drives all engines. Invariants: one of them has the turn at a time; a turn ends with the process that has
-it; nothing stays on disk once all of them are up.
+port, and each drives all engines. Invariants: one server holds the mutex at a time; the mutex is released when the
+process that holds it ends; nothing stays on disk once all servers are up.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ServerMutex:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether an install is under way, or ended with weights of no whole version: only the ranks can say."""
+        """True if an install is under way or may have left no whole version, so that the ranks must be asked."""
         return _byte(self._fd, _IN_DOUBT) != 0
 
     @in_doubt.setter

@@ -1,5 +1,5 @@
-"""What frameworks share that bring weights to rollout workers of their own, and load them there themselves.
+"""Common code for frameworks that have rollout workers of their own and load the received weights themselves.
 
-Here belong both ends of such a transfer: `transfer` is what a framework's class is made of, `receiving` the end of a
-rollout worker, `workers` the trainer's client of all of them. No framework is imported.
+Both ends of such a transfer: `transfer` has the base of a framework's own class, `receiving` the end of a rollout
+worker, `workers` the trainer's client of all rollout workers. No framework is imported.
 """

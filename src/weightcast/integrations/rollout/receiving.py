@@ -51,7 +51,7 @@ class RolloutEngine:
         self._deadline_seconds = deadline_seconds
         self._condition = threading.Condition()
         self._tensors: Iterable[Named] | None = None
-        """What is to be loaded now."""
+        """The tensors that the framework must load now; None between loads."""
         self._error: WeightcastError | None = None
         """Why the update that was offered last is not installed."""
         self._is_offered = False
@@ -187,7 +187,7 @@ class RolloutEngine:
 
 
 class RolloutWorker(Worker):
-    """A worker whose engine is told when a trainer ends the transfer, whether it had begun or not."""
+    """A worker that notifies its engine when a trainer ends the transfer, whether it had begun or not."""
 
     engine: RolloutEngine
 

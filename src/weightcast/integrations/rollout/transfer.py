@@ -1,7 +1,7 @@
 """A trainer's or a rollout worker's part: a publisher on the first trainer rank, a worker in each rollout worker.
 
 Invariants: every trainer rank takes its weights to their end, whatever fails, since each of them is gathered by all;
-after a failure nothing is kept, and the next update connects anew.
+after a failure nothing is kept, and the next update connects again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Endpoint = tuple[str, str, str]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Framework:
-    """What errors call it and its options; the address of this process's node."""
+    """A framework's name and options' name in errors, and a function that returns the address of this node."""
 
     name: str
     options: str
@@ -116,7 +116,7 @@ class RolloutTransfer:
     # --- before each update ---
 
     def endpoint(self) -> Endpoint:
-        """Where a rollout worker can be reached, with the token that only the trainer is to have."""
+        """Return the URL of this rollout worker, with a token that only the trainer may have."""
         if self._engine is None or self._server is None:
             is_on_gpu = torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
@@ -227,7 +227,7 @@ class RolloutTransfer:
         """Close all connections, and have the rollout workers wait no longer. The next update learns the specs."""
         self._disconnect()
         # Rollout workers fail from here on. This rank's error says which of them are untouched: it must reach the
-        # framework while that still waits for it, though a worker stands still.
+        # framework while that still waits for it, though a worker hangs.
         workers = self._clients(min(GRACE_SECONDS, self._options.deadline_seconds / 4))
         workers.shutdown()
         workers.close()

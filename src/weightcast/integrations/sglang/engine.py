@@ -69,7 +69,7 @@ def require_one_key(server_args: Any, token: str | None) -> None:
 
 
 async def _continue(engine: SglangEngine, request: Any) -> None:
-    """What SGLang's own /continue_generation runs."""
+    """Handle SGLang's own route /continue_generation. Raises HTTPException 409 if the engine is torn."""
     try:
         await engine.resume()
     except EngineTornError as exc:

@@ -22,12 +22,12 @@ TESTED_WITH = "0.5.23"
 SCHEDULER = "sglang.srt.managers.scheduler"
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 CHILDREN = (SCHEDULER, "sglang.srt.managers.detokenizer_manager", "sglang.srt.managers.data_parallel_controller")
-"""What SGLang's child processes run; the server's process loads plugins before it imports any of it."""
+"""Modules that SGLang's child processes run; the server's process loads plugins before it imports any of these."""
 MADE = f"{SCHEDULER}.Scheduler.__init__"
 """Every scheduler process has one: by then its model is loaded."""
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 CALLED = f"{_UPDATER}.update_weights_from_tensor"
-"""What a message to the scheduler processes runs in each of them, between two steps of the model."""
+"""Method that a message to the scheduler processes runs in each of them, between two steps of the model."""
 LOADED = tuple(
     f"{_UPDATER}.{name}"
     for name in ("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_ipc")
@@ -35,8 +35,9 @@ LOADED = tuple(
 BEGUN = f"{_UPDATER}.begin_weight_update"
 CHECKED = f"{_UPDATER}.check_weights"
 RELEASED = f"{_UPDATER}.release_memory_occupation"
-"""What other messages run there that change the weights, or take their memory away. In a session that was begun a
-client may also write to them past SGLang; a check may overwrite them."""
+"""With `LOADED`, `BEGUN`, `CHECKED`: methods that other messages run there and that may change or free the weights.
+
+Between the begin and end of a session a client may write to the weights past SGLang; a check may overwrite them."""
 CHANGES = tuple(path.rpartition(".")[2] for path in (CALLED, *LOADED, BEGUN, CHECKED, RELEASED))
 """The names of these."""
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
@@ -46,7 +47,7 @@ ASKED = (
     f"{_CONTROL}.update_weights_from_ipc",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
 )
-"""What SGLang's own routes run that load weights, in the process of the HTTP server."""
+"""Methods that SGLang's own routes for loading weights run in the process of the HTTP server."""
 UNLABELLED = "default"
 """SGLang's label of weights that nobody has named."""
 SERVED = f"{HTTP_SERVER}._setup_and_run_http_server"

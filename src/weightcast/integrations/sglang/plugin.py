@@ -50,9 +50,9 @@ def _served(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 async def _asked(original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang's own routes take no rank calls: what guards weightcast's would not guard them.
+    """Refuse rank calls on SGLang's own routes, which lack the guards of weightcast's routes.
 
-    What they load without a label of its own would have that of the version before it.
+    Weights that are loaded without a label get `UNLABELLED`; SGLang would leave them the label of the version before.
     """
     from weightcast.integrations.sglang.scheduler import FORMAT
 

@@ -28,11 +28,11 @@ VllmUnderTorchRL: TypeAlias = "DirectModel | RemoteEngine"
 
 
 def engine_for(vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True) -> VllmUnderTorchRL:
-    """Whichever fits. `transport` takes the weights from this process to workers that are elsewhere.
+    """Return the engine that fits. `transport` takes the weights from this process to workers that are elsewhere.
 
     `undo`: workers that are elsewhere keep a host copy of the live weights while they load.
 
-    Raises TypeError if it is no vLLM engine.
+    Raises TypeError for an object other than a vLLM engine.
     """
     # TorchRL's wrapper of an LLM hands on generation only.
     vllm_engine = getattr(vllm_engine, "llm_instance", vllm_engine)
@@ -52,7 +52,7 @@ class DirectModel:
         self._refusal = Refusal(vllm_engine)
 
     def specs(self) -> None:
-        """What its loader accepts is no list."""
+        """Return None: the model's loader has no list of what it accepts."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raises what the model's `load_weights` raises; the engine refuses to generate then, until `commit`."""
@@ -106,7 +106,7 @@ class RemoteEngine(Relay):
 
     @property
     def is_torn(self) -> bool:
-        """Whether the engine refuses to generate."""
+        """True while the engine refuses to generate."""
         return bool(Refusal(self._vllm_engine).why)
 
     def commit(self, version: WeightVersion) -> None:
@@ -116,7 +116,7 @@ class RemoteEngine(Relay):
 
 
 def reset_prefix_cache(vllm_engine: Any) -> None:
-    """As TorchRL does: once more if the engine says that it could not, then a warning.
+    """Reset the prefix cache, as TorchRL does: twice if the engine refuses, then log a warning.
 
     Cached prefixes are keyed by the prompt, not by the weights that made them.
     """

@@ -98,8 +98,8 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
     def init_on_receiver(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make the receiver for `engine` (or `vllm_engine`, `model`), or for what `model_id` names in `context`.
 
-        `transport` and `undo` as of `create_receiver`. What was initialised as a sender stays so. Raises ValueError if
-        no engine is named, TypeError if it is none.
+        `transport` and `undo` are those of `create_receiver`. A scheme that was initialised as a sender remains one.
+        Raises ValueError if no engine is named, TypeError for an object of another kind.
         """
         given = (kwargs.get(name) for name in ("engine", "vllm_engine", "model"))
         engine = next((engine for engine in given if engine is not None), None)
@@ -130,7 +130,7 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
     def prepare_weights(
         self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None
     ) -> Any:
-        """As TorchRL's; `strategy` is this scheme's by default."""
+        """Prepare weights like TorchRL's own scheme; `strategy` is this scheme's by default."""
         return super().prepare_weights(weights, model_id, self.strategy if strategy is None else strategy, context)
 
     def send(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
@@ -241,7 +241,7 @@ class VLLMDoubleBufferWeightReceiver:
         fails anywhere. Without it, and for a model of this process that is no nn.Module, the engine then refuses to
         generate (EngineTornError), until a complete update heals it.
 
-        Raises TypeError if it is no vLLM engine, ValueError for an unknown strategy.
+        Raises TypeError for an object other than a vLLM engine, ValueError for an unknown strategy.
         """
         self._scheme = scheme
         self._undo = undo

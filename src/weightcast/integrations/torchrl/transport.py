@@ -94,7 +94,7 @@ class VLLMDoubleBufferTransport:
             return None if followed is None else TensorDict(tensors, batch_size=[])
 
     def check_connection(self) -> bool:
-        """Whether the directory to be written is there, or could be made."""
+        """Return whether the directory to write to exists or can be made."""
         path = Path(self.remote_addr).absolute()
         there = next(parent for parent in (path, *path.parents) if parent.exists())
         return there.is_dir() and os.access(there, os.W_OK | os.X_OK)

@@ -1,7 +1,7 @@
-"""What TorchRL's users hand over as weights, as named tensors.
+"""Named tensors of the weights that TorchRL's users hand over.
 
-Invariant: names are dotted, as those of a state dict. A model's weights are what its state dict has: no buffers that it
-does not save, no extra state, which is no tensor that an engine could load.
+Invariant: names are dotted, like those of a state dict. A model's weights are the tensors of its state dict, without
+buffers that it does not save and without extra state, which an engine can't load.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weightcast.errors import listed
 from weightcast.format.bucket import DTYPE_NAMES
 
 _EXTRA_STATES = ("_extra_state", "__extra_state__")
-"""What a module's extra state is called in a state dict, and in a TensorDict."""
+"""Names of a module's extra state in a state dict, and in a TensorDict."""
 
 
 def extract(strategy: WeightStrategy, weights: Any, merging: Merging | None = None) -> dict[str, torch.Tensor]:

@@ -41,8 +41,8 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Trainer rank 0 is told all rollout workers, and each of these its rank. Raises ValueError if one has no
-        server: it was made as a trainer's.
+        """Give trainer rank 0 the endpoints of all rollout workers, and each rollout worker its rank. Raises ValueError
+        if a worker has no server, since it was made as a trainer's.
         """
         endpoints = [prepared.get("endpoint") for prepared in metadata[actor_wg_world_size:]]
         if len(endpoints) != rollout_world_size or not all(endpoints):
@@ -94,8 +94,8 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Named]:
         """The tensors of version `global_steps`; see `RolloutEngine.receive`, which blocks and raises.
 
-        verl does not await this call, and tells its engine of an update before it asks for the first tensor: the engine
-        would wait for an update that has failed, if the wait were not here.
+        verl does not await this call, and announces an update to its engine before it asks for the first tensor. The
+        wait is here, since the engine would otherwise wait for an update that has failed.
         """
         return _each(self._transfer.receive(global_steps))
 

@@ -45,9 +45,9 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
 
     @auto_await  # type: ignore[untyped-decorator]
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
-        """As verl's. Raises what the trainer raised, else the first rollout worker's error.
+        """Update the weights like verl's own manager. Raises the trainer's error, else the first rollout worker's.
 
-        InstallError, which names them, if replicas may hold parts of two versions: these stay paused.
+        Raises InstallError, naming the replicas, if they may hold parts of two versions; such replicas stay paused.
         """
         if self.backend != BACKEND:
             return dict(await super().update_weights(global_steps))
@@ -91,9 +91,9 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
         return outcomes
 
     async def _settled(self, calls: Iterable[Awaitable[Any]], *, is_bounded: bool = True) -> list[Any]:
-        """What each call returned, or its exception; what has not ended by the deadline is not waited for any more.
+        """Return each call's result or exception; a call that has not ended by the deadline is cancelled.
 
-        Not bounded: the deadline begins when one of them has failed.
+        Unless `is_bounded`, the deadline begins when a call has failed.
         """
         tasks = [asyncio.ensure_future(call) for call in calls]
         first_timeout = self._deadline_seconds if is_bounded else None
@@ -152,5 +152,5 @@ def _raise_first(outcomes: Sequence[Any], *, torn: Sequence[Any] = ()) -> None:
 
 
 def _is_untouched(outcome: Any) -> bool:
-    """Whether a worker failed before any was asked to install, and so has what it had."""
+    """Return whether a worker failed before any worker was asked to install, and so still has its old weights."""
     return isinstance(outcome, WeightcastError) and not isinstance(outcome, InstallError)

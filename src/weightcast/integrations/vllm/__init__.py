@@ -1,7 +1,7 @@
 """Stock vLLM as an engine: a weight-transfer backend, its routes, and the clients that drive it from the trainer.
 
-`internals` names everything undocumented of vLLM that this package leans on. What is exported here is imported when it
-is asked for: a trainer needs no vLLM, but for `WeightcastTrainerInitInfo`, and vLLM itself needs no client.
+`internals` names everything undocumented of vLLM that this package relies on. Exported names are imported at their
+first use: a trainer needs vLLM only for `WeightcastTrainerInitInfo`, and vLLM itself needs no client.
 """
 
 from __future__ import annotations

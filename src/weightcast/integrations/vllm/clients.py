@@ -269,7 +269,7 @@ def _replica(actor: Any) -> Any:
 
 
 def _resolved(value: Any, timeout_seconds: float) -> Any:
-    """What a call answered with, also where that is a future, or a list of them. Raises TimeoutError."""
+    """Return a call's result, after waiting for futures, alone or in a list. Raises TimeoutError."""
     if isinstance(value, list):
         return [_resolved(item, timeout_seconds) for item in value]
     if type(value).__name__ == "ObjectRef":

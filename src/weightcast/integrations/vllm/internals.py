@@ -119,7 +119,7 @@ def unsupported(vllm_config: Any) -> list[str]:
 
 
 def weights_sleep(vllm_config: Any, device: torch.device) -> bool:
-    """Whether the memory of the weights is unmapped at present, so that to touch it ends the process."""
+    """Return whether the memory of the weights is unmapped now, so that touching it would end the process."""
     if device.type != "cuda" or not vllm_config.model_config.enable_sleep_mode:
         return False
     allocator = importlib.import_module("vllm.device_allocator").get_mem_allocator_instance()

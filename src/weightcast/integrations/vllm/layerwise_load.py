@@ -189,16 +189,16 @@ class Filling:
 
 
 def is_packed(layer: nn.Module) -> bool:
-    """Whether vLLM may keep its weights in another form than a checkpoint's. Others can be loaded in place."""
+    """Return whether vLLM may keep a layer's weights in another form than a checkpoint's. Others load in place."""
     vllm = internals.require()
     return isinstance(getattr(layer, "quant_method", None), vllm.quant_method) and not vllm.is_attention(layer)
 
 
 def has_plain_weights(layer: nn.Module) -> bool:
-    """Whether all that vLLM computes with are its parameters and buffers, as a checkpoint has them.
+    """Return whether vLLM computes with a layer's parameters and buffers alone, in the checkpoint's form.
 
-    Of layers that it may pack: where its method for unquantised weights leaves them as they are. On a CPU it calls a
-    function with the weights for that, which may have packed ones of its own and leave those that it is given alone.
+    A layer that vLLM may pack has plain weights if the method for unquantised weights leaves them unchanged. On a CPU
+    this method calls a function with the weights, which may use packed weights of its own in place of its argument.
     """
     if not is_packed(layer):
         return True
@@ -212,7 +212,7 @@ def has_plain_weights(layer: nn.Module) -> bool:
 
 
 def _uses_what_it_is_given(layer: Any, weight: torch.Tensor) -> bool:
-    """Whether the layer's function multiplies with the weight of the call: one row in place of all its rows."""
+    """Return whether the layer's function uses the weight that it is called with; tried with a weight of one row."""
     if weight.ndim != 2 or not weight.numel():
         return False
     with torch.inference_mode():
@@ -226,7 +226,7 @@ def _uses_what_it_is_given(layer: Any, weight: torch.Tensor) -> bool:
 
 
 def has_packed_copy(layer: nn.Module) -> bool:
-    """Whether vLLM computes logits with a packed copy of this table, and keeps the table beside it for look-ups."""
+    """Return whether vLLM computes logits with a packed copy of this table, and keeps the table for look-ups."""
     is_table = type(getattr(layer, "quant_method", None)) is internals.require().embedding_method
     return is_table and "cpu_linear" in vars(layer) and not has_plain_weights(layer)
 
@@ -234,10 +234,10 @@ def has_packed_copy(layer: nn.Module) -> bool:
 def packed_copy_fault(layer: Any, vllm_config: Any) -> str:
     """Return how a layer's packed copy differs from its table, or "".
 
-    The packed copy is read by what it computes: multiplied with a row of the unit matrix it gives a column of the
-    table. Where that is another value than the table's, such as a subnormal number that the kernel takes for 0, what
-    vLLM packs of the same table now is held against it. Takes a few times as long as the logits of as many tokens as
-    the table has columns, and the memory of another packed copy if a value differs.
+    The packed copy is read by computing with it: multiplied with a row of the unit matrix it gives a column of the
+    table. If a value differs from the table's (a kernel takes subnormal numbers for 0, for example), vLLM packs the
+    table again and the two packed copies are compared. Takes a few times as long as the logits of as many tokens as the
+    table has columns, and the memory of another packed copy if a value differs.
     """
     table: torch.Tensor = layer.weight.data
     num_columns = table.shape[1]
@@ -267,7 +267,7 @@ def packed_copy_fault(layer: Any, vllm_config: Any) -> str:
 
 
 def _is_cpu_experts(layer: nn.Module) -> bool:
-    """Whether it holds unquantised experts in host memory, which vLLM packs while their method has no kernel."""
+    """Return whether a layer holds unquantised experts in host memory, which vLLM packs while they have no kernel."""
     is_unquantised = isinstance(getattr(layer, "quant_method", None), internals.require().experts_method)
     return is_unquantised and all(parameter.is_cpu for parameter in layer.parameters(recurse=False))
 

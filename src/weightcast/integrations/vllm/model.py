@@ -85,9 +85,9 @@ class VllmModel(LoaderEngine):
 
 
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:
-    """What vLLM's loader would do with tensors of these names, shapes and dtypes, in this order.
+    """Return what vLLM's loader would do with tensors of these names, shapes and dtypes, in this order.
 
-    `calls` counts those into what `layerwise_load.Filling` fills.
+    The outcome's `calls` counts the loader calls of the layers that `layerwise_load.Filling` fills.
     """
     calls: Counter[str] = Counter()
     packed: dict[str, nn.Module] = {}

@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 
 class Status(NamedTuple):
-    """What vLLM says of itself: its version label, whether its scheduler is paused, and how many ranks it has.
+    """State that vLLM reports: its version label, whether its scheduler is paused, and its number of ranks.
 
-    `world_size`: over all data-parallel engines, of which the ranks of a dense model know nothing; None: not known.
+    `world_size`: over all data-parallel engines, which the ranks of a dense model can't count; None: not known.
     """
 
     label: str
@@ -93,7 +93,7 @@ class RankClient(EngineClient, ServesTraffic):
         self._world_size = 1
 
     def info(self) -> WeightInfo:
-        """What its ranks are together; `weight_version` is vLLM's label until the first update by weightcast."""
+        """Return the ranks' joint state; `weight_version` is vLLM's label until the first update by weightcast."""
         status = self._control.status()
         info = self._required(Ask()).info
         if info.torn:
@@ -174,7 +174,7 @@ class RankClient(EngineClient, ServesTraffic):
         return self._required(Dtypes(list(specs))).dtypes()
 
     def shutdown(self) -> None:
-        """End whichever run's hold; the engine serves on."""
+        """End the present run's hold; the engine serves on."""
         self._required(Leave())
 
     def close(self) -> None:

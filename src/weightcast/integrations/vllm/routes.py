@@ -41,7 +41,7 @@ _OPERATIONS = {
 
 
 class WeightcastRoutes:
-    """What vLLM asks of an endpoint plugin."""
+    """Endpoint plugin that vLLM calls to add routes."""
 
     name = "weightcast"
     required_tasks = None

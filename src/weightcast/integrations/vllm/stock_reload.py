@@ -45,7 +45,7 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> StockServer | None:
 
 
 def _config(routes: HttpRoutes) -> VllmConfig | None:
-    """What a vLLM server with development routes was started with; None if it has none."""
+    """Return the configuration that a vLLM server was started with; None if it has no development routes."""
     info = routes.probe("/server_info?config_format=json", _VllmServerInfo)
     return None if info is None else info.vllm_config
 
@@ -106,7 +106,7 @@ class StockVllmApi(StockApi):
         return False
 
     def load(self, directory: Path, *, was_torn: bool) -> None:
-        """Where a reload has failed, one without tensors comes first: it ends what vLLM keeps of the last try."""
+        """Reload from a directory. After a failed reload, first reload without tensors, to end vLLM's last try."""
         for path in (_empty(directory), directory) if was_torn else (directory,):
             # Never with vLLM's own `timeout`: one that passes leaves a reply behind, which the next step would read.
             results = self._http.post_for("/collective_rpc", _encode(_reload(path)), _RankResults).results

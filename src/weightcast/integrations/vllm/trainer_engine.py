@@ -38,10 +38,10 @@ TESTED_WITH = ("0.32", "0.33")
 
 @dataclasses.dataclass
 class WeightcastTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """What `WeightTransferTrainerFactory.trainer_init` takes for this backend; `rank` is this trainer process's.
+    """Argument of `WeightTransferTrainerFactory.trainer_init` for this backend; `rank` is this trainer process's.
 
-    `engines`: URLs or EngineClient objects; by default those that vLLM's `client` leads to. `transport`, `token`,
-    `options`: as `Publisher` has them. Only rank 0 uses these.
+    `engines`: URLs or EngineClient objects; by default the engines of vLLM's `client`. `transport`, `token`, `options`:
+    see `Publisher`. Only rank 0 uses these.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -164,7 +164,7 @@ class _RankParts:
         self._regions = {}
 
     def _region(self, name: str) -> Region | None:
-        """Where what this rank was given of a tensor lies; None if another rank, which has all of it, publishes it.
+        """Return the region of a tensor that this rank publishes; None if another rank, which has all of it, does.
 
         The owners of a whole tensor take turns: it may have been gathered, and no rank should keep all of these.
         """
@@ -184,7 +184,7 @@ class _RankParts:
 
 
 def region_of(meta: Any, rank: int) -> Region:
-    """Where a rank's piece of `iter_local` lies: 0.33's `ParamMeta`, split as `torch.chunk` does, axis after axis."""
+    """Return the region of a rank's piece of `iter_local`: 0.33's `ParamMeta`, split by `torch.chunk`, axis by axis."""
     offsets, sizes = [0] * len(meta.shape), list(meta.shape)
     position = meta.owners.index(rank)
     for axis, placement in enumerate(meta.placements):
@@ -199,7 +199,7 @@ def region_of(meta: Any, rank: int) -> Region:
 
 
 def _engines_of(client: Any) -> list[str | EngineClient]:
-    """Where vLLM's own clients lead to. Raises ValueError for another."""
+    """Return the engines of one of vLLM's own clients. Raises ValueError for a client of another kind."""
     if hasattr(client, "base_url"):
         return [client.base_url]
     if hasattr(client, "handles"):

@@ -116,7 +116,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             )
 
     def shutdown(self) -> None:
-        """End whichever run's hold and what belongs to it: threads, sockets, mapped memory. The engine serves on."""
+        """End the present run's hold, with its threads, sockets and mapped memory. The engine serves on."""
         with Attempt():
             self._rank.do(Leave())
 

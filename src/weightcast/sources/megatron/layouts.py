@@ -54,7 +54,7 @@ class Whole:
         return [tuple(sizes[dim] for dim in self._dims)]
 
     def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
-        """What a rank holds. Raises ValueError if the tensors can't be cut so."""
+        """Return the shape of a rank's tensor. Raises ValueError if the sizes can't be cut like this."""
         return self.shapes(sizes)[0]
 
     def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
@@ -110,7 +110,7 @@ class Rows:
         return sizes[self._blocks] if self._blocks else 1
 
     def _cut(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
-        """What this rank's stretch of rows has in common with each run."""
+        """Yield the intersections of this rank's rows with each run."""
         begin, end, row = axis.rank * local.shape[0], (axis.rank + 1) * local.shape[0], 0
         for number, offset, size in self._runs(sizes, axis):
             low, high = max(row, begin), min(row + size, end)

@@ -43,10 +43,10 @@ class Parallel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one rank holds of one (virtual) pipeline stage.
+    """One rank's part of one (virtual) pipeline stage.
 
     `tensors`: parameters and persistent buffers by name. `layers`: for each layer of the decoder its number in the
-    whole model, from 0. `is_first`: whether it is the stage that owns the embedding; elsewhere that is a copy.
+    whole model, from 0. `is_first`: whether it is the stage that owns the embedding; other stages have a copy.
     """
 
     tensors: Sequence[tuple[str, torch.Tensor]]

@@ -1,4 +1,4 @@
-"""What a family's table is made of: rules from names of Megatron parameters to names of a checkpoint.
+"""The rules of a family's table, which map names of Megatron parameters to names of a checkpoint.
 
 A rule names no rank and no layer: names are relative to their layer, `{expert}` stands for an expert's number, which
 counts all experts of the model on the checkpoint's side and this rank's on Megatron's.
@@ -23,14 +23,14 @@ EXPERT = "{expert}"
 class Rule:
     """One Megatron parameter, under any of its `names`, is the tensors `hf` of the checkpoint.
 
-    `names` are those of the different layer specs (local, Transformer Engine); at most one occurs in a layer. Where
-    they have `{expert}` and `hf` has not, the checkpoint has all experts in one tensor, matrices as in, out.
-    `stacked`: further names, under which all experts of a rank are one parameter. `transposed`: the same, each matrix
-    transposed. `when`: names of sizes that must not be zero; those of the layer are `dense` or `moe`, and by its
-    attention `softmax` or `linear`. `group`: what must be loaded in one call with it; several `hf` of a rule always
-    are. `dtype` of the checkpoint, where it is another than the rest's. `axis`: over which ranks it is cut. `plus`: the
-    checkpoint's values are Megatron's plus this. `is_fused`: a layer may have this parameter in place of those of other
-    rules, which describe the same tensors of the checkpoint.
+    `names` are those of the different layer specs (local, Transformer Engine); at most one occurs in a layer. If they
+    have `{expert}` and `hf` has not, the checkpoint has all experts in one tensor, matrices as in, out.
+    `stacked`: further names, under which all experts of a rank are one parameter. `transposed`: like `stacked`, with
+    each matrix transposed. `when`: names of sizes that must not be zero; those of the layer are `dense` or `moe`, and
+    by its attention `softmax` or `linear`. `group`: the tensors of one group must be loaded in one call; several `hf`
+    of a rule always are. `dtype`: the checkpoint's, if it differs from the other tensors'. `axis`: the ranks over which
+    it is cut. `plus`: the checkpoint's values are Megatron's plus this. `is_fused`: a layer may have this parameter in
+    place of those of other rules, which describe the same tensors of the checkpoint.
     """
 
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class Rule:
 
     @property
     def is_in_stack(self) -> bool:
-        """Whether the checkpoint has all experts in one tensor, their matrices transposed."""
+        """True if the checkpoint has all experts in one tensor, their matrices transposed."""
         return self.is_of_experts and EXPERT not in self.hf[0]
 
 

@@ -100,7 +100,7 @@ class MegatronSource:
         return self._mapping.specs
 
     def regions(self) -> Regions:
-        """What this rank holds; the same object until parameters are replaced. Call it between steps.
+        """Return this rank's parts; the same object until parameters are replaced. Call it between steps.
 
         Raises ValueError while parameters are not what the optimizer has made them (see docs/megatron.md), or have no
         memory.
@@ -231,7 +231,7 @@ def _parallel_state() -> Parallel:
 
 
 def _require_same(megatron: Any, mapping: TensorMapping, family: Family) -> None:
-    """Shapes do not tell all: other heads and groups may make as many rows."""
+    """Require equal configurations. Shapes don't prove this: other heads and groups may make as many rows."""
     fields = _SAME_FIELDS | ({} if mapping.sizes["kv_rank"] else _ATTENTION_FIELDS)
     found = {name: getattr(megatron, name, None) for name in fields}
     problems = [

@@ -69,7 +69,7 @@ class FlatBuckets:
     """The flattened buckets of a manifest, which lie by turns in one or two slots that `allocate` makes.
 
     `names`: those of the manifest's aliases that the servers want as well. `places[k]`: the tensors of bucket k.
-    `parts[i]`: by the number of a flattened bucket, in order, what the publisher's bucket i brings for it: the index of
+    `parts[i]`: by the number of a flattened bucket, in order, what the publisher's bucket i has for it: the index of
     each entry, and the tensor that this is a piece of.
     """
 
@@ -104,12 +104,12 @@ class FlatBuckets:
         self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def bucket(self, number: int) -> torch.Tensor:
-        """Where flattened bucket `number` lies."""
+        """Return the memory of flattened bucket `number`."""
         return self._slots[number % len(self._slots)][: self._sizes[number]]
 
     @torch.no_grad()
     def fill(self, number: int, index: int, payload: torch.Tensor) -> None:
-        """Copy what the publisher's bucket `index`, with this payload, brings for it. On a GPU this is only queued."""
+        """Copy the pieces that the publisher's bucket `index` has for flattened bucket `number`. On a GPU: queued."""
         parts, views = self.parts[index][number], self._layout.views(index, payload)
         targets = self._targets.get((number, index))
         if targets is None:

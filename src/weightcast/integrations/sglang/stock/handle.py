@@ -39,7 +39,7 @@ class Global:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """What the reader calls, and the attributes that it then sets."""
+    """A call that the reader makes, and the attributes that it then sets on the result."""
 
     function: Global
     arguments: tuple[Value, ...]
@@ -48,7 +48,7 @@ class Call:
 
 Value: TypeAlias = "bool | int | str | bytes | tuple[Value, ...] | list[Value] | dict[str, Value] | Global | Call"
 Share: TypeAlias = "tuple[int, bytes, int, int, bytes, int, bytes, bool]"
-"""What torch's `_share_cuda_` says of a storage."""
+"""Return value of torch's `_share_cuda_` for a storage."""
 
 TENSOR = Global("torch", "Tensor")
 UINT8 = Global("torch", "uint8")

@@ -1,4 +1,4 @@
-"""The publisher's end for stock SGLang servers: fills flattened buckets and has a route bring each to all servers.
+"""The publisher's end for stock SGLang servers: fills flattened buckets and has a route send each to all servers.
 
 Invariants: one bucket is on its way while the next is filled, and none is filled while it is on its way; a server is
 marked as incomplete before its first bucket goes out; a server that fails is left out, and the others go on.
@@ -33,7 +33,7 @@ _ROUTES: Mapping[str, Any] = {
 
 
 class Route(Protocol):
-    """A way of SGLang's to bring flattened buckets to servers. One thread calls it. `device`: where buckets lie."""
+    """One of SGLang's ways to receive flattened buckets. One thread calls it. `device`: the device of the buckets."""
 
     device: torch.device
 
@@ -102,7 +102,7 @@ class StockSender(Sender):
         return 0
 
     def buffer(self, index: int) -> BucketBuffer:
-        """Where the publisher's bucket is to be packed: the same for all, since `send` copies it on."""
+        """Return the buffer to pack the publisher's bucket into: one for all buckets, since `send` copies it on."""
         return self._require_open()[1]
 
     def send(self, index: int, num_bytes: int) -> None:

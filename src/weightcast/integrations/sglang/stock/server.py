@@ -1,12 +1,12 @@
 """A stock SGLang server as an engine of a fleet: no code of ours on its side, only its own routes.
 
-Over `file://` it loads a directory, as any stock server. Else it brings a sender, and is paused for the whole transfer.
-What stock SGLang does not do for itself is done here, as far as a client can. SGLang drops names that it does not
-know, does not notice what is missing, and may end its process over a wrong shape. Invariants: nothing is sent that the
-server's checkpoint does not have in that very shape; before the first byte the server is labelled as incomplete, so
-that no answer ever carries a version that is not whole, even if another client resumes the server; a version is its
-label only when every bucket was loaded and the session has ended; a server whose weights are of no whole version is not
-resumed, and the next complete update heals it.
+Over `file://` it loads a directory, like any stock server. Otherwise it provides a sender and is paused for the whole
+transfer. The client makes the checks that stock SGLang lacks: SGLang drops names that it does not know, does not notice
+what is missing, and may end its process over a wrong shape. Invariants: nothing is sent that the server's checkpoint
+does not have in that very shape; before the first byte the server is labelled as incomplete, so that no answer ever
+carries a version that is not whole, even if another client resumes the server; the server gets a version's label only
+when every bucket was loaded and the session has ended; a server without a whole version is not resumed, and the next
+complete update heals it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class SglangStockServer(StockServer):
-    """The client for one stock server; it brings the sender that all of them share, found or made by `join`."""
+    """The client for one stock server. All clients share one sender, which `join` finds or makes."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class SglangStockServer(StockServer):
         self.routes = routes
         self.num_ranks = routes.num_ranks
         self.is_whole = False
-        """Whether the sender has brought every bucket of the update in progress."""
+        """True once the sender has sent every bucket of the update in progress."""
         self.group_name = ""
         """The group that its ranks have joined, if any."""
         self._join = join
@@ -67,7 +67,7 @@ class SglangStockServer(StockServer):
         return None if self._store else self._join(self, known, context)
 
     def update(self, info: UpdateInfo) -> None:
-        """Where a sender brings the buckets, seals and aborts need no words."""
+        """Start an update. Without a store, only an offer is checked; seals and aborts need no call to the server."""
         if self._store:
             super().update(info)
         elif isinstance(info, Offer):
@@ -83,7 +83,7 @@ class SglangStockServer(StockServer):
     def finish(self, version: int) -> None:
         """Every bucket was loaded: end the session, and label the weights. It is paused until `resume`.
 
-        Raises IncompleteUpdateError if the sender has not brought everything, InstallError if ranks hold different
+        Raises IncompleteUpdateError if the sender has not sent everything, InstallError if ranks hold different
         weights.
         """
         if self._store:
