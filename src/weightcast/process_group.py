@@ -50,7 +50,7 @@ _NCCL_ENVIRONMENT = {
 Store: TypeAlias = Any
 """A c10d store: TCPStore, PrefixStore, ..."""
 _STORE_DESCRIPTORS = 16
-"""At least as many as the server and its first client open. Where its first loop finds none, libuv ends the process."""
+"""At least as many as the server and its first client open: libuv ends the process if its first loop finds none."""
 _GLOO_DESCRIPTORS = 8
 """At least as many as gloo opens besides a socket for each member. Its errors then blame the network."""
 _CHATTER = re.compile(r"Exception raised from|This is typically caused by")
