@@ -140,18 +140,18 @@ class Turn:
         self._declined: list[Overlap] = []
 
     @contextlib.contextmanager
-    def taken(self, *, publishes: bool = False) -> Iterator[None]:
+    def acquired(self, *, publishes: bool = False) -> Iterator[None]:
         """Wait for this thread's turn, and have it inside. `publishes`: for a publish, which others may not wait for.
 
         Raises ValueError if this thread has it already.
         """
-        self.take(publishes=publishes)
+        self.acquire(publishes=publishes)
         try:
             yield
         finally:
-            self.leave()
+            self.release()
 
-    def take(self, *, publishes: bool, waits: bool = True) -> bool:
+    def acquire(self, *, publishes: bool, waits: bool = True) -> bool:
         """Take the turn. False, unless it `waits`, while another thread publishes."""
         with self._condition:
             if self._thread == threading.get_ident():
@@ -165,7 +165,7 @@ class Turn:
             self._thread, self._publishes = threading.get_ident(), publishes
             return True
 
-    def take_unless_declined(self) -> Overlap | None:
+    def acquire_unless_declined(self) -> Overlap | None:
         """On a rank that follows: take the turn, or return how the publishing rank has declined this publish."""
         with self._condition:
             self._condition.wait_for(lambda: self._declined or not self._thread)
@@ -180,7 +180,7 @@ class Turn:
             self._declined.append(overlap)
             self._condition.notify_all()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         with self._condition:
             self._thread = 0
             self._condition.notify_all()

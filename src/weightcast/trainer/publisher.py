@@ -144,7 +144,7 @@ class Publisher(ClosedOnExit):
         Does nothing on a trainer rank that another one publishes for. Raises ValueError if it is there already,
         TypeError for what is no engine; with `sync` what `sync` raises: it is in the fleet still.
         """
-        with self._turn.taken():
+        with self._turn.acquired():
             self._require_open()
             if sync and self.version < 0:
                 raise ValueError(_NOTHING_YET)
@@ -170,7 +170,7 @@ class Publisher(ClosedOnExit):
         if not isinstance(engine, str):
             arguments.require_client(engine)
         name = _name_of(engine)
-        with self._turn.taken():
+        with self._turn.acquired():
             if self._is_following:
                 return
             member = self._fleet.pop(name)
@@ -190,7 +190,7 @@ class Publisher(ClosedOnExit):
         `file://` and of senders that clients bring is kept. Does nothing before the first publish. Raises ClosedError.
         """
         self._require_here()
-        with self._turn.taken():
+        with self._turn.acquired():
             self._require_open()
             if self._pack_plan is not None:
                 self._pack_plan.forget_views()
@@ -203,7 +203,7 @@ class Publisher(ClosedOnExit):
         """Disconnect every engine and free everything. Idempotent; does nothing in a forked child."""
         if self._is_copy:
             return
-        with self._turn.taken():
+        with self._turn.acquired():
             if self._closed:
                 return
             self._closed = True
@@ -257,7 +257,7 @@ class Publisher(ClosedOnExit):
         before it connects an engine.
         """
         self._require_here()
-        with self._turn.taken():
+        with self._turn.acquired():
             self._require_open()
             if not self._is_joined:
                 self._join_trainer_group()
@@ -295,7 +295,7 @@ class Publisher(ClosedOnExit):
         no file descriptor left to begin with. After any of these the next publish goes to every engine again.
         """
         self._require_here()  # first: the turn may be one that a thread of the other process has
-        with self._turn.taken(publishes=True):
+        with self._turn.acquired(publishes=True):
             inputs = self._new_version(version, wait_ready_seconds, on_progress)
             return self._publish(inputs, on_progress, wait_ready_seconds)
 
@@ -390,14 +390,14 @@ class Publisher(ClosedOnExit):
         def publish() -> PublishReport | None:
             try:
                 if self._is_following:
-                    instead = self._turn.take_unless_declined()
-                elif self._turn.take(publishes=True, waits=overlap == "wait"):
+                    instead = self._turn.acquire_unless_declined()
+                elif self._turn.acquire(publishes=True, waits=overlap == "wait"):
                     instead = None
                 elif self._group is None or self._group.decline(overlap):
                     instead = overlap
                 else:
                     # The publish in flight has not begun on the other ranks, or ends just now.
-                    self._turn.take(publishes=True)
+                    self._turn.acquire(publishes=True)
                     instead = None
                 if instead is not None:
                     require_skip(instead)
@@ -407,7 +407,7 @@ class Publisher(ClosedOnExit):
                         inputs = self._new_version(version, wait_ready_seconds, on_progress)
                         return self._publish(inputs, on_progress, wait_ready_seconds, flight)
                 finally:
-                    self._turn.leave()
+                    self._turn.release()
             finally:
                 flight.over()
 
@@ -444,7 +444,7 @@ class Publisher(ClosedOnExit):
         unless a store keeps the version: publish a new one; otherwise what `publish` raises.
         """
         self._require_here()
-        with self._turn.taken(publishes=True):
+        with self._turn.acquired(publishes=True):
             self._require_open()
             if self.version < 0:
                 raise ValueError(_NOTHING_YET)
@@ -464,7 +464,7 @@ class Publisher(ClosedOnExit):
         ValueError for another transport or with several trainer ranks; otherwise what `publish` raises.
         """
         self._require_here()
-        with self._turn.taken(publishes=True):
+        with self._turn.acquired(publishes=True):
             self._require_open()
             if not self._transport.keeps_versions:
                 raise ValueError(
