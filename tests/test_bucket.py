@@ -18,11 +18,11 @@ from weightcast.format.bucket import (
     BucketBuffer,
     Buffers,
     Layout,
+    arena_layout_of,
     check_bucket,
     decoded,
     narrow,
     payload_digest,
-    place,
     root_digest,
     slot_size_bytes,
     write_header,
@@ -287,7 +287,7 @@ def test_views_into_a_slot_in_the_middle_of_an_arena() -> None:
 @pytest.mark.parametrize(("staged", "adjoining"), [(False, False), (True, False), (True, True)])
 def test_buckets_are_placed_apart_and_aligned(staged: bool, adjoining: bool) -> None:
     manifest = plan([TensorSpec(f"t{i}", "uint8", (300 + 2000 * i,)) for i in range(20)], 8192)
-    layout = place(manifest, num_slots=3, staged=staged, adjoining=adjoining)
+    layout = arena_layout_of(manifest, num_slots=3, staged=staged, adjoining=adjoining)
     spans: dict[int, list[tuple[int, int]]] = {}
     for slot, header, payload, size in zip(
         layout.slots, layout.headers, layout.payloads, layout.sizes_bytes, strict=True

@@ -199,7 +199,7 @@ NEAR_OTHERS = ("integrations.", "checkpoint.", "sources.")
 BY_ADDRESS = ("from_address", "string_at", "memmove", "_cdata", "__array_interface__")
 """Memory of any object, or an object of torch's, by its address."""
 OWN_OBJECTS = {
-    *("self._mutex", "self._engine.worker", "self._workers", "self._sockets", "self._taken", "server", "load"),
+    *("self._mutex", "self._engine.worker", "self._workers", "self._sockets", "self._sink", "server", "load"),
     *("made.probe", "exc.torn"),
 }
 """Objects of weightcast, or attributes of one, that such modules set attributes of."""

@@ -50,7 +50,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, points: str) -> None:
 def test_a_third_party_adds_a_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "pigeon = pigeon:TRANSPORT")
     assert registry.transport("pigeon://coop") == "coo"
-    assert "pigeon" in registry.known()
+    assert "pigeon" in registry.registered_schemes()
 
 
 def test_a_third_party_cannot_take_a_name_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

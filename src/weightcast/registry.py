@@ -61,7 +61,7 @@ def scheme(url: str) -> str:
         )
     name, separator, rest = url.partition("://")
     if not separator or not name:
-        schemes = ", ".join(f"{n}://" for n in known())
+        schemes = ", ".join(f"{n}://" for n in registered_schemes())
         raise ValueError(f"{url!r} is not a transport URL; write one like {schemes} (a directory is file:///DIR)")
     netloc = rest.partition("/")[0]
     if netloc.count(":") > 1 and "[" not in netloc:
@@ -69,7 +69,7 @@ def scheme(url: str) -> str:
     return name
 
 
-def known() -> list[str]:
+def registered_schemes() -> list[str]:
     """The schemes that can be resolved here."""
     return sorted(name for name, _ in _targets(TRANSPORTS, ENTRY_POINT_GROUP))
 
@@ -80,7 +80,7 @@ def transport(url: str) -> Transport:
     target = next((target for other, target in _targets(TRANSPORTS, ENTRY_POINT_GROUP) if other == name), None)
     if target is None:
         remedy = " (the URLs of engines go into engines=[...])" if name in ("http", "https") else ""
-        raise ValueError(f"no transport {name!r}; known here: {', '.join(known())}{remedy}")
+        raise ValueError(f"no transport {name!r}; known here: {', '.join(registered_schemes())}{remedy}")
     found: Transport = _load(target)
     return found
 

@@ -96,7 +96,7 @@ class Bringing(EngineClient, ServesTraffic):
 def guarded(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The engines that the watchdog would resume."""
     held: set[str] = set()
-    monkeypatch.setattr("weightcast.links.watchdog.Watchdog.hold", lambda self, name, requests: held.add(name))
+    monkeypatch.setattr("weightcast.links.watchdog.Watchdog.keep", lambda self, name, requests: held.add(name))
     monkeypatch.setattr("weightcast.links.watchdog.Watchdog.release", lambda self, name: held.discard(name))
     return held
 

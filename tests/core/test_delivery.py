@@ -18,7 +18,7 @@ from weightcast.format.messages import Offer, Seal
 from weightcast.format.plan import plan
 from weightcast.host.copy import PreparedCopies
 from weightcast.seams.install_map import InstallMap
-from weightcast.seams.transport import Bucket, Share
+from weightcast.seams.transport import Bucket, Portion
 from weightcast.serving import install as installs
 from weightcast.serving.admission import admit
 from weightcast.serving.update import Update
@@ -114,7 +114,7 @@ class SharedReceiver:
     def __init__(self, buffers: Sequence[BucketBuffer]) -> None:
         self._buffers = buffers
 
-    def share(self, manifest: Manifest, share: Share) -> bool:
+    def read_together(self, manifest: Manifest, portion: Portion) -> bool:
         return True
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
@@ -135,7 +135,7 @@ def test_what_other_ranks_read_is_put_together_once_all_of_it_is_here() -> None:
     manifest, engine = plan([TensorSpec("big", "float32", (100, 50))], 4096), RecordingEngine()
     payloads = [torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in manifest.buckets]
     buffers = [BucketBuffer(torch.zeros(HEADER_BYTES, dtype=torch.uint8), payload) for payload in payloads]
-    share, install = Share.of(manifest, 0, 2), admit(manifest, manifest.digest(), engine, None)
+    portion, install = Portion.of(manifest, 0, 2), admit(manifest, manifest.digest(), engine, None)
 
     def fill(index: int) -> None:
         views = install.layout.views(index, payloads[index])
@@ -149,11 +149,11 @@ def test_what_other_ranks_read_is_put_together_once_all_of_it_is_here() -> None:
         write_header(
             buffer.header, version, index, digests[-1], raw_bytes=num_bytes, encoded_bytes=num_bytes, codec="raw"
         )
-        if index not in share.buckets:
+        if index not in portion.buckets:
             buffer.payload.zero_()
     receiver: Any = SharedReceiver(buffers)
     offer = Offer(version.run, version.number, manifest.digest())
-    update = Update(offer, install, receiver=receiver, gate=Gate(), deadline_seconds=60.0, share=share)
+    update = Update(offer, install, receiver=receiver, gate=Gate(), deadline_seconds=60.0, portion=portion)
     update.open()
     root = update.receive()
     for index in range(len(payloads)):

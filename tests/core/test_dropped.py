@@ -80,7 +80,7 @@ def test_a_collection_in_a_thread_of_its_own_does_not_wait_for_itself() -> None:
     publisher.publish()
     assert publisher._connections is not None
     links = publisher._connections.listener
-    collected, taken = threading.Event(), links._take
+    collected, taken = threading.Event(), links._on_message
 
     def collecting(*args: object) -> None:
         if collected.is_set():
@@ -89,7 +89,7 @@ def test_a_collection_in_a_thread_of_its_own_does_not_wait_for_itself() -> None:
         collected.set()
         taken(*args)  # type: ignore[arg-type]
 
-    links._take = collecting  # type: ignore[method-assign, assignment]
+    links._on_message = collecting  # type: ignore[method-assign, assignment]
     publisher.itself = publisher  # type: ignore[attr-defined]
     hold = client.worker._session
     assert hold is not None

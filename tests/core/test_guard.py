@@ -41,8 +41,8 @@ def test_killed_publisher_is_replaced_by_its_guard(server: weightcast.EngineServ
         import os, sys
         from weightcast.links.watchdog import Watchdog, RecoveryRequest
         guard = Watchdog()
-        guard.hold("engine", [RecoveryRequest({server.url + "/resume"!r})])
-        guard.hold("other", [RecoveryRequest({server.url + "/pause?mode=keep"!r})])
+        guard.keep("engine", [RecoveryRequest({server.url + "/resume"!r})])
+        guard.keep("other", [RecoveryRequest({server.url + "/pause?mode=keep"!r})])
         guard.release("other")
         if not {forks} or os.fork():
             print(guard.pid, flush=True)
@@ -72,7 +72,7 @@ def test_killed_publisher_is_replaced_by_its_guard(server: weightcast.EngineServ
 
 def test_released_engine_stays_as_it_is(server: weightcast.EngineServer) -> None:
     guard = Watchdog()
-    guard.hold("engine", resume_of(server))
+    guard.keep("engine", resume_of(server))
     guard.release("engine")
     server.gate.pause()
     guard.close()
@@ -82,7 +82,7 @@ def test_released_engine_stays_as_it_is(server: weightcast.EngineServer) -> None
 def test_closing_a_guard_sends_what_is_held(server: weightcast.EngineServer) -> None:
     server.gate.pause()
     guard = Watchdog()
-    guard.hold("engine", resume_of(server))
+    guard.keep("engine", resume_of(server))
     guard.close()
     guard.close()
     assert not server.gate.is_paused
@@ -90,7 +90,7 @@ def test_closing_a_guard_sends_what_is_held(server: weightcast.EngineServer) -> 
 
 def test_a_guard_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Watchdog()
-    guard.hold("engine", [])
+    guard.keep("engine", [])
     pid = guard.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -108,12 +108,12 @@ def test_a_guard_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_guard_that_was_killed_is_replaced_by_the_next_call(server: weightcast.EngineServer) -> None:
     server.gate.pause()
     guard = Watchdog()
-    guard.hold("engine", resume_of(server))
+    guard.keep("engine", resume_of(server))
     former = guard._process
     assert former is not None
     former.kill()
     former.wait(60)
-    guard.hold("other", [])
+    guard.keep("other", [])
     assert guard.pid != former.pid
     guard.close()
     assert not server.gate.is_paused
@@ -122,12 +122,12 @@ def test_a_guard_that_was_killed_is_replaced_by_the_next_call(server: weightcast
 def test_a_guard_that_does_not_read_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_ATTEMPT_SECONDS", 0.5)
     guard = Watchdog()
-    guard.hold("engine", [])
+    guard.keep("engine", [])
     former = guard._process
     assert former is not None
     os.kill(former.pid, signal.SIGSTOP)
     with pytest.raises(TimeoutError):
-        guard.hold("other", [RecoveryRequest("http://127.0.0.1:9/resume", body="x" * (16 << 20))])
+        guard.keep("other", [RecoveryRequest("http://127.0.0.1:9/resume", body="x" * (16 << 20))])
     former.wait(60)
     guard.release("other")
     assert guard.pid != former.pid
@@ -183,6 +183,6 @@ def test_publisher_holds_the_guard_only_where_no_lease_ends_a_pause(server: weig
     client = Watching(server.url)
     with weightcast.Publisher(source, engines=[client]) as publisher:
         publisher.publish()
-        assert publisher._watchdog._held == {}
+        assert publisher._watchdog._kept == {}
     client.close()
     assert seen == [True]

@@ -32,7 +32,7 @@ from weightcast.format.messages import (
     WeightInfo,
 )
 from weightcast.store.records import FORMAT as STORE_FORMAT
-from weightcast.store.records import Commit, SlotPlace, Stored, WriterRecord, seal
+from weightcast.store.records import Commit, SlotAttempt, Stored, WriterRecord, seal
 from weightcast.testing.transport_kit import write_raw_header
 
 RUN = "0123456789abcdeffedcba9876543210"
@@ -125,7 +125,7 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
         Commit,
     ),
     "writer.json": (_sealed(WriterRecord(STORE_FORMAT, RUN, "trainer-0", 42, 3, 8, "a rank has failed")), WriterRecord),
-    "place.json": (SlotPlace(1, 3), SlotPlace),
+    "place.json": (SlotAttempt(1, 3), SlotAttempt),
     "held_block.json": (HELD_BLOCK, HeldBlock),
     "held.json": (
         HeldWeights(

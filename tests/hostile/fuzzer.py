@@ -27,7 +27,7 @@ from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Layout, check_b
 from weightcast.format.manifest import Manifest, WeightVersion, decode, encode
 from weightcast.format.messages import InitInfo, LinkMessage, Offer, UpdateInfo, WeightInfo
 from weightcast.links.link import Frames, frame
-from weightcast.store.records import Commit, SlotPlace, WriterRecord, seal, unseal
+from weightcast.store.records import Commit, SlotAttempt, WriterRecord, seal, unseal
 from weightcast.testing.transport_kit import write_raw_header
 from weightcast.transports.collective import records as collective
 from weightcast.transports.ipc.records import FromReceiver, ToReceiver
@@ -139,7 +139,7 @@ TARGETS: dict[str, Target] = {
     "header": header,
     "store commit": _sealed(Commit),
     "store writer": _sealed(WriterRecord),
-    "store place": _message(SlotPlace),
+    "store place": _message(SlotAttempt),
 }
 
 _GOLDEN = {name: encode(message) for name, (message, _) in MESSAGES.items()}

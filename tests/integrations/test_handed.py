@@ -20,16 +20,16 @@ NUM_TENSORS = 5
 
 
 class Export:
-    """An exporter of tensors of a value. `num_taken`: how many were asked for; `fails_at`: where it raises."""
+    """An exporter of tensors of a value. `num_read`: how many were asked for; `fails_at`: where it raises."""
 
     def __init__(self, value: float, *, fails_at: int = -1) -> None:
         self.value, self.fails_at = value, fails_at
-        self.num_taken = 0
+        self.num_read = 0
         self.has_ended = False
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number in range(NUM_TENSORS):
-            self.num_taken += 1
+            self.num_read += 1
             if number == self.fails_at:
                 raise OSError("the exporter failed")
             yield f"t{number}", torch.full((300,), self.value + number)
@@ -115,13 +115,13 @@ def test_tensors_that_are_refused_are_taken_to_their_end_as_well(made: Callable[
 def test_what_has_to_be_forgotten_is_forgotten_before_the_rest_is_taken(
     made: Callable[..., HandedPublisher],
 ) -> None:
-    weights, num_taken = Export(1.0), []
-    handed = made(IteratorSource, forget=lambda: num_taken.append(weights.num_taken))
+    weights, num_read = Export(1.0), []
+    handed = made(IteratorSource, forget=lambda: num_read.append(weights.num_read))
     handed.publish(Export(0.0))
-    assert num_taken == []
+    assert num_read == []
     with pytest.raises(IncompatibleWeightsError, match="found 'other'"):
         handed.publish(iter(itertools.chain([("other", torch.ones(1))], weights)))
-    assert num_taken == [0]
+    assert num_read == [0]
     assert weights.has_ended
 
 

@@ -20,7 +20,7 @@ from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.messages import HeldWeights
 from weightcast.format.plan import plan
 from weightcast.format.tensor_digest import tensor_digest
-from weightcast.serving.install_map import HeldTensor, PlacedDigest, whole_digest
+from weightcast.serving.install_map import HeldTensor, RegionDigest, whole_digest
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 OPAQUE = {"mixer.A", "latent.kv", *FUSED}
@@ -434,7 +434,7 @@ def test_engines_that_cannot_be_read_are_named() -> None:
 def held(rank: int, offset: int, tensor: torch.Tensor, size: int = 4, *, step: int = 2) -> HeldTensor:
     region = Region((offset,), (step,))
     digest = tensor_digest(tensor[offset : offset + step], region, (size,))
-    return HeldTensor(TensorSpec("a", "float32", (size,)), [PlacedDigest(region, digest)])
+    return HeldTensor(TensorSpec("a", "float32", (size,)), [RegionDigest(region, digest)])
 
 
 def test_ranks_are_added_up_and_replicas_compared() -> None:

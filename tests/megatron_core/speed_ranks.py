@@ -63,7 +63,7 @@ class Shard:
         mapping = ModelMapping(FAMILIES["deepseek_v3"], read_config(hf_config), place, dtype="bfloat16")
         chunk = Chunk(list(tensors.items()), JOB.stages[rank.stage], rank.stage == 0)
         self._specs, self._regions = mapping.specs, dict[str, list[Any]]()
-        for each in mapping.placed(chunk):
+        for each in mapping.parameter_regions(chunk):
             self._regions.setdefault(each.name, []).append(each.held)
 
     def specs(self) -> Sequence[TensorSpec]:

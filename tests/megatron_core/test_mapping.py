@@ -22,7 +22,7 @@ from weightcast.format.geometry import relative
 from weightcast.format.manifest import TensorSpec
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis, Gated, Rows
-from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping, read_config
+from weightcast.sources.megatron.mapping import Chunk, Parallel, ParameterRegion, TensorMapping, read_config
 from weightcast.sources.megatron.rules import Family
 from weightcast.trainer.group.assignment import assign
 from weightcast.trainer.packer import HeldRegion, held_shards
@@ -37,9 +37,9 @@ def mapping(hf_config: Any, job: Job, rank: shards.Rank, family: Family | None =
 
 def placed(
     hf_config: Any, job: Job, rank: shards.Rank, tensors: Tensors, family: Family | None = None
-) -> list[PlacedRegion]:
+) -> list[ParameterRegion]:
     chunk = Chunk(list(tensors.items()), job.stages[rank.stage], rank.stage == 0)
-    return mapping(hf_config, job, rank, family).placed(chunk)
+    return mapping(hf_config, job, rank, family).parameter_regions(chunk)
 
 
 def joined(hf_config: Any, job: Job, hf: Tensors, family: Family | None = None) -> Tensors:
@@ -332,7 +332,7 @@ def test_the_language_part_of_a_vision_model_is_its_text_model(model_type: str, 
         place = Parallel(Axis(rank.tp, job.tp))
         found = TensorMapping(FAMILIES[model_type], read_config(hf_config), place, dtype="float64")
         expected = placed(text, job, rank, tensors)
-        for ours, theirs in zip(found.placed(chunk), expected, strict=True):
+        for ours, theirs in zip(found.parameter_regions(chunk), expected, strict=True):
             assert names.setdefault(theirs.name, ours.name) == ours.name
             assert (ours.held[0], ours.is_copy) == (theirs.held[0], theirs.is_copy)
             assert torch.equal(ours.held[1], theirs.held[1])
@@ -387,7 +387,7 @@ def test_prediction_layers_come_after_the_model_s_own() -> None:
         layers=(),
         is_first=False,
     )
-    names = {each.name.removeprefix("model.layers.2."): each.is_copy for each in found.placed(chunk)}
+    names = {each.name.removeprefix("model.layers.2."): each.is_copy for each in found.parameter_regions(chunk)}
     assert names == {
         "enorm.weight": False,
         "eh_proj.weight": False,

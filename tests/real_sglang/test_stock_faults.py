@@ -29,7 +29,7 @@ from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.deadline import Deadline
 from weightcast.integrations.sglang.stock.buckets import lay_out
-from weightcast.integrations.sglang.stock.handle import KNOWN_VERSIONS, Global, on_gpu
+from weightcast.integrations.sglang.stock.handle import TESTED_VERSIONS, Global, on_gpu
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute, shared
 from weightcast.seams.client import SenderContext
 
@@ -312,4 +312,4 @@ def test_sglangs_reader_may_look_up_each_name_of_a_handle_for_a_gpu() -> None:
     names = [argument for argument in (bucket.function, *bucket.arguments) if isinstance(argument, Global)]
     reader = SafeUnpickler(io.BytesIO())
     assert all(callable(reader.find_class(name.module, name.name)) or name.name == "uint8" for name in names)
-    assert version("sglang") in KNOWN_VERSIONS
+    assert version("sglang") in TESTED_VERSIONS

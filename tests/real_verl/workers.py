@@ -47,7 +47,7 @@ class Trainer(Worker):
     def __init__(self, config: CheckpointEngineConfig) -> None:
         super().__init__()
         initialize_global_process_group_ray(backend="cpu:gloo")
-        self.seconds, self.fails_at, self.num_taken, self.path = 0.0, "", 0, ""
+        self.seconds, self.fails_at, self.num_read, self.path = 0.0, "", 0, ""
         self.renew(config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -60,7 +60,7 @@ class Trainer(Worker):
         )
 
     def _weights(self, step: int) -> Iterator[tuple[str, torch.Tensor]]:
-        self.num_taken = 0
+        self.num_read = 0
         if self.path:
             from transformers import AutoModelForCausalLM
 
@@ -69,7 +69,7 @@ class Trainer(Worker):
         for name, tensor in weights(step, self.seconds):
             if name == self.fails_at:
                 raise RuntimeError(f"the exporter failed at {name}")
-            self.num_taken += 1
+            self.num_read += 1
             yield name, tensor
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -87,7 +87,7 @@ class Trainer(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def state(self) -> tuple[int, int]:
-        return os.getpid(), self.num_taken
+        return os.getpid(), self.num_read
 
 
 class Model(BaseRollout):

@@ -21,7 +21,7 @@ from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.integrations.sglang.stock import route_distributed
 from weightcast.integrations.sglang.stock.buckets import FlatBuckets, buckets, lay_out
-from weightcast.integrations.sglang.stock.handle import handle, in_file, on_gpu, require_known
+from weightcast.integrations.sglang.stock.handle import handle, in_file, on_gpu, require_tested
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute, shared
 from weightcast.integrations.sglang.stock.sender import StockSender
 from weightcast.seams.client import SenderContext
@@ -166,9 +166,9 @@ def test_a_handle_is_a_pickle_of_what_sglang_reads_and_of_nothing_else() -> None
 
 @pytest.mark.parametrize("version", ["unknown", "0.5.24", "0.6.0"])
 def test_a_version_whose_reader_is_not_known_is_refused_by_name(version: str) -> None:
-    require_known("0.5.23", "http://server")
+    require_tested("0.5.23", "http://server")
     with pytest.raises(UnsupportedError, match=rf"http://server is SGLang {version}; .* of 0\.5\.23 only"):
-        require_known(version, "http://server")
+        require_tested(version, "http://server")
 
 
 def test_a_closed_sender_opens_no_update() -> None:

@@ -91,7 +91,7 @@ def two_origins() -> Manifest:
 
 def begin_shared(first: StoreSender, second: JoinedStoreSender, manifest: Manifest, number: int) -> None:
     version = WeightVersion(RUN, number)
-    place = first.share(manifest, version)
+    place = first.begin_together(manifest, version)
     first.open(manifest.of_origin(0), version, peers=[], staged=True)
     second.join(manifest, 1, place)
     second.open(manifest.of_origin(1), version, peers=[], staged=True)

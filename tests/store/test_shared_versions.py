@@ -138,7 +138,7 @@ def test_an_origin_that_comes_too_late_writes_nothing(tmp_path: Path) -> None:
     """It was told of an attempt; until it opens the files the publishing rank has given that up."""
     manifest, version = two_origins(), WeightVersion(RUN, 1)
     with pair(tmp_path) as (first, second):
-        place = first.share(manifest, version)
+        place = first.begin_together(manifest, version)
         first.abort("another rank has failed")
         with pytest.raises(PeerTimeoutError, match="did not name attempt 1 of run"):
             second.join(manifest, 1, place)
@@ -152,7 +152,7 @@ def test_an_origin_that_comes_too_late_writes_nothing(tmp_path: Path) -> None:
 def test_an_origin_of_another_run_writes_nothing(tmp_path: Path) -> None:
     manifest = two_origins()
     with pair(tmp_path) as (first, _):
-        place = first.share(manifest, WeightVersion(RUN, 1))
+        place = first.begin_together(manifest, WeightVersion(RUN, 1))
         other = JoinedStoreSender(url(tmp_path), run=OTHER_RUN, deadline_seconds=SHORT_SECONDS)
         with contextlib.closing(other), pytest.raises(PeerTimeoutError, match="mount the store's directory"):
             other.join(manifest, 1, place)
@@ -200,4 +200,4 @@ def test_more_origins_than_files_there_may_be(tmp_path: Path) -> None:
     origins = [{"w": [Region((row, 0), (1, 64))]} for row in range(1025)]
     manifest = plan(specs, 256, origins=origins)
     with pair(tmp_path) as (first, _), pytest.raises(ValueError, match="publish from fewer trainer hosts"):
-        first.share(manifest, WeightVersion(RUN, 1))
+        first.begin_together(manifest, WeightVersion(RUN, 1))

@@ -39,7 +39,7 @@ class TestStore(VersionedTransportContract):
             sender.open(manifest, version(number), peers=["stalls", "goes on"], staged=False)
             send_all(sender, manifest, number)
             assert len(reader.result()) == 8
-            assert stalled.holds.wait(SHORT_SECONDS * 10)
+            assert stalled.has_paused.wait(SHORT_SECONDS * 10)
         stalled.go_on.set()
         assert len(stalled.result()) == 8
 

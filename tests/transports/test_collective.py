@@ -282,7 +282,7 @@ def test_a_worker_that_is_to_read_along_where_it_cannot_says_so_and_is_lost(hall
             link.send(ReadAlong(epoch, memory))
             with listener.condition:
                 assert listener.condition.wait_for(lambda: link._messages, DEADLINE_SECONDS)
-            (answer,) = link.take()
+            (answer,) = link.pop_messages()
             assert isinstance(answer, JoinFailed)
             assert (answer.epoch, answer.is_own) == (epoch, True)
             assert "in one container" in answer.reason
@@ -334,7 +334,7 @@ def test_streaming_two_buckets_arrive_while_one_is_held_and_no_more(hall: Hall) 
     reader = Reader(a, hall.manifest, version(1), staged=False, pause_at=1)
     sending = threading.Thread(target=hall.send, args=(1, ["a"]), kwargs={"staged": False})
     sending.start()
-    assert reader.holds.wait(DEADLINE_SECONDS)
+    assert reader.has_paused.wait(DEADLINE_SECONDS)
     wanted, stream = a._wanted, a._stream
     with a._condition:
         assert a._condition.wait_for(lambda: wanted.num_received == 4 and not stream.targets, DEADLINE_SECONDS)
@@ -601,12 +601,12 @@ def test_who_gave_a_version_up_and_opens_it_again_is_waited_for(hall: Hall, monk
     receiver.end()
     hall.send(1, ["a"], staged=True)
     assert isinstance(hall.sender.failures["a"], UpdateAbortedError)
-    take, num_calls = Link.take, itertools.count()
+    take, num_calls = Link.pop_messages, itertools.count()
 
     def take_late(link: Link) -> list[msgspec.Struct]:
         return take(link) if next(num_calls) > 1 else []
 
-    monkeypatch.setattr(Link, "take", take_late)
+    monkeypatch.setattr(Link, "pop_messages", take_late)
     readers = hall.update(1, {"a": receiver})
     assert not hall.sender.failures
     assert whole(readers["a"], hall.manifest, 1)

@@ -329,7 +329,7 @@ def arena_of_another_gpu() -> Iterator[tuple[CudaArena, int]]:
     """A trainer's arena on the first GPU, and its descriptor, which keeps the memory."""
     with LazyGpu() as trainers:
         arena = OwnedCudaArena(1, PAGE_BYTES, trainers.device)
-        arena.buffers._whole.fill_(7)
+        arena.buffers._memory.fill_(7)
         trainers.synchronize(trainers.device)
         record, exported = arena.announcement()
         assert exported is not None
@@ -348,8 +348,8 @@ def test_an_arena_of_another_gpu_is_mapped_for_the_engines_own(leaves_nothing: N
     """With no context on the GPU that it lies on: hundreds of MiB for each engine there."""
     with arena_of_another_gpu() as (record, descriptor), LazyGpu(index=1) as gpu:
         arena = MappedCudaArena(record, descriptor, gpu.device)
-        assert arena.device == arena.buffers._whole.device == gpu.device
-        assert set(arena.buffers._whole.cpu().tolist()) == {7}
+        assert arena.device == arena.buffers._memory.device == gpu.device
+        assert set(arena.buffers._memory.cpu().tolist()) == {7}
         arena.reset()
         assert gpu.contexts == {1}
         del arena

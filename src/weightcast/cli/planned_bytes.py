@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from weightcast import registry
-from weightcast.format.bucket import HEADER_BYTES, pages, place
+from weightcast.format.bucket import HEADER_BYTES, arena_layout_of, pages
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import MAX_ORIGINS, MAX_TENSORS, Manifest, TensorSpec
 from weightcast.format.messages import InstallMode
@@ -191,7 +191,7 @@ def _held(specs: Sequence[TensorSpec], it: Deployment) -> list[dict[str, list[Re
 
 def _memory(each: Manifest, num_slots: int, staged: bool, adjoining: bool = False) -> int:
     """Bytes that one end of an origin keeps for its buckets."""
-    return pages(place(each, num_slots=num_slots, staged=staged, adjoining=adjoining).size_bytes)
+    return pages(arena_layout_of(each, num_slots=num_slots, staged=staged, adjoining=adjoining).size_bytes)
 
 
 def _link_bytes(it: Deployment, wires: Sequence[int], joined: int, members: int) -> list[tuple[int, int]]:

@@ -109,19 +109,19 @@ class Gate:
         """
         deadline = Deadline(deadline_seconds)
         if mode == "keep" or self.drain is None:
-            self._hold(self._owners, owner, deadline)
+            self._add_owner(self._owners, owner, deadline)
             return
         with self._condition:
             self._num_drains += 1
         try:
             self.drain(mode, deadline_seconds)
-            self._hold(self._owners, owner, deadline)
+            self._add_owner(self._owners, owner, deadline)
         finally:
             with self._condition:
                 self._num_drains -= 1
                 self._condition.notify_all()
 
-    def _hold(self, holders: set[str], name: str, deadline: Deadline) -> None:
+    def _add_owner(self, holders: set[str], name: str, deadline: Deadline) -> None:
         self._require_no_own_step("a pause")
         with self._condition:
             was_holder = name in holders
@@ -147,7 +147,7 @@ class Gate:
 
         Raises PeerTimeoutError, with nothing changed, if the current step does not end by the deadline.
         """
-        self._hold(self._writers, writer, Deadline(deadline_seconds))
+        self._add_owner(self._writers, writer, Deadline(deadline_seconds))
 
     def end_writing(self, writer: str) -> None:
         """End the update's writing, after success or failure. Idempotent."""

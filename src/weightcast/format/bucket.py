@@ -91,7 +91,7 @@ class ArenaLayout:
         return max((start + size for start, size in zip(self.payloads, self.sizes_bytes, strict=True)), default=0)
 
 
-def place(manifest: Manifest, *, num_slots: int, staged: bool, adjoining: bool = False) -> ArenaLayout:
+def arena_layout_of(manifest: Manifest, *, num_slots: int, staged: bool, adjoining: bool = False) -> ArenaLayout:
     """Staged: every bucket has a slot of its own. Streaming: the k-th one goes into slot k % num_slots. Page-aligned.
 
     The k-th one in the order of the manifest's rounds. A payload lies behind its header. With `adjoining`, for what is
@@ -125,14 +125,14 @@ class Buffers:
     """Buffers in an arena, one for each bucket index, made once."""
 
     def __init__(self, whole: torch.Tensor) -> None:
-        self._whole = whole
+        self._memory = whole
         self._buffers: dict[int, tuple[tuple[int, int, int], BucketBuffer]] = {}
 
     def get(self, index: int, header: int, payload: int, size_bytes: int) -> BucketBuffer:
         """The buffer whose header begins at byte `header`, its payload of `size_bytes` at `payload`."""
         known, where = self._buffers.get(index), (header, payload, size_bytes)
         if known is None or known[0] != where:
-            whole = self._whole
+            whole = self._memory
             buffer = BucketBuffer(whole[header : header + HEADER_BYTES], whole[payload : payload + size_bytes])
             known = self._buffers[index] = where, buffer
         return known[1]

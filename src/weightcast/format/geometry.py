@@ -146,7 +146,7 @@ class CheckSteps:
     def __init__(self, num_regions: int) -> None:
         self._left = _FREE_STEPS + num_regions * _STEPS_PER_REGION
 
-    def take(self, num_steps: int, name: str) -> None:
+    def use(self, num_steps: int, name: str) -> None:
         """Raises ManifestError if there are not so many left."""
         self._left -= num_steps
         if self._left < 0:
@@ -188,7 +188,7 @@ def _compare(regions: list[Region], steps: CheckSteps, name: str) -> None:
     """Compare each region with those before it that reach its first index of the first dim."""
     reaching: list[Region] = []
     for region in sorted(regions, key=lambda r: r.offsets):
-        steps.take(len(reaching), name)
+        steps.use(len(reaching), name)
         reaching = [r for r in reaching if r.offsets[:1] == () or r.offsets[0] + r.sizes[0] > region.offsets[0]]
         if any(_overlap(region, other) for other in reaching):
             raise malformed("overlap", f"regions of {name!r} overlap near {list(region.offsets)}")
@@ -205,7 +205,7 @@ def _overlap(a: Region, b: Region) -> bool:
 def _parted(regions: list[Region], num_dims: int, steps: CheckSteps, name: str) -> list[list[Region]]:
     """The regions in parts, with planes between them across the first dim where there are any."""
     for dim in range(num_dims if len(regions) > 1 else 0):
-        steps.take(len(regions), name)
+        steps.use(len(regions), name)
         parts: list[list[Region]] = []
         end = -1
         for region in sorted(regions, key=lambda r: r.offsets[dim]):

@@ -76,7 +76,7 @@ def plan(
             if len(found) > 1:
                 filler.keep_together(sum(align(region.numel * ITEMSIZE_BYTES[spec.dtype]) for spec, region in found))
             for spec, region in found:
-                pieces[spec.name] = (*pieces.get(spec.name, ()), *filler.place(region, ITEMSIZE_BYTES[spec.dtype]))
+                pieces[spec.name] = (*pieces.get(spec.name, ()), *filler.add(region, ITEMSIZE_BYTES[spec.dtype]))
         filled = [size for size in filler.sizes if size]
         sizes += filled
         num_buckets.append(len(filled))
@@ -108,13 +108,13 @@ class _Filler:
         if self._room() < num_bytes <= self._capacity:
             self.sizes.append(0)
 
-    def place(self, region: Region, itemsize: int) -> Iterable[Piece]:
+    def add(self, region: Region, itemsize: int) -> Iterable[Piece]:
         """One piece; or row-major blocks, if it is larger than a bucket."""
         num_bytes = region.numel * itemsize
         if num_bytes > self._capacity:
             return self._cut(region, itemsize, num_bytes)
         self.keep_together(align(num_bytes))
-        return (self._take(region, num_bytes),)
+        return (self._add_piece(region, num_bytes),)
 
     def _cut(self, region: Region, itemsize: int, num_bytes: int) -> Iterator[Piece]:
         if num_bytes > MAX_PIECES_PER_TENSOR * self._capacity:
@@ -134,13 +134,13 @@ class _Filler:
                 self.keep_together(row_bytes)
                 rows = min(self._room() // row_bytes, region.sizes[dim] - start)
                 offsets = map(operator.add, region.offsets, (*outer, start, *(0 for _ in inner)))
-                yield self._take(Region(tuple(offsets), (*(1 for _ in outer), rows, *inner)), rows * row_bytes)
+                yield self._add_piece(Region(tuple(offsets), (*(1 for _ in outer), rows, *inner)), rows * row_bytes)
                 start += rows
 
     def _room(self) -> int:
         return self._capacity - self.sizes[-1]
 
-    def _take(self, region: Region, num_bytes: int) -> Piece:
+    def _add_piece(self, region: Region, num_bytes: int) -> Piece:
         piece = Piece(self._first + len(self.sizes) - 1, self.sizes[-1], region)
         self.sizes[-1] += align(num_bytes)
         return piece

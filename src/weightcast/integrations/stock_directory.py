@@ -74,7 +74,7 @@ class StockApi(Protocol):
 
     def resume(self) -> None: ...
 
-    def require_takes(self, manifest: Manifest, *, is_torn: bool) -> None:
+    def require_loadable(self, manifest: Manifest, *, is_torn: bool) -> None:
         """Raises PeerError or UnsupportedError for what this server can't load; called while it serves."""
 
     def is_unharmed(self) -> bool:
@@ -159,7 +159,7 @@ class StockServer(EngineClient, ServesTraffic):
         self.info()
         self._manifest = offer.manifest or self._manifest
         manifest = self._require_manifest()
-        self.api.require_takes(manifest, is_torn=self.is_torn)
+        self.api.require_loadable(manifest, is_torn=self.is_torn)
         offered = [record.spec for record in manifest.tensors]
         if self._held is None:
             self._held = offered

@@ -330,7 +330,7 @@ class WorkerLink:
         """Hand out what has come by now, without waiting. The caller holds the condition."""
         self._condition.read()
 
-    def take_descriptor(self) -> int | None:
+    def pop_descriptor(self) -> int | None:
         """The descriptor that came last over a Unix socket, once, to be closed by the caller; None if none did.
 
         It comes with the message that is being handed out, so that this is to be called in `on_message`.
@@ -481,8 +481,8 @@ class Link:
             found = [message for message in self._messages if isinstance(message, Failed)]
         return [message.error for message in found if message.version == version]
 
-    def take(self) -> list[Any]:
-        """Every message since the last `take`, in order, without waiting."""
+    def pop_messages(self) -> list[Any]:
+        """Every message since the last `pop_messages`, in order, without waiting."""
         with self._condition:
             messages, self._messages = self._messages, []
         return messages
@@ -676,14 +676,14 @@ class LinkListener:
             if not data:
                 raise ConnectionResetError("its process ended or closed it")
             for message in link._frames.feed(data):
-                self._take(link, message)
+                self._on_message(link, message)
         except BlockingIOError:
             return
         except (OSError, ManifestError) as exc:
             link.has_left = link.is_alive and isinstance(exc, OSError)
             self._drop(link, str(exc))
 
-    def _take(self, link: Link, message: LinkMessage) -> None:
+    def _on_message(self, link: Link, message: LinkMessage) -> None:
         if isinstance(message, Hello):
             if message.protocol != PROTOCOL or message.run != self.run or link.engine:
                 raise ManifestError(

@@ -47,26 +47,26 @@ class Watchdog:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._held: dict[str, Sequence[RecoveryRequest]] = {}
+        self._kept: dict[str, Sequence[RecoveryRequest]] = {}
         self._lock = threading.Lock()
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def hold(self, engine: str, requests: Sequence[RecoveryRequest]) -> None:
+    def keep(self, engine: str, requests: Sequence[RecoveryRequest]) -> None:
         """From now on, send these if this process dies. Returns when the watchdog has them in its connection.
 
         Raises OSError if it does not read them in time.
         """
         with self._lock:
-            self._held[engine] = requests
+            self._kept[engine] = requests
             self._write()
 
     def release(self, engine: str) -> None:
         """The engine needs no rescue any more. Idempotent."""
         with self._lock:
-            if self._held.pop(engine, None) is not None:
+            if self._kept.pop(engine, None) is not None:
                 self._write()
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Watchdog:
         assert self._process is not None
         # One that does not read, or has read half a line, is of no more use: the next call starts another.
         with on_failure(self._process.kill):
-            self._socket.sendall(json.dumps(self._held).encode() + b"\n")
+            self._socket.sendall(json.dumps(self._kept).encode() + b"\n")
 
     def _start(self) -> None:
         if self._socket is not None:

@@ -102,7 +102,7 @@ class Sender(VersionWriter, Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Share:
+class Portion:
     """Which buckets one of several ranks of an engine on one host reads and checks.
 
     `memory`: where they find the memory of the first of them (`Receiver.common_memory`).
@@ -112,7 +112,7 @@ class Share:
     memory: str = ""
 
     @classmethod
-    def of(cls, manifest: Manifest, index: int, num_ranks: int, memory: str = "") -> Share:
+    def of(cls, manifest: Manifest, index: int, num_ranks: int, memory: str = "") -> Portion:
         """That of the rank of this index: each bucket in turn is the rank's that has the fewest bytes so far."""
         loads, own = [0] * num_ranks, set()
         for bucket, num_bytes in enumerate(manifest.buckets):
@@ -130,7 +130,7 @@ class Receiver(VersionReader, Protocol):
         """Where the engine's other ranks on this host find memory of this end's, to read versions into; "" for none."""
         return ""
 
-    def share(self, manifest: Manifest, share: Share) -> bool:
+    def read_together(self, manifest: Manifest, portion: Portion) -> bool:
         """Before `open` of a staged version: whether these ranks read the same memory, so that each checks its share.
 
         Of the other buckets the header has to be here when they are handed out, the payload when each rank has had its

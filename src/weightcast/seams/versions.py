@@ -22,7 +22,7 @@ class VersionWriter(Protocol):
     one, maybe on another host, whose sender is made by `Transport.joined_sender`.
 
         P  share(...)                        before `open`, with the whole manifest
-        O  join(...)                         before `open`, with what `share` has returned
+        O  join(...)                         before `open`, with what `begin_together` has returned
            open, buffer, send                on all of them, each of its own origin's buckets, numbered from 0
         P  seal(...)                         when all have sent all; from then on engines can read the version
     """
@@ -31,7 +31,7 @@ class VersionWriter(Protocol):
         """The number that the next version must be above, also of what was given up; -1 for none."""
         return -1
 
-    def share(self, manifest: Manifest, version: WeightVersion) -> str:
+    def begin_together(self, manifest: Manifest, version: WeightVersion) -> str:
         """Begin a version of several origins; this sender's is the first one.
 
         Returns where others find it; "" if each origin is sent by itself, and nothing is to be joined and sealed.
@@ -39,7 +39,7 @@ class VersionWriter(Protocol):
         return ""
 
     def join(self, manifest: Manifest, origin: int, place: str) -> None:
-        """Write that origin's buckets of the whole manifest's from now on, at the `place` that `share` has named."""
+        """Write that origin's buckets of the whole manifest's from now on, at `place`, which `begin_together` names."""
         return
 
     def seal(self, others: Sequence[bytes]) -> None:

@@ -103,7 +103,7 @@ class Follower(ClosedOnExit):
             if self._on_error == "skip":
                 self._seen = kept.version
             try:
-                install_seconds = self._take(kept)
+                install_seconds = self._install_version(kept)
             finally:
                 self._receiver.end()
         except WeightcastError as exc:
@@ -138,7 +138,7 @@ class Follower(ClosedOnExit):
         if self._install is not None:
             self._install.forget_views()
 
-    def _take(self, kept: StoredVersion) -> float:
+    def _install_version(self, kept: StoredVersion) -> float:
         version, manifest, specs = kept.version, kept.manifest, self._engine.specs()
         install, digest = self._install, kept.manifest_digest
         if install is None or install.manifest_digest != digest or install.specs is not specs or not install.is_current:

@@ -125,7 +125,7 @@ class Assembly:
             for each, parts in self._begun.pop(key).values():
                 self._whole.append((each, _joined(each, parts) if self._is_staged else parts[0][1]))
 
-    def take_whole(self) -> list[tuple[TensorRecord, torch.Tensor]]:
+    def pop_whole(self) -> list[tuple[TensorRecord, torch.Tensor]]:
         """Hand out the tensors of load groups that have become whole."""
         found, self._whole = self._whole, []
         return found
@@ -330,7 +330,7 @@ class Install:
 
     def _joined_part(self, assembly: Assembly, *, is_last: bool = False) -> Part:
         """Return the part of tensors that were put together and, with the last, of those that are in no bucket."""
-        part, whole = Part(self._map, self.copied, []), assembly.take_whole()
+        part, whole = Part(self._map, self.copied, []), assembly.pop_whole()
         if is_last:
             whole += ((r, torch.empty(r.shape, dtype=TORCH_DTYPES[r.dtype])) for r in self._without_elements)
         for record, tensor in whole:

@@ -97,7 +97,7 @@ class TargetForm(msgspec.Struct, frozen=True, gc=False):
     dtype: torch.dtype
 
 
-class PlacedDigest(msgspec.Struct, frozen=True):
+class RegionDigest(msgspec.Struct, frozen=True):
     """A region of a tensor in an engine rank's live memory. `digest`: over position and value (see `tensor_digest`)."""
 
     region: Region
@@ -111,7 +111,7 @@ class HeldTensor(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     spec: TensorSpec
-    regions: list[PlacedDigest] = []
+    regions: list[RegionDigest] = []
     unproven: str = ""
     fault: str = ""
 
@@ -366,7 +366,7 @@ class RecordedMap(InstallMap):
             parts = [_as_region(source, block, spec.shape) for source, block in zip(sources, live, strict=True)]
         except ManifestError as exc:
             return HeldTensor(spec, unproven=str(exc))
-        regions = [PlacedDigest(region, tensor_digest(view, region, spec.shape)) for region, view in parts]
+        regions = [RegionDigest(region, tensor_digest(view, region, spec.shape)) for region, view in parts]
         return HeldTensor(msgspec.structs.replace(spec, dtype=dtypes.pop()), regions, fault=fault)
 
     def _exclude_entangled_modules(self) -> None:

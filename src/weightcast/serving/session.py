@@ -25,7 +25,7 @@ from weightcast.host.closing import awaited_at_exit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS
 from weightcast.host.memory import host_identity
 from weightcast.links.link import WorkerLink
-from weightcast.seams.transport import Bucket, Receiver, Share
+from weightcast.seams.transport import Bucket, Portion, Receiver
 from weightcast.serving.install import Install
 from weightcast.serving.update import Update
 
@@ -242,8 +242,8 @@ class OriginReceivers(Receiver):
             part = manifest.of_origin(origin) if manifest.origins else manifest
             self._receivers[origin].open(part, version, staged=staged)
 
-    def share(self, manifest: Manifest, share: Share) -> bool:
-        return all(receiver.share(manifest, share) for receiver in self._receivers)
+    def read_together(self, manifest: Manifest, portion: Portion) -> bool:
+        return all(receiver.read_together(manifest, portion) for receiver in self._receivers)
 
     def __iter__(self) -> Iterator[Bucket]:
         """Every bucket once, the next of each origin in turn."""

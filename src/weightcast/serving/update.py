@@ -37,7 +37,7 @@ from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.seams.engine import OnDevice, Undoable
 from weightcast.seams.install_map import Mapped
-from weightcast.seams.transport import Bucket, Receiver, Share
+from weightcast.seams.transport import Bucket, Portion, Receiver
 from weightcast.serving.install import Install
 
 logger = logging.getLogger(__name__)
@@ -90,12 +90,12 @@ class Update:
         gate: Gate,
         deadline_seconds: float,
         settles: bool = False,
-        share: Share | None = None,
+        portion: Portion | None = None,
         agree: Agree = alone,
     ) -> None:
         """`deadline_seconds`: how long a step of generation may take that the update has to wait for.
 
-        `settles`: the undo copy is kept after the install, until `settle`. `share`: what this rank is to check of a
+        `settles`: the undo copy is kept after the install, until `settle`. `portion`: what this rank is to check of a
         staged version; it is installed only when all ranks have received theirs. `agree`: how the ranks of an engine
         make each step of an install fail on all of them alike.
         """
@@ -117,7 +117,7 @@ class Update:
         self._undo = offer.undo
         self._num_workers = 1 if offer.workers is UNSET else offer.workers.get(host_identity(), 1)
         self._settles = settles
-        self._share = share
+        self._portion = portion
         self.read_bytes = 0
         """Of the payloads that were checked here."""
         self._device = install.device
@@ -166,8 +166,8 @@ class Update:
         """
         if not self._streaming:
             self._install.require_memory(self._num_workers)
-        if self._streaming or (self._share and not self._receiver.share(self._manifest, self._share)):
-            self._share = None
+        if self._streaming or (self._portion and not self._receiver.read_together(self._manifest, self._portion)):
+            self._portion = None
         if self._streaming:
             self._gate.begin_writing(self._writer, deadline_seconds=self._deadline_seconds)
             # The kernels of the last step may still run, and read the weights. Waited for before the receiver is open:
@@ -200,7 +200,7 @@ class Update:
                 digests[index] = header.digest
                 payload = decoded(bucket.buffer, header)
                 if not self._streaming:
-                    self._install.stage(index, payload, self._assembly, is_here=self._share is None)
+                    self._install.stage(index, payload, self._assembly, is_here=self._portion is None)
                     continue
                 with self._loading(), Translated(Exception, self._raise_as_install):
                     # Once a bucket is here: until then the model's tensors may be exchanged.
@@ -223,7 +223,7 @@ class Update:
     def _check(self, bucket: Bucket, origin: int) -> BucketHeader:
         index = bucket.index
         num_bytes = self._manifest.buckets[index]
-        others = self._share is not None and index not in self._share.buckets
+        others = self._portion is not None and index not in self._portion.buckets
         if others and self._install.has_lent_views:
             self._receiver.reread(bucket)
         try:
@@ -255,7 +255,7 @@ class Update:
             return
         self._has_begun = True
         install = self._install.bound()
-        if install is not self._install or self._share is not None:
+        if install is not self._install or self._portion is not None:
             payloads = sorted(self._assembly.payloads.items())
             self._install, self._assembly = install, install.assembly(is_staged=not self._streaming)
             for index, payload in payloads:

@@ -58,7 +58,7 @@ from weightcast.host.closing import close_at_exit
 from weightcast.host.memory import host_identity
 from weightcast.seams.engine import Engine, ExposesTensors, SaysDtypes, Undoable
 from weightcast.seams.install_map import Mapped
-from weightcast.seams.transport import Share
+from weightcast.seams.transport import Portion
 from weightcast.serving.admission import admit, check_undo, require_engine
 from weightcast.serving.install import Install, device_of_weights
 from weightcast.serving.install_map import RecordedMap, held_weights
@@ -397,7 +397,7 @@ class Worker:
             gate=self.gate,
             deadline_seconds=self._install_deadline_seconds,
             settles=self._settles,
-            share=_share(offer, install.layout.manifest, self.engine_rank),
+            portion=_portion(offer, install.layout.manifest, self.engine_rank),
             agree=self._agree,
         )
         with update.aborted_on_failure():
@@ -526,9 +526,9 @@ class Worker:
             yield self.engine
 
 
-def _share(offer: Offer, manifest: Manifest, engine_rank: int) -> Share | None:
+def _portion(offer: Offer, manifest: Manifest, engine_rank: int) -> Portion | None:
     """What this rank is to read and check of a version, where others of its engine are on this host."""
     local = None if offer.ranks is UNSET else offer.ranks.get(host_identity())
     if local is None or engine_rank not in local.ranks:
         return None
-    return Share.of(manifest, local.ranks.index(engine_rank), len(local.ranks), local.memory)
+    return Portion.of(manifest, local.ranks.index(engine_rank), len(local.ranks), local.memory)

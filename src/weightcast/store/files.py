@@ -28,7 +28,7 @@ SLOTS = "slots"
 MANIFEST = "manifest.json"
 SEAL = "seal.json"
 PINS = "pins"
-PLACE_BYTES = 4096
+FILE_ALIGNMENT_BYTES = 4096
 MAX_STORED_SLOTS = 1 << 10
 MAX_FILES = 1 << 10
 _STALE_TRIES = 4
@@ -147,7 +147,7 @@ class FileLayout:
                 offset = self.sizes_bytes[file]
                 self._places.append((file, offset))
                 end = offset + HEADER_BYTES + manifest.buckets[index]
-                self.sizes_bytes[file] = -(-end // PLACE_BYTES) * PLACE_BYTES
+                self.sizes_bytes[file] = -(-end // FILE_ALIGNMENT_BYTES) * FILE_ALIGNMENT_BYTES
 
     def at(self, index: int) -> tuple[int, int]:
         """The file and the offset in bytes of a bucket."""

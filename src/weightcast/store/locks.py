@@ -51,7 +51,7 @@ class LockFile:
         """False once it was closed, and in a process that was forked from the one that opened it."""
         return not self._file.closed
 
-    def is_in_place(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether the path still names this file, so that others who open the path find its locks."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return os.path.samestat(os.lstat(self.path), os.fstat(self.descriptor))

@@ -48,7 +48,7 @@ def pinned(
     if previous:
         found, what = reader.pin_previous(), _PREVIOUS
     elif isinstance(version, int):
-        found, held = reader.pin_number(version), [str(stored.number) for stored in reader.whole_versions()]
+        found, held = reader.pin_number(version), [str(stored.number) for stored in reader.complete_versions()]
         what = f"version {version}: it has {', '.join(held)}" if held else _ANY
     else:
         found = reader.pin(version)
@@ -130,12 +130,12 @@ class StoreReader:
 
         Returns None if no slot has it, or if it was never committed.
         """
-        for stored in self.whole_versions():
+        for stored in self.complete_versions():
             if stored.number == number and (pinned := self._pin(stored, must_hold=False)) is not None:
                 return pinned
         return None
 
-    def whole_versions(self) -> list[Stored]:
+    def complete_versions(self) -> list[Stored]:
         """Every version that is whole in a slot, the newest first. A slot that can't be read is left out."""
         found, commit = list[Stored](), self.commit()
         for slot in () if commit is None else files.slot_numbers(self.directory):

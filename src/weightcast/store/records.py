@@ -83,7 +83,7 @@ class WriterRecord(msgspec.Struct, frozen=True):
         return f"run {self.run} (pid {self.pid} on {self.host})"
 
 
-class SlotPlace(msgspec.Struct, frozen=True):
+class SlotAttempt(msgspec.Struct, frozen=True):
     """The publishing rank to those that lead other origins: the slot that is written, in the writer's attempt."""
 
     slot: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STORED_SLOTS)]

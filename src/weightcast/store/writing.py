@@ -43,7 +43,7 @@ from weightcast.store.records import (
     MAX_REASON_CHARACTERS,
     MAX_RECORD_BYTES,
     Commit,
-    SlotPlace,
+    SlotAttempt,
     Stored,
     WriterRecord,
     encodable,
@@ -174,7 +174,7 @@ class StoreWriter(_SlotWriter):
             raise ValueError(
                 f"{self._directory} is no weightcast store, it holds {found}: name an empty or a new directory"
             )
-        self._lock = self._take()
+        self._lock = self._lock_store()
         with on_failure(self._lock.close):
             path = self._directory / files.POINTER
             self._seen = files.read_file(path, MAX_RECORD_BYTES)
@@ -195,25 +195,25 @@ class StoreWriter(_SlotWriter):
         return self._record.number
 
     @property
-    def is_held(self) -> bool:
+    def is_locked(self) -> bool:
         """False once it was closed, and in a process that was forked from the one that took the store."""
         return self._lock.is_open
 
-    def hold(self) -> None:
+    def ensure_lock(self) -> None:
         """Make sure that the store is still this writer's. A lock whose file was removed is taken again; a directory
         that was removed or renamed, or that is empty, is a store without versions again.
 
         Raises ClosedError in a forked process, EngineBusyError if another writer has got it.
         """
-        if not self.is_held:
+        if not self.is_locked:
             raise ClosedError(
                 f"{self._lock.path} is not locked by this process (pid {os.getpid()}) but by pid {self._record.pid}, "
                 "which it was forked from: publish there, or close that publisher and make one here"
             )
-        if not self._lock.is_in_place():
+        if not self._lock.is_current():
             files.make_folder(self._directory)
             is_empty = not any(self._directory.iterdir())
-            lost, self._lock = self._lock, self._take()
+            lost, self._lock = self._lock, self._lock_store()
             lost.close()
             if is_empty and self._seen is not None:
                 logger.warning(
@@ -233,7 +233,7 @@ class StoreWriter(_SlotWriter):
         """
         if not 0 <= version.number <= MAX_VERSION:
             raise ValueError(f"version {version.number} is not from 0 to {MAX_VERSION}")
-        self.hold()
+        self.ensure_lock()
         newest = self.newest
         if newest is not None and newest.run == version.run and version.number <= newest.number:
             raise StaleVersionError(
@@ -259,7 +259,7 @@ class StoreWriter(_SlotWriter):
                 slot.lock.unlock_from(locks.PINS_BYTES)
             self._files, self._slot_lock = OriginFiles(slot.path, layout, span), slot.lock
             self._attempt = _Attempt(version, digest, layout, slot)
-        return encode(SlotPlace(slot.number, number)).decode()
+        return encode(SlotAttempt(slot.number, number)).decode()
 
     def seal(self, digests: list[bytes]) -> Stored:
         """All files are finished, those of all origins: readers that know of the version can read it.
@@ -314,7 +314,7 @@ class StoreWriter(_SlotWriter):
         if attempt is None:
             return
         super().close()
-        if not self.is_held:
+        if not self.is_locked:
             return
         aborted = encodable(reason)[:MAX_REASON_CHARACTERS] or "aborted"
         with contextlib.suppress(OSError, InsufficientMemoryError, IntegrityError):
@@ -332,7 +332,7 @@ class StoreWriter(_SlotWriter):
                 # Another writer, which the lock should have kept out, may have put a version of its own there.
                 if found is None or found.newest.version == attempt.version:
                     files.remove(path)
-            if self._lock.is_in_place():
+            if self._lock.is_current():
                 self._write_record(msgspec.structs.replace(self._record, aborted=aborted))
 
     def close(self) -> None:
@@ -342,7 +342,7 @@ class StoreWriter(_SlotWriter):
 
     # --- the store ---
 
-    def _take(self) -> LockFile:
+    def _lock_store(self) -> LockFile:
         lock = LockFile(self._directory / files.WRITER_LOCK, os.O_RDWR | os.O_CREAT)
         with on_failure(lock.close):
             if not lock.try_lock():
@@ -482,7 +482,7 @@ class OriginWriter(_SlotWriter):
     """
 
     @property
-    def is_held(self) -> bool:
+    def is_locked(self) -> bool:
         """False while nothing is written, and in a process that was forked from the one that writes."""
         return self._slot_lock is not None and self._slot_lock.is_open
 
@@ -492,7 +492,7 @@ class OriginWriter(_SlotWriter):
         Waits until that writer's record is seen here. Raises PeerTimeoutError at the deadline: the directory is not
         the same one, or the version was given up meanwhile; OSError, IntegrityError.
         """
-        where: SlotPlace = decode(place.encode(), SlotPlace)
+        where: SlotAttempt = decode(place.encode(), SlotAttempt)
         slot = files.slot_path(self._address.directory, where.slot)
         for _ in Deadline(self._deadline_seconds).polls():
             if not self._is_written(where):
@@ -515,7 +515,7 @@ class OriginWriter(_SlotWriter):
             peer="trainer",
         )
 
-    def _is_written(self, where: SlotPlace) -> bool:
+    def _is_written(self, where: SlotAttempt) -> bool:
         """Return whether the publishing rank still makes this attempt, as far as this host sees."""
         record = read_record(self._address.directory / files.WRITER, WriterRecord)
         found = None if record is None else (record.run, record.attempt, record.aborted)

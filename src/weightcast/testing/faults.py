@@ -16,7 +16,7 @@ import torch
 from weightcast.errors import WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.seams.transport import Bucket, Receiver, Sender, Share, Transport
+from weightcast.seams.transport import Bucket, Portion, Receiver, Sender, Transport
 from weightcast.seams.versions import StoredVersion
 
 SCHEME = "faulty"
@@ -134,8 +134,8 @@ class FaultySender(Sender):
     def newest_version(self) -> int:
         return self.inner.newest_version()
 
-    def share(self, manifest: Manifest, version: WeightVersion) -> str:
-        return self.inner.share(manifest, version)
+    def begin_together(self, manifest: Manifest, version: WeightVersion) -> str:
+        return self.inner.begin_together(manifest, version)
 
     def join(self, manifest: Manifest, origin: int, place: str) -> None:
         self.inner.join(manifest, origin, place)
@@ -171,7 +171,7 @@ class FaultyReceiver(Receiver):
     def common_memory(self) -> str:
         return ""
 
-    def share(self, manifest: Manifest, share: Share) -> bool:
+    def read_together(self, manifest: Manifest, portion: Portion) -> bool:
         """No: faults are in what this receiver alone has."""
         return False
 

@@ -224,7 +224,7 @@ class TransportContract(VersionedTransportContract):
             reader.result()
 
     @pytest.mark.parametrize("num_sent", [1, 5])
-    def test_the_senders_end_spares_what_is_held(self, num_sent: int) -> None:
+    def test_the_senders_end_spares_what_is_read(self, num_sent: int) -> None:
         sender, manifest = self.sender(), numbered()
         receiver = self.receiver(sender)
         receiver.open(manifest, version(1), staged=True)

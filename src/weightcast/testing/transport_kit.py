@@ -250,14 +250,14 @@ class Reader(Background[list[bytes]]):
         pause_at: int | None = None,
         on_bucket: Callable[[Bucket], object] = lambda bucket: None,
     ) -> None:
-        self.holds, self.go_on = threading.Event(), threading.Event()
+        self.has_paused, self.go_on = threading.Event(), threading.Event()
 
         def read() -> list[bytes]:
             payloads: list[bytes] = []
             with on_failure(receiver.end):
                 for index, bucket in enumerate(receiver):
                     if index == pause_at:
-                        self.holds.set()
+                        self.has_paused.set()
                         self.go_on.wait(PATIENCE_SECONDS)
                     if bucket.index != index:
                         raise IntegrityError(f"bucket {bucket.index} came, bucket {index} is the next")

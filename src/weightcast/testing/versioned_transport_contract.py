@@ -179,7 +179,7 @@ class VersionedTransportContract(OverPayloads, TransportEnds):
         for lists in (packed, received):
             assert all(again is first for later in lists[1:] for again, first in zip(later, lists[0], strict=True))
 
-    def test_a_bucket_that_is_held_is_not_written_to(self) -> None:
+    def test_a_bucket_that_is_read_is_not_written_to(self) -> None:
         sender, manifest = self.sender(), numbered(12)
         receiver = self.receiver(sender)
         receiver.open(manifest, version(1), staged=False)
@@ -214,7 +214,7 @@ class VersionedTransportContract(OverPayloads, TransportEnds):
     # --- updates that end early ---
 
     @pytest.mark.parametrize("num_sent", [0, 2])
-    def test_an_abort_reaches_everybody_and_the_next_update_is_whole(self, num_sent: int, staged: bool) -> None:
+    def test_an_abort_reaches_everybody_and_the_next_update_is_complete(self, num_sent: int, staged: bool) -> None:
         """The next one may have the same number."""
         sender, manifest = self.sender(), numbered(6)
         receivers = {peer: self.receiver(sender, peer) for peer in "ab"}
@@ -263,7 +263,7 @@ class VersionedTransportContract(OverPayloads, TransportEnds):
         with pytest.raises(PeerTimeoutError):
             reader.result()
 
-    def test_another_version_is_not_taken_for_the_one_that_was_offered(self, staged: bool) -> None:
+    def test_another_version_is_not_mistaken_for_the_one_that_was_offered(self, staged: bool) -> None:
         sender, manifest = self.sender(SHORT_SECONDS), numbered(3)
         receiver = self.receiver(sender, deadline_seconds=SHORT_SECONDS)
         reader = Reader(receiver, manifest, version(1), staged=staged)

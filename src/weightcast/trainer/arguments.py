@@ -14,7 +14,7 @@ from weightcast.host.deadline import number_of_seconds
 from weightcast.seams.source import CollectiveSource
 
 
-def whole_number(name: str, value: Any) -> int:
+def integer(name: str, value: Any) -> int:
     """`value` as an int; also one of numpy's integers or a tensor of one integer. Raises TypeError for others."""
     kind = str(getattr(value, "dtype", type(value).__name__))
     if "bool" not in kind and not getattr(value, "is_meta", False):

@@ -122,7 +122,7 @@ class FleetMember:
         self._dtypes_of: Sequence[TensorSpec] | None = None
         self._connection = Connection.LOST
         self._pause_end = PauseEnd.NONE
-        self._known_manifest = ""
+        self._offered_manifest = ""
         self._paused_at = 0.0
         self._run = ""
         self._deadline_seconds = 0.0
@@ -167,7 +167,7 @@ class FleetMember:
         """Drop what was connected, and ask what the engine is now; again if it was absent before."""
         self.result = EngineResult()
         listener.end_links("the publisher connects again", self.name)
-        self.links, self._known_manifest, self._dtypes_of = [], "", None
+        self.links, self._offered_manifest, self._dtypes_of = [], "", None
         self._connection, self.has_proven = Connection.LOST, False
         self.client = self._given.connect()
         self.info = self.client.info()
@@ -197,7 +197,7 @@ class FleetMember:
         assert self.info is not None
         num_unheld = 0
 
-        def require_held() -> None:
+        def require_session() -> None:
             nonlocal num_unheld
             holder = self._run
             with contextlib.suppress(PeerError):
@@ -214,7 +214,7 @@ class FleetMember:
                 )
 
         self.client.init(init)
-        self.links = listener.wait(self.name, self.info.world_size, self._deadline_seconds, ask=require_held)
+        self.links = listener.wait(self.name, self.info.world_size, self._deadline_seconds, ask=require_session)
         # Again: a takeover waits for an install of the former run, whose version counts.
         self.info = self.client.info()
         self._require_ours(self.info.holder)
@@ -228,13 +228,13 @@ class FleetMember:
     def offer(self, offer: Offer) -> None:
         """Offer a version and wait until every worker has accepted."""
         self.version = offer.version
-        known, self._known_manifest = self._known_manifest, ""
+        known, self._offered_manifest = self._offered_manifest, ""
         is_known = known == offer.manifest_digest
         offer = msgspec.structs.replace(offer, manifest=None if is_known else offer.manifest, ranks=self._local_ranks())
         self.client.update(offer)
         for link in self.links:
             link.wait(Accepted, offer.version, self._deadline_seconds)
-        self._known_manifest = offer.manifest_digest
+        self._offered_manifest = offer.manifest_digest
 
     def _local_ranks(self) -> dict[str, LocalRanks] | UnsetType:
         """The ranks of this engine by host, where a host has several."""
@@ -275,7 +275,7 @@ class FleetMember:
         assert self._watchdog is not None
         if requests := client.recovery_requests(self._run):
             self._is_guarded = True
-            self._watchdog.hold(self.name, requests)
+            self._watchdog.keep(self.name, requests)
 
     def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
         """What it holds of the version that was offered. Raises ControlError if it serves another one by now."""

@@ -10,7 +10,7 @@ from weightcast.errors import ErrorRecord
 from weightcast.format.geometry import ALIGNMENT_BYTES
 from weightcast.format.messages import MAX_LEASE_SECONDS, InstallMode
 from weightcast.host.deadline import number_of_seconds
-from weightcast.trainer.arguments import whole_number
+from weightcast.trainer.arguments import integer
 
 Phase: TypeAlias = Literal["offered", "packed", "received", "installed"]
 
@@ -76,7 +76,7 @@ class PublishOptions:
             raise ValueError(f"on_failure is {self.on_failure!r}; it must be 'raise' or 'report'")
         if self.verify not in (None, "installed"):
             raise ValueError(f"verify is {self.verify!r}; it must be 'installed' or None")
-        if whole_number("verify_every", self.verify_every) < 1:
+        if integer("verify_every", self.verify_every) < 1:
             raise ValueError(f"verify_every is {self.verify_every}; it must be at least 1")
         for name in ("undo", "takeover", "check_finite"):
             if not isinstance(getattr(self, name), bool):
@@ -87,7 +87,7 @@ class PublishOptions:
         if number_of_seconds("lease_seconds", self.lease_seconds) > MAX_LEASE_SECONDS:
             raise ValueError(f"lease_seconds is {self.lease_seconds}; it must be at most {MAX_LEASE_SECONDS}")
         if self.bucket_size_bytes is not None:
-            size = whole_number("bucket_size_bytes", self.bucket_size_bytes)
+            size = integer("bucket_size_bytes", self.bucket_size_bytes)
             if size < ALIGNMENT_BYTES:
                 raise ValueError(f"bucket_size_bytes is {size}; it must be at least {ALIGNMENT_BYTES}")
             object.__setattr__(self, "bucket_size_bytes", size)  # of numpy's integers none goes into a message

@@ -197,10 +197,10 @@ class FleetRoute:
 
     def receive(self, num_buckets: int, root: str) -> None:
         """Wait until every worker has what was sent."""
-        self._take_failures()
+        self._sort_failures()
         if not self.is_brought:
             self._fleet.each(lambda member: member.received(num_buckets, root), self.healthy())
-            self._take_failures()
+            self._sort_failures()
 
     def install(self, sent: SentDigests | None, *, proves_all: bool) -> None:
         """Have the engines install, then prove that they hold what was sent, unless `sent` is None.
@@ -223,7 +223,7 @@ class FleetRoute:
     def _peers(self, member: FleetMember) -> list[str]:
         return [member.name] if self.is_brought else [link.peer for link in member.links]
 
-    def _take_failures(self) -> None:
+    def _sort_failures(self) -> None:
         """Sort the sender's failures, by peer, to the members.
 
         A receiver that left of its own accord (UpdateAbortedError) is left out: its worker says why over its link.
@@ -316,7 +316,7 @@ class PublishRun:
                 fleet.each(self._join_member, [member for member in newcomers if member.result.error is None])
                 for member in fleet:
                     for link in member.links:
-                        link.take()  # of former versions
+                        link.pop_messages()  # of former versions
                 if isinstance(fill, StreamPacker):
                     self._fail_other_routes()
                 if manifest.origins:

@@ -421,7 +421,7 @@ class Publisher(ClosedOnExit):
 
         def inputs() -> PublishInputs:
             arguments.require_call(wait_ready_seconds, on_progress)
-            return self._inputs(None if version is None else arguments.whole_number("version", version))
+            return self._inputs(None if version is None else arguments.integer("version", version))
 
         return inputs
 
@@ -479,7 +479,7 @@ class Publisher(ClosedOnExit):
                     "publisher on every rank, and on one of them publish StoreSource(url, version=...) by a Publisher "
                     "with trainer_group=None and the same engines, or call weightcast.rollback where engines follow"
                 )
-            number = None if version is None else arguments.whole_number("version", version)
+            number = None if version is None else arguments.integer("version", version)
             source = StoreSource(self._url, previous=number is None, version=number)
             return self._publish(lambda: self._inputs(None, stored=source), None)
 
@@ -509,7 +509,7 @@ class Publisher(ClosedOnExit):
         try:
             if group is None:
                 prepared = inputs()
-                report = run.run(prepared, functools.partial(self._engines_known, prepared))
+                report = run.run(prepared, functools.partial(self._on_engines_asked, prepared))
             else:
                 report = group.publish(self.run, last, inputs, run)
         finally:
@@ -526,7 +526,7 @@ class Publisher(ClosedOnExit):
             raise publish_error(report)
         return report
 
-    def _engines_known(self, inputs: PublishInputs) -> None:
+    def _on_engines_asked(self, inputs: PublishInputs) -> None:
         """When the engines have said what they are, before anything is offered: cast to what they have; look for NaN.
 
         Raises ValueError, NotFiniteError.

@@ -20,7 +20,7 @@ from weightcast.trainer.finite import require_finite
 from weightcast.trainer.packer import Shard
 from weightcast.trainer.sent_digests import SentDigests
 
-_SHARED_OUT_BYTES = 1 << 20
+_MIN_TABLE_BYTES = 1 << 20
 """A copy of so much is worth a table; for a smaller one that costs more than it brings."""
 
 
@@ -56,21 +56,21 @@ class StreamPacker:
         self._layout.clear_gaps(index, payload)
         for entry, view in zip(self._layout.entries[index], self._layout.views(index, payload), strict=True):
             if entry.record is not self._record:
-                self._take(self._tensors, entry.record)
+                self._read_up_to(self._tensors, entry.record)
             part = narrow(self._tensor, entry.piece.region)
-            if entry.num_bytes < _SHARED_OUT_BYTES:
+            if entry.num_bytes < _MIN_TABLE_BYTES:
                 view.copy_(part)
             else:
                 copy_all([view], [part])
         self._num_filled += 1
         if self._num_filled == len(manifest.buckets):
-            self._take(self._tensors, None)
+            self._read_up_to(self._tensors, None)
             self._tensors, self._tensor = None, torch.empty(0)
         if self.sent is not None:
             self.sent.add(index, payload)
         return queued_digest(payload[: manifest.buckets[index]])
 
-    def _take(self, tensors: Iterator[tuple[str, torch.Tensor]], wanted: TensorRecord | None) -> None:
+    def _read_up_to(self, tensors: Iterator[tuple[str, torch.Tensor]], wanted: TensorRecord | None) -> None:
         """Take tensors up to this one, past those without elements; None: up to the end of the stream."""
         for record in self._records:
             name, tensor = next(tensors, ("", None))

@@ -82,7 +82,7 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
             self._hear(peer)
 
     def _hear(self, peer: L) -> None:
-        for record in peer.link.take():
+        for record in peer.link.pop_messages():
             self._on_record(peer, record)
         self._drop_if_gone(peer)
 

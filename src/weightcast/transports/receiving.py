@@ -45,14 +45,14 @@ B = TypeVar("B")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class WantedUpdate(Generic[B]):
-    """An update that the worker waits for. `begun`: what the sender has begun of it. `is_whole`: all was iterated."""
+    """An update that the worker waits for. `begun`: what the sender has begun of it. `is_done`: all was iterated."""
 
     manifest: Manifest
     version: WeightVersion
     staged: bool
     begun: B | None = None
-    num_taken: int = 0
-    is_whole: bool = False
+    num_read: int = 0
+    is_done: bool = False
 
     @property
     def num_buckets(self) -> int:
@@ -86,7 +86,7 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
         if wanted is None:
             raise UpdateAbortedError("no update is open: it was ended, or open() was not called")
         yield from self._buckets(wanted)
-        wanted.is_whole = True
+        wanted.is_done = True
 
     def end(self) -> None:
         """Release every bucket and wake an iteration, which raises UpdateAbortedError. Idempotent, from any thread."""
@@ -108,7 +108,7 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
 
     @abc.abstractmethod
     def _next_bucket(self, wanted: W) -> Bucket | None:
-        """Bucket `wanted.num_taken`, if it is here."""
+        """Bucket `wanted.num_read`, if it is here."""
 
     def _release(self, wanted: W, index: int) -> None:
         """The bucket after `index` was asked for."""
@@ -133,14 +133,14 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
 
     def _buckets(self, wanted: W) -> Iterator[Bucket]:
         find = functools.partial(self._next_bucket, wanted)
-        while wanted.num_taken < wanted.num_buckets:
+        while wanted.num_read < wanted.num_buckets:
             with self._condition:
                 bucket = self._await(wanted, find)
-                wanted.num_taken += 1
+                wanted.num_read += 1
             index = bucket.index
             yield bucket
             del bucket
-            if wanted.num_taken == wanted.num_buckets:
+            if wanted.num_read == wanted.num_buckets:
                 with self._condition:
                     self._check_live(wanted)
             self._release(wanted, index)
@@ -233,11 +233,11 @@ class IncomingUpdate:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PeerUpdate(WantedUpdate[IncomingUpdate]):
-    """`taken`: the bucket in an arena that was handed out last. `unreleased`: the one before that, on a GPU, with what
+    """`given`: the bucket in an arena that was handed out last. `unreleased`: the one before that, on a GPU, with what
     was queued when the next was asked for.
     """
 
-    taken: ReadyBucket | None = None
+    given: ReadyBucket | None = None
     unreleased: tuple[records.BucketReady, host_device.Event | None] | None = None
 
     @property
@@ -414,11 +414,11 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
 
     def _next_bucket(self, wanted: PeerUpdate) -> Bucket | None:
         """Raises ManifestError if the bytes that the sender speaks of aren't the next bucket's."""
-        incoming, index = wanted.begun, wanted.num_taken
+        incoming, index = wanted.begun, wanted.num_read
         if incoming is None or not incoming.ready:
             self._release_read(wanted)
             return None
-        ready, arena = wanted.taken = incoming.ready.popleft()
+        ready, arena = wanted.given = incoming.ready.popleft()
         size_bytes = wanted.manifest.buckets[index]
         largest, payload = HEADER_BYTES + size_bytes, ready.offset_bytes + HEADER_BYTES
         if ready.index != index:
@@ -436,9 +436,9 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
         """On a GPU what reads the bucket is only queued: it is released when that is over, at the latest with the next
         one, whose check has waited for as much.
         """
-        if wanted.staged or wanted.taken is None:
+        if wanted.staged or wanted.given is None:
             return
-        ready, arena = wanted.taken
+        ready, arena = wanted.given
         read = host_device.recorded(arena.device) if arena.device.type == "cuda" else None
         former = None if wanted.unreleased is None else wanted.unreleased[1]
         # Not under the condition, which a sender in this process may need.
@@ -465,7 +465,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
         return super()._longest_wait_seconds(wanted) if wanted.unreleased is None else _POLL_SECONDS
 
     def _leave(self, wanted: PeerUpdate) -> None:
-        if self._arena is not None and not wanted.is_whole:
+        if self._arena is not None and not wanted.is_done:
             try:
                 self._arena.reset()
             except WeightcastError as exc:

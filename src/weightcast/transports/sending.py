@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from weightcast.errors import ClosedError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, WeightcastError
-from weightcast.format.bucket import HEADER_BYTES, ArenaLayout, BucketBuffer, Buffers, place
+from weightcast.format.bucket import HEADER_BYTES, ArenaLayout, BucketBuffer, Buffers, arena_layout_of
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
@@ -63,7 +63,7 @@ class SentUpdate:
         return len(self.manifest.buckets)
 
     @property
-    def is_whole(self) -> bool:
+    def is_done(self) -> bool:
         return self.next >= self.num_buckets
 
     def begin(self, peer: ConnectedPeer) -> records.BeginUpdate:
@@ -256,7 +256,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
     def _on_ended(self, peer: P, update: U) -> None:
         """The peer takes no more of the present update."""
-        if peer.name in update.peers and not update.is_whole:
+        if peer.name in update.peers and not update.is_done:
             what = f"{peer.name} left the update after {update.next} of {update.num_buckets} buckets were sent"
             self._lose(peer.name, UpdateAbortedError(what))
         update.peers.discard(peer.name)
@@ -299,7 +299,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         if former is not None and is_interrupted and former.version == version and (former.peers or not peers):
             former.is_interrupted = False
             return former
-        if former is not None and former.is_whole:
+        if former is not None and former.is_done:
             former.is_open = False
         self.abort("the publisher began another update")
         if former is not None:
@@ -577,7 +577,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
         device = torch.device("cpu") if staged else self._device
         # On a GPU a reader releases a bucket only when it has the next one.
         num_slots = self._num_slots + (device.type == "cuda")
-        return device, place(manifest, num_slots=num_slots, staged=staged)
+        return device, arena_layout_of(manifest, num_slots=num_slots, staged=staged)
 
     def _await_memory(self, arena: A, end_bytes: int) -> None:
         """Wait for the first bytes of the arena, but not so long that peers think that this process has died."""

@@ -26,12 +26,12 @@ from weightcast.errors import (
     UpdateAbortedError,
     WeightcastError,
 )
-from weightcast.format.bucket import BucketBuffer, header_digest, place
+from weightcast.format.bucket import BucketBuffer, arena_layout_of, header_digest
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.closing import awaited_at_exit
 from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS
 from weightcast.host.memory import SharedMemory
-from weightcast.seams.transport import Bucket, Share, Transport
+from weightcast.seams.transport import Bucket, Portion, Transport
 from weightcast.seams.versions import StoredVersion
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader
@@ -129,7 +129,7 @@ class _BufferedSender(RunSender, Generic[W]):
 
     def abort(self, reason: str) -> None:
         """Give the version up; the one before stays."""
-        if self._writer.is_held:  # else the threads are another process's
+        if self._writer.is_locked:  # else the threads are another process's
             wait(self._writes)
         self._writes.clear()
         self._plan = None
@@ -150,7 +150,7 @@ class _BufferedSender(RunSender, Generic[W]):
         """Take buckets of this plan from now on. The writer has begun."""
         self._plan, self._digests = plan, []
         self._num_buffers = max(1, min(self._max_buffers, len(plan.buckets)))
-        self._ring.prepare(place(plan, num_slots=self._num_buffers, staged=False))
+        self._ring.prepare(arena_layout_of(plan, num_slots=self._num_buffers, staged=False))
         if not plan.buckets:
             with self._writing():
                 self._finish_all()
@@ -182,32 +182,32 @@ class StoreSender(_BufferedSender[StoreWriter]):
     """
 
     writer_type = StoreWriter
-    _shared: WeightVersion | None = None
+    _begun_together: WeightVersion | None = None
 
     def newest_version(self) -> int:
         """The number of the store's newest version, or of the last one that was given up, whichever is larger.
 
-        Of whichever run; -1 for none. Raises as `StoreWriter.hold`.
+        Of whichever run; -1 for none. Raises as `StoreWriter.ensure_lock`.
         """
         self._require_open()
         with self._writing():
-            self._writer.hold()
+            self._writer.ensure_lock()
         newest = self._writer.newest
         return max(self._writer.last_number, -1 if newest is None else newest.number)
 
-    def share(self, manifest: Manifest, version: WeightVersion) -> str:
+    def begin_together(self, manifest: Manifest, version: WeightVersion) -> str:
         """Take a slot for a version of several origins, and make room in it. Raises as `StoreWriter.begin`."""
         where = self._begin_writing(manifest, version, manifest.spans[0])
-        self._shared = version
+        self._begun_together = version
         return where
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Take a slot and make room in it, unless `share` has; `peers` and `staged` change nothing.
+        """Take a slot and make room in it, unless `begin_together` has; `peers` and `staged` change nothing.
 
         Raises as `StoreWriter.begin`.
         """
         self._require_open(version)
-        if self._shared != version:
+        if self._begun_together != version:
             self._begin_writing(manifest, version, range(len(manifest.buckets)))
         self._begin(manifest)
         return 0
@@ -215,9 +215,9 @@ class StoreSender(_BufferedSender[StoreWriter]):
     def seal(self, others: Sequence[bytes]) -> None:
         """Of a version that is shared: all origins have sent. `others`: the digests of their buckets, in order."""
         self._require_open()
-        if self._shared is None or self._plan is not None:
+        if self._begun_together is None or self._plan is not None:
             raise UpdateAbortedError("no version is shared, or buckets of it are missing: it was aborted, say")
-        self._shared = None
+        self._begun_together = None
         with self._writing():
             self._writer.seal([*self._digests, *others])
 
@@ -228,7 +228,7 @@ class StoreSender(_BufferedSender[StoreWriter]):
             self._writer.commit()
 
     def abort(self, reason: str) -> None:
-        self._shared = None
+        self._begun_together = None
         super().abort(reason)
 
     def _begin_writing(self, manifest: Manifest, version: WeightVersion, span: range) -> str:
@@ -239,7 +239,7 @@ class StoreSender(_BufferedSender[StoreWriter]):
 
     def _finish_all(self) -> None:
         super()._finish_all()
-        if self._shared is None:
+        if self._begun_together is None:
             self._writer.seal(self._digests)
 
 
@@ -253,7 +253,7 @@ class JoinedStoreSender(_BufferedSender[OriginWriter]):
     has_address = False
 
     def join(self, manifest: Manifest, origin: int, place: str) -> None:
-        """Open the origin's files where the publishing rank's `share` has begun. Raises as `OriginWriter.begin`."""
+        """Open the origin's files where the publishing rank has begun. Raises as `OriginWriter.begin`."""
         self._require_open()
         self.abort("the publisher began another update")
         with self._writing():
@@ -262,7 +262,7 @@ class JoinedStoreSender(_BufferedSender[OriginWriter]):
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Send these buckets, the origin's own, to where `join` was called for."""
         self._require_open(version)
-        if not self._writer.is_held:
+        if not self._writer.is_locked:
             raise UpdateAbortedError("this sender writes beside another one: join comes first")
         self._begin(manifest)
         return 0
@@ -272,12 +272,12 @@ class JoinedStoreSender(_BufferedSender[OriginWriter]):
 class StoreUpdate(WantedUpdate[PinnedVersion]):
     """`begun` when it is pinned. `attempt`: the writer's last one when it was opened.
 
-    `num_ahead`: how many buckets are read while one is taken. `arena`: where they are read to. `share`: those of which
-    this rank reads the payload; None for all.
+    `num_ahead`: how many buckets are read while one is taken. `arena`: where they are read to. `portion`: those whose
+    payload this rank reads; None for all.
     """
 
     arena: KeptMemory
-    share: Share | None
+    portion: Portion | None
     attempt: int
     num_ahead: int
     reads: collections.deque[Future[None]] = dataclasses.field(default_factory=collections.deque)
@@ -316,7 +316,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         self._arena = KeptMemory(*_READ_INTO)
         self._common_memory: SharedMemory | None = None
         self._together: KeptMemory | None = None
-        self._share: Share | None = None
+        self._portion: Portion | None = None
         """Of the version that is opened next."""
         self._newest: PinnedVersion | None = None
 
@@ -344,16 +344,16 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
                 self._common_memory = SharedMemory.make()
             return self._common_memory.location
 
-    def share(self, manifest: Manifest, share: Share) -> bool:
+    def read_together(self, manifest: Manifest, portion: Portion) -> bool:
         """Versions of several origins are read by each rank: tensors of theirs are put together before all is here."""
-        if len(manifest.spans) > 1 or not share.memory:
+        if len(manifest.spans) > 1 or not portion.memory:
             return False
         with self._condition:
             self._require_open()
             shared = None if self._together is None else self._together.shared
-            if shared is None or shared.location != share.memory:
-                self._together = KeptMemory(*_READ_INTO, shared=SharedMemory.open(share.memory))
-            self._share = share
+            if shared is None or shared.location != portion.memory:
+                self._together = KeptMemory(*_READ_INTO, shared=SharedMemory.open(portion.memory))
+            self._portion = portion
         return True
 
     def reread(self, bucket: Bucket) -> bool:
@@ -367,13 +367,13 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             super().end()
             num_ahead = self._num_ahead if staged else min(self._num_ahead, MAX_BUFFERS - 1)
             num_ahead = num_ahead if len(manifest.buckets) > 1 else 0
-            share, self._share = self._share, None
-            arena = self._arena if share is None or self._together is None else self._together
-            arena.prepare(place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=True))
+            portion, self._portion = self._portion, None
+            arena = self._arena if portion is None or self._together is None else self._together
+            arena.prepare(arena_layout_of(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=True))
             record = self._reader.writer().record
             attempt = 0 if record is None else record.attempt
             self._wanted = wanted = StoreUpdate(
-                manifest, version, staged, arena=arena, share=share, attempt=attempt, num_ahead=num_ahead
+                manifest, version, staged, arena=arena, portion=portion, attempt=attempt, num_ahead=num_ahead
             )
             if self._newest is not None and self._newest.stored.version == version:
                 self._newest, wanted.begun = None, self._newest
@@ -473,7 +473,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         pinned = wanted.begun
         if pinned is None:
             return None
-        number, order = wanted.num_taken, wanted.manifest.rounds
+        number, order = wanted.num_read, wanted.manifest.rounds
         stored, expected = pinned.manifest.buckets, wanted.manifest.buckets
         if number == 0 and stored != expected:
             raise ManifestError(
@@ -516,7 +516,7 @@ def _complete(future: Future[None], call: Callable[[], None]) -> None:
 
 
 def _read(pinned: PinnedVersion, wanted: StoreUpdate, index: int) -> None:
-    is_others = wanted.share is not None and index not in wanted.share.buckets
+    is_others = wanted.portion is not None and index not in wanted.portion.buckets
     pinned.read(index, wanted.arena.target(index), only_header=is_others)
 
 

@@ -210,10 +210,10 @@ class PluginEngine(ServedEngine, abc.ABC):
     async def resume(self, run: str = "") -> None:
         """Generate again. Raises EngineTornError if the weights are of no whole version."""
         async with self._alone():
-            await self._require_whole(await self._in_time(self._replies(Ask())))
+            await self._require_untorn(await self._in_time(self._replies(Ask())))
             await self._in_time(self._schedule())
 
-    async def _require_whole(self, replies: Replies) -> None:
+    async def _require_untorn(self, replies: Replies) -> None:
         """Before it generates again, with the label of what its ranks hold. Raises EngineTornError."""
         if replies.torn:
             self._mutex.in_doubt = True

@@ -130,9 +130,9 @@ class RolloutEngine:
         self._expected = number
         first = self._next()
         assert first is not None, "an update has at least one bucket"
-        return self._taken(first)
+        return self._batches_from(first)
 
-    async def _taken(self, tensors: Iterable[Named] | None) -> AsyncIterator[list[Named]]:
+    async def _batches_from(self, tensors: Iterable[Named] | None) -> AsyncIterator[list[Named]]:
         try:
             while tensors is not None:
                 for batch in self._batches(tensors):

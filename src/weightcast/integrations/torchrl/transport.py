@@ -55,7 +55,7 @@ class VLLMDoubleBufferTransport:
         make_publisher = functools.partial(Publisher, source, transport=url, trainer_group=None, options=options)
         self._handed = HandedPublisher(source, make_publisher)
         self._follower: Follower | None = None
-        self._taken = TensorSink()
+        self._sink = TensorSink()
         self._lock = threading.Lock()
         self._exits = contextlib.ExitStack()
         weakref.finalize(self, self._handed.close)
@@ -88,9 +88,9 @@ class VLLMDoubleBufferTransport:
         with self._lock:
             if self._follower is None:
                 url = store_url(self.local_addr, self.num_threads)
-                self._follower = self._exits.enter_context(Follower(url, self._taken, label="torchrl transport"))
+                self._follower = self._exits.enter_context(Follower(url, self._sink, label="torchrl transport"))
             followed = self._follower.wait(timeout or 0.0)
-            tensors, self._taken.held = self._taken.held, {}
+            tensors, self._sink.held = self._sink.held, {}
             return None if followed is None else TensorDict(tensors, batch_size=[])
 
     def check_connection(self) -> bool:

@@ -54,14 +54,14 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
         replicas, torn = list(self.replicas), [*self.torn_replicas]
         try:
             for call in ("abort_all_requests", "release_kv_cache"):
-                _raise_first(await self._settled(getattr(replica, call)() for replica in replicas))
+                _raise_first(await self._outcomes(getattr(replica, call)() for replica in replicas))
             workers = [worker for replica in replicas for worker in replica.workers]
             rollout = RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
             await self._connect(rollout)
             refs = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
             refs += rollout.update_weights(global_steps=global_steps)
             torn = replicas  # as long as it is not known what became of them: this wait may be cancelled
-            outcomes = await self._settled(refs, is_bounded=False)
+            outcomes = await self._outcomes(refs, is_bounded=False)
             trainers, rollouts = outcomes[: self.actor_wg.world_size], outcomes[self.actor_wg.world_size :]
             torn = self._torn(replicas, trainers, rollouts)
             _raise_first(outcomes, torn=torn)
@@ -86,11 +86,11 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
         refs = []
         for workers, arguments in ((self.actor_wg, on_trainers), (rollout, on_rollouts)):
             refs += workers.execute_checkpoint_engine(method=[method] * workers.world_size, **arguments)
-        outcomes = await self._settled(refs)
+        outcomes = await self._outcomes(refs)
         _raise_first(outcomes)
         return outcomes
 
-    async def _settled(self, calls: Iterable[Awaitable[Any]], *, is_bounded: bool = True) -> list[Any]:
+    async def _outcomes(self, calls: Iterable[Awaitable[Any]], *, is_bounded: bool = True) -> list[Any]:
         """Return each call's result or exception; a call that has not ended by the deadline is cancelled.
 
         Unless `is_bounded`, the deadline begins when a call has failed.
@@ -131,7 +131,7 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
             await replica.resume_generation()
 
         errors = []
-        for replica, done in zip(replicas, await self._settled(map(resume, replicas)), strict=True):
+        for replica, done in zip(replicas, await self._outcomes(map(resume, replicas)), strict=True):
             if isinstance(done, BaseException):
                 logger.error("replica %s was not resumed: %s", replica.replica_rank, done)
                 errors.append(done)

@@ -49,7 +49,7 @@ class VllmEngine(PluginEngine):
             replies = await self._in_time(self._replies(Ask()))
             are_asleep = all(reply.weights_asleep for reply in replies.ranks)
             if not (are_asleep and list(tags) == ["weights"]):
-                await self._require_whole(replies)
+                await self._require_untorn(replies)
             yield
 
     # --- vLLM's side ---

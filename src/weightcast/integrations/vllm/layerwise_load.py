@@ -95,7 +95,7 @@ class Reload:
 
     def finish(self) -> list[str]:
         """Compute what depends on several layers. Returns, in words, which layers lack calls: the load is aborted."""
-        missing = [str(filling) for filling in self._fillings if not filling.is_whole]
+        missing = [str(filling) for filling in self._fillings if not filling.is_done]
         if missing:
             self.abort()
             return missing
@@ -146,7 +146,7 @@ class Filling:
             held.update(made)
 
     @property
-    def is_whole(self) -> bool:
+    def is_done(self) -> bool:
         return self._num_done == self._num_calls
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ class Filling:
     def _loader(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def load(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             del param  # the loader may hold the one without memory
-            if self.is_whole:
+            if self.is_done:
                 raise InstallError(f"more came for {self._name} than when the offer was tried", torn=True)
             result = original(self._filled(name), *args, **kwargs)
             self._num_done += 1

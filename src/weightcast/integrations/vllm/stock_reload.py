@@ -80,7 +80,7 @@ class StockVllmApi(StockApi):
     def resume(self) -> None:
         self._http.post(_RESUME)
 
-    def require_takes(self, manifest: Manifest, *, is_torn: bool) -> None:
+    def require_loadable(self, manifest: Manifest, *, is_torn: bool) -> None:
         # Another server may have been started here since this client was made.
         if _config(self._http) != self._config:
             raise ControlError(f"{self.name} is another server now: publish again", peer=self.name)

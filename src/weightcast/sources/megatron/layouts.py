@@ -68,7 +68,7 @@ class Columns(Whole):
 
     def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
         rows, columns = self.shapes(sizes)[0]
-        return rows, share(columns, axis)
+        return rows, local_size(columns, axis)
 
     def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
         _require_shape(local, self.local_shape(sizes, axis))
@@ -94,7 +94,7 @@ class Rows:
         return [(rows, *self._rest(sizes)) for rows in ([sum(each)] if self._joined else each)]
 
     def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
-        return (share(sum(sizes[rows] for rows in self._rows), axis), *self._rest(sizes))
+        return (local_size(sum(sizes[rows] for rows in self._rows), axis), *self._rest(sizes))
 
     def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
         total = sum(sizes[rows] for rows in self._rows)
@@ -126,7 +126,7 @@ class Rows:
         for block in range(num_blocks):
             first = 0
             for number, rows in enumerate(self._rows):
-                size = share(sizes[rows], Axis(block, num_blocks))
+                size = local_size(sizes[rows], Axis(block, num_blocks))
                 yield 0 if self._joined else number, first + block * size, size
                 first += sizes[rows] if self._joined else 0
 
@@ -169,7 +169,7 @@ class GatedQuery(Rows):
 
     def _runs(self, sizes: Sizes, axis: Axis) -> Iterator[tuple[int, int, int]]:
         head_dim = sizes["head_dim"]
-        heads = share(sizes["heads"], Axis(size=sizes["groups"]))
+        heads = local_size(sizes["heads"], Axis(size=sizes["groups"]))
         for group in range(sizes["groups"]):
             for half in (0, 1):
                 for head in range(group * heads, (group + 1) * heads):
@@ -190,9 +190,9 @@ class DeltaNetInput(Rows):
 
     def _runs(self, sizes: Sizes, axis: Axis) -> Iterator[tuple[int, int, int]]:
         num_heads = sizes["delta_key_heads"]
-        ratio = share(sizes["delta_value_heads"], Axis(size=num_heads))
+        ratio = local_size(sizes["delta_value_heads"], Axis(size=num_heads))
         key, value = sizes["delta_key_dim"], ratio * sizes["delta_value_dim"]
-        local_heads = share(num_heads, axis)
+        local_heads = local_size(num_heads, axis)
         for first in range(0, num_heads, local_heads):
             for number, lengths in enumerate(((key, key, value, value), (ratio, ratio))):
                 offset = 0
@@ -205,7 +205,7 @@ class DeltaNetInput(Rows):
 ShardLayout: TypeAlias = Whole | Rows
 
 
-def share(size: int, axis: Axis) -> int:
+def local_size(size: int, axis: Axis) -> int:
     """An equal share of a size. Raises ValueError if there is none."""
     if size % axis.size:
         raise ValueError(f"a size of {size} can't be cut into {axis.size} equal shards")

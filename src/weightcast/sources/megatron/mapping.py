@@ -21,7 +21,7 @@ import torch
 from weightcast.errors import listed
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held
-from weightcast.sources.megatron.layouts import ALONE, Axis, LayoutPart, Sizes, in_stack, share, unstacked
+from weightcast.sources.megatron.layouts import ALONE, Axis, LayoutPart, Sizes, in_stack, local_size, unstacked
 from weightcast.sources.megatron.rules import EXPERT, Config, Family, Match, Rule, Table
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -55,7 +55,7 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PlacedRegion:
+class ParameterRegion:
     """A part of the tensor `name` of the checkpoint, and the parameter of a chunk that has it.
 
     `is_copy`: another stage owns it (an embedding for tied weights, or of a prediction layer); it is loaded, not sent.
@@ -139,13 +139,13 @@ class TensorMapping:
 
     # --- Megatron's side ---
 
-    def placed(self, chunk: Chunk) -> list[PlacedRegion]:
+    def parameter_regions(self, chunk: Chunk) -> list[ParameterRegion]:
         """Every part that a chunk holds. Raises ValueError, naming every parameter that has no place."""
-        placed: list[PlacedRegion] = []
+        placed: list[ParameterRegion] = []
         unknown, unfit = [], []
         for name, tensor in chunk.tensors:
             try:
-                found = self._placed(canonical(name), tensor, chunk)
+                found = self._parameter_regions(canonical(name), tensor, chunk)
             except ValueError as exc:
                 unfit.append(f"{name!r}: {exc}")
                 continue
@@ -162,7 +162,7 @@ class TensorMapping:
             raise ValueError(f"{len(unfit)} Megatron parameters do not fit the configuration: {listed(unfit)}")
         return placed
 
-    def _placed(self, name: str, tensor: torch.Tensor, chunk: Chunk) -> list[PlacedRegion] | None:
+    def _parameter_regions(self, name: str, tensor: torch.Tensor, chunk: Chunk) -> list[ParameterRegion] | None:
         """The parts of one parameter; None if no rule takes it. Raises ValueError if it does not fit its rule."""
         is_copy = name == _EMBEDDING and not chunk.is_first
         if name == "output_layer.weight" and self.sizes["tied"]:
@@ -183,7 +183,7 @@ class TensorMapping:
         if match is None:
             return None
         return [
-            PlacedRegion(
+            ParameterRegion(
                 _hf_names(match.rule, prefix, expert)[part.number],
                 name,
                 (part.region, part.view),
@@ -212,7 +212,7 @@ class TensorMapping:
         if not match.rule.is_of_experts:
             yield from ((0, part) for part in layout.parts(sizes, axis, tensor))
             return
-        num_local = share(sizes["experts"], self._parallel.expert)
+        num_local = local_size(sizes["experts"], self._parallel.expert)
         if match.expert is None:
             shape = layout.local_shape(sizes, axis)
             matrices = list(enumerate(unstacked(tensor, num_local, shape, transposed=match.is_transposed)))

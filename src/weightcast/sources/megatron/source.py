@@ -18,7 +18,7 @@ from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held, Regions
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis
-from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping, read_config
+from weightcast.sources.megatron.mapping import Chunk, Parallel, ParameterRegion, TensorMapping, read_config
 from weightcast.sources.megatron.rules import Family
 
 logger = logging.getLogger(__name__)
@@ -91,9 +91,9 @@ class MegatronSource:
                     "train what you serve, or set the other one"
                 )
         self._regions: Regions | None = None
-        self._shifted: list[tuple[torch.Tensor, PlacedRegion]] = []
+        self._shifted: list[tuple[torch.Tensor, ParameterRegion]] = []
         self._watches: list[TensorChangeDetector] = []
-        self._placed()
+        self._parameter_regions()
 
     def specs(self) -> Sequence[TensorSpec]:
         """The whole model's records; always the same object."""
@@ -113,7 +113,7 @@ class MegatronSource:
         self._shifted = []
         regions: dict[str, list[Held]] = {}
         owners: dict[tuple[str, Region], str] = {}
-        for each in _with_memory(self._placed()):
+        for each in _with_memory(self._parameter_regions()):
             if each.is_copy:
                 continue  # another stage owns it
             key = (each.name, each.held[0])
@@ -142,8 +142,8 @@ class MegatronSource:
         not the model's (at once), and for those of this rank that were missing (at the end); the model is then not
         whole.
         """
-        places: dict[str, list[PlacedRegion]] = {}
-        for each in _with_memory(self._placed()):
+        places: dict[str, list[ParameterRegion]] = {}
+        for each in _with_memory(self._parameter_regions()):
             places.setdefault(each.name, []).append(each)
         shapes = {spec.name: spec.shape for spec in self._mapping.specs}
         aliases = {alias for spec in self._mapping.specs for alias in spec.aliases}
@@ -168,17 +168,17 @@ class MegatronSource:
         if missing:
             raise ValueError(f"this rank lacks {count(len(missing), 'tensor')} still: {listed(sorted(missing))}")
 
-    def _placed(self) -> list[PlacedRegion]:
+    def _parameter_regions(self) -> list[ParameterRegion]:
         """Every part that this rank holds now; changes are looked for from here on."""
         self._regions = None
         self._watches = [TensorChangeDetector(model, with_buffers=True) for model in self._models]
-        placed: list[PlacedRegion] = []
+        placed: list[ParameterRegion] = []
         for model in self._models:
             for name, parameter in model.named_parameters():
                 require_here(name, parameter)
             tensors = [pair for pair in _tensors(model) if self._mtp or not pair[0].startswith("mtp.")]
             layers = [int(layer.layer_number) - 1 for layer in model.decoder.layers]
-            placed += self._mapping.placed(Chunk(tensors, layers, bool(getattr(model, "pre_process", True))))
+            placed += self._mapping.parameter_regions(Chunk(tensors, layers, bool(getattr(model, "pre_process", True))))
         return placed
 
 
@@ -286,7 +286,7 @@ def _require_gathered(chunk: nn.Module) -> None:
         module = module._modules.get("module")
 
 
-def _with_memory(placed: Iterable[PlacedRegion]) -> Iterator[PlacedRegion]:
+def _with_memory(placed: Iterable[ParameterRegion]) -> Iterator[ParameterRegion]:
     """The same. Raises ValueError for a parameter without memory."""
     for each in placed:
         if each.held[1].is_meta:

@@ -102,11 +102,11 @@ class Check(_Record, frozen=True):
 
 
 class Open(_Record, frozen=True):
-    """An update begins, or begins again, for these peers. `place`: see `Sender.share`."""
+    """An update begins, or begins again, for these peers. `join_at`: see `Sender.begin_together`."""
 
     peers: tuple[str, ...]
     staged: bool
-    place: str = ""
+    join_at: str = ""
 
 
 class NextBucket(msgspec.Struct, frozen=True):

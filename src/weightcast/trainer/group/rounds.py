@@ -60,7 +60,7 @@ class PublishingRank(Rank, Sender):
         """Of these, when they were asked last."""
         self._is_own_sent = False
         self._are_all_sent = False
-        self._place = ""
+        self._join_at = ""
 
     def publish(
         self, run: str, version: int, inputs: Callable[[], PublishInputs], publish_run: PublishRun
@@ -81,7 +81,7 @@ class PublishingRank(Rank, Sender):
             self._agree_on(prepared)
             self._complete(started)
 
-            def engines_known() -> None:
+            def on_engines_asked() -> None:
                 """Which kind of server an engine is, and so what it takes, may be known only now."""
                 if prepared.engine_dtypes is not None:
                     specs = self._source.specs()
@@ -101,7 +101,7 @@ class PublishingRank(Rank, Sender):
             with group.error_at_next_exchange(), group.keeping_alive():
                 self._is_instructing = True
                 try:
-                    report = publish_run.run(prepared, engines_known, packed)
+                    report = publish_run.run(prepared, on_engines_asked, packed)
                 finally:
                     group.version = max(version, publish_run.number)
                     with group.uninterrupted():
@@ -197,9 +197,9 @@ class PublishingRank(Rank, Sender):
         self.group.version = version.number
         self._are_all_sent = False
         self._reports.clear()
-        self._place = self._sender.share(manifest, version)
+        self._join_at = self._sender.begin_together(manifest, version)
         if self._others:
-            self.group.exchange_when_idle(records.Open(tuple(peers), staged, self._place))
+            self.group.exchange_when_idle(records.Open(tuple(peers), staged, self._join_at))
         if not self._is_own_sent:
             self._sender.open(manifest.of_origin(0), version, peers=peers, staged=staged)
         self._await_others()
@@ -224,7 +224,7 @@ class PublishingRank(Rank, Sender):
             self._begin_round(number, None)
             self.group.exchange(records.Packed())
         self._await_others()
-        if self._place:
+        if self._join_at:
             self._sender.seal(self.others())
         self._are_all_sent = True
 
@@ -405,8 +405,8 @@ class FollowingRank(Rank):
         version = WeightVersion(self.run, self.group.version)
 
         def open_sender() -> None:
-            if opening.place:
-                sender.join(manifest, origin, opening.place)
+            if opening.join_at:
+                sender.join(manifest, origin, opening.join_at)
             sender.open(manifest.of_origin(origin), version, peers=opening.peers, staged=opening.staged)
 
         self._begin(sender, open_sender)

@@ -14,7 +14,7 @@ import threading
 import torch
 
 from weightcast.errors import PeerTimeoutError
-from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, arena_layout_of
 from weightcast.format.manifest import Manifest
 from weightcast.host.memory import SharedMemory
 from weightcast.transports.kept_memory import KeptMemory, allocate
@@ -80,7 +80,7 @@ class ReceiveBuffers:
             self.free()
             self._memory = KeptMemory(device, _WHAT, shared=shared)
         # Staged, a place for each bucket; streaming, slots in turn.
-        self._memory.prepare(place(manifest, num_slots=NUM_SLOTS, staged=staged))
+        self._memory.prepare(arena_layout_of(manifest, num_slots=NUM_SLOTS, staged=staged))
 
     def buffer(self, index: int) -> BucketBuffer:
         """A bucket that has come in, as this worker sees it."""
@@ -99,22 +99,22 @@ class ReceiveBuffers:
 
     def keep_alone(self) -> str:
         """Use memory of this worker's own."""
-        self._share(None)
+        self._use(None)
         return ""
 
     def lend(self) -> str:
         """Use memory that others of this host map, too; return where they find it."""
         if self._shared is None or not self._is_lent:
-            self._share(SharedMemory.make(), is_lent=True)
+            self._use(SharedMemory.make(), is_lent=True)
         assert self._shared is not None
         return self._shared.location
 
     def read_along(self, location: str) -> None:
         """Use what another worker lends. Raises UnsupportedError if this process can't reach it."""
         if self._shared is None or self._shared.location != location:
-            self._share(SharedMemory.open(location))
+            self._use(SharedMemory.open(location))
 
-    def _share(self, shared: SharedMemory | None, *, is_lent: bool = False) -> None:
+    def _use(self, shared: SharedMemory | None, *, is_lent: bool = False) -> None:
         if self._shared is not None:
             self._shared.close()
         self._shared, self._is_lent = shared, is_lent
@@ -122,7 +122,7 @@ class ReceiveBuffers:
     def close(self) -> None:
         """Free it and map nothing more."""
         self.free()
-        self._share(None)
+        self._use(None)
 
     # --- the stream's thread ---
 
@@ -132,13 +132,13 @@ class ReceiveBuffers:
         Raises PeerTimeoutError: a broadcast that was left does not end.
         """
         num_bytes = HEADER_BYTES + manifest.buckets[index]
-        buffer = None if is_here else self._place(index)
+        buffer = None if is_here else self._await_target(index)
         if buffer is None or buffer.header.device != self._device:
             landing = BucketBuffer.of(allocate(num_bytes, self._device, "receiving this bucket"))
             return BucketTarget(index, landing, num_bytes, staging=buffer)
         return BucketTarget(index, buffer, num_bytes)
 
-    def _place(self, index: int) -> BucketBuffer:
+    def _await_target(self, index: int) -> BucketBuffer:
         self._left = [stream for stream in self._left if not stream.has_ended(0)]
         if self._memory.shared is not None:
             if not all(stream.has_ended(_STREAM_END_SECONDS) for stream in self._left):

@@ -112,7 +112,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
     # --- buckets ---
 
     def _next_bucket(self, wanted: BroadcastUpdate) -> Bucket | None:
-        index = wanted.num_taken
+        index = wanted.num_read
         return Bucket(index, self._buffers.buffer(index)) if wanted.num_received > index else None
 
     def _release(self, wanted: BroadcastUpdate, index: int) -> None:
@@ -291,7 +291,7 @@ class BroadcastStream(Writing):
                     device=self.receiver.device,
                     is_left=self._was_left,
                 )
-                self._take_all(self.group)
+                self._receive_all(self.group)
         except Exception as exc:
             is_own = not self.is_in_group or not isinstance(exc, WeightcastError)
             self.receiver.on_broken(self, to_record(exc).message, is_own=is_own)
@@ -304,7 +304,7 @@ class BroadcastStream(Writing):
         """As of now: another thread decides."""
         return self.is_left
 
-    def _take_all(self, group: ProcessGroup) -> None:
+    def _receive_all(self, group: ProcessGroup) -> None:
         """Begin to receive as many buckets as can be, if need be wait for one, take the first; until it was left."""
         works: collections.deque[Work] = collections.deque()
         while True:

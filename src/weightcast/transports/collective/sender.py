@@ -27,7 +27,7 @@ from weightcast.errors import (
     listed,
     to_record,
 )
-from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, arena_layout_of
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.closing import close_at_exit
@@ -88,12 +88,12 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         """
         with self.condition:
             former = self._update
-            if former is not None and former.is_open and former.version == version and not former.is_whole:
+            if former is not None and former.is_open and former.version == version and not former.is_done:
                 self._leave()
                 former.is_interrupted = True
             update = self._begin_open(version, peers)
             if update is None:
-                arena_layout = place(manifest, num_slots=_NUM_SLOTS, staged=False)
+                arena_layout = arena_layout_of(manifest, num_slots=_NUM_SLOTS, staged=False)
                 taking_part = self._await_connected(peers, version)
                 self._num_updates += 1
                 update = GroupUpdate(self._num_updates, version, manifest, staged, arena_layout, taking_part)
@@ -110,7 +110,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
                 for member in group.members:
                     member.progress = records.Progress(group.number, update.number)
                     self._post(member, update.begin(member))
-            if update.is_whole:
+            if update.is_done:
                 update.peers.clear()
             return 0
 
@@ -150,8 +150,8 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
                 return group.is_quiet() and all(m.progress.num_received == update.num_buckets for m in group.members)
 
             # A group that is broken already is left here, and not at the next bucket.
-            self._await(update, group, lambda: not update.is_whole or is_received(), lambda: self._slow(update, group))
-            if update.is_whole:
+            self._await(update, group, lambda: not update.is_done or is_received(), lambda: self._slow(update, group))
+            if update.is_done:
                 # From now on nobody can be lost to this update any more.
                 update.peers.clear()
 
@@ -191,9 +191,9 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
 
     def _on_aborted(self, update: GroupUpdate) -> None:
         """The group is left, since some may be waiting in it."""
-        is_whole = not update.peers
+        is_done = not update.peers
         super()._on_aborted(update)
-        if not is_whole:
+        if not is_done:
             self._leave()
 
     def _lose(self, name: str, error: WeightcastError) -> None:

@@ -21,7 +21,7 @@ from weightcast.host import device as host_device
 from weightcast.host.closing import awaited_at_exit
 from weightcast.host.deadline import MAX_SECONDS
 from weightcast.host.descriptors import shortage_now
-from weightcast.seams.transport import Share
+from weightcast.seams.transport import Portion
 from weightcast.transports.ipc import records
 from weightcast.transports.ipc.arena import MappedSharedArena
 from weightcast.transports.linked import LinkedReceiver
@@ -54,7 +54,7 @@ class IpcReceiver(ArenaReceiver, LinkedReceiver[PeerUpdate]):
             lease_seconds=MAX_SECONDS,
         )
 
-    def share(self, manifest: Manifest, share: Share) -> bool:
+    def read_together(self, manifest: Manifest, portion: Portion) -> bool:
         """The sender's arena is the same memory for all."""
         return True
 
@@ -63,7 +63,7 @@ class IpcReceiver(ArenaReceiver, LinkedReceiver[PeerUpdate]):
             self._heard_at = time.monotonic()
         elif not (self._closed or self._ended):
             is_arena = isinstance(record, (records.SharedArena, records.CudaArena))
-            self._heard.append((record, self._link.take_descriptor() if is_arena else None))
+            self._heard.append((record, self._link.pop_descriptor() if is_arena else None))
         if isinstance(record, ArenaClosed) and self._wanted is None:
             # Not here: memory of a GPU goes once all that is queued there is over.
             awaited_at_exit(self._release_beside, "weightcast-release")

@@ -17,15 +17,15 @@ from typing import TypeAlias
 from weightcast.errors import UnsupportedError
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
 
-KNOWN_VERSIONS = ("0.5.23",)
+TESTED_VERSIONS = ("0.5.23",)
 
 
-def require_known(version: str, server: str) -> None:
+def require_tested(version: str, server: str) -> None:
     """Raises UnsupportedError for a version of SGLang whose reader was not tried."""
-    if version not in KNOWN_VERSIONS:
+    if version not in TESTED_VERSIONS:
         raise UnsupportedError(
             f"{server} is SGLang {version}; the form in which it takes shared memory is known of "
-            f"{', '.join(KNOWN_VERSIONS)} only, and a wrong one ends its process: publish over gloo://, nccl:// or file://"
+            f"{', '.join(TESTED_VERSIONS)} only, and a wrong one ends its process: publish over gloo://, nccl:// or file://"
         )
 
 
@@ -47,7 +47,7 @@ class Call:
 
 
 Value: TypeAlias = "bool | int | str | bytes | tuple[Value, ...] | list[Value] | dict[str, Value] | Global | Call"
-Share: TypeAlias = "tuple[int, bytes, int, int, bytes, int, bytes, bool]"
+CudaHandle: TypeAlias = "tuple[int, bytes, int, int, bytes, int, bytes, bool]"
 """Return value of torch's `_share_cuda_` for a storage."""
 
 TENSOR = Global("torch", "Tensor")
@@ -68,7 +68,7 @@ def in_file(manager: bytes, name: bytes, storage_bytes: int, num_bytes: int, off
     return Call(TENSOR_OF_STORAGE, (TENSOR, Call(WITH_DTYPE, (opened, UINT8)), (offset, (num_bytes,), (1,), False)))
 
 
-def on_gpu(share: Share, uuid: str, num_bytes: int, offset: int) -> Call:
+def on_gpu(share: CudaHandle, uuid: str, num_bytes: int, offset: int) -> Call:
     """A uint8 vector in the memory of the GPU with this UUID."""
     _, name, size, storage_offset, counter, counter_offset, event, must_wait = share
     what = (TENSOR, (num_bytes,), (1,), offset)

@@ -105,11 +105,11 @@ class DistributedRoute:
         Unless both succeed the group is closed when it returns.
         """
 
-        def take_part() -> None:
+        def join_group() -> None:
             with on_failure(group.close):
                 beside()
 
-        own = self._pool.submit(take_part)
+        own = self._pool.submit(join_group)
         try:
             with on_failure(group.close):
                 ask()

@@ -17,7 +17,7 @@ import torch
 from weightcast.errors import UnsupportedError
 from weightcast.host import device as host_device
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
-from weightcast.integrations.sglang.stock.handle import Share, handle, in_file, on_gpu, require_known
+from weightcast.integrations.sglang.stock.handle import CudaHandle, handle, in_file, on_gpu, require_tested
 from weightcast.integrations.sglang.stock.server import Servers, SglangStockServer
 from weightcast.seams.client import SenderContext
 
@@ -27,12 +27,12 @@ class TensorRoute:
 
     def __init__(self, context: SenderContext) -> None:
         self.device = context.device
-        self._shares: dict[tuple[int, str, int], Share] = {}
+        self._handles: dict[tuple[int, str, int], CudaHandle] = {}
         """By storage, server and rank. torch wraps a GPU's storage once more each time that it is shared, and unwraps
         all of it when it is freed, call in call."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        self._shares.clear()
+        self._handles.clear()
         if self.device.type == "cpu":
             return shared(num_bytes)
         return host_device.empty(num_bytes, self.device, "a flattened bucket", "use smaller buckets")
@@ -40,7 +40,7 @@ class TensorRoute:
     def open(self, servers: Servers, version: int) -> None:
         """Keep only servers that can open a handle."""
         servers.each(_require_here)
-        servers.each(lambda server: require_known(server.routes.version, server.name))
+        servers.each(lambda server: require_tested(server.routes.version, server.name))
 
     def ship(self, servers: Servers, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool) -> None:
         """One bucket to every server; returns when each has loaded it, or was dropped."""
@@ -60,14 +60,14 @@ class TensorRoute:
             storage._shared_incref()
             return handle(in_file(manager, name, size, flat.numel(), offset), places)
         key = (int(storage.data_ptr()), server, rank)
-        if key not in self._shares:
-            self._shares[key] = storage._share_cuda_()
+        if key not in self._handles:
+            self._handles[key] = storage._share_cuda_()
         uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
-        return handle(on_gpu(self._shares[key], uuid, flat.numel(), offset), places)
+        return handle(on_gpu(self._handles[key], uuid, flat.numel(), offset), places)
 
     def close(self, servers: Servers) -> None:
         """Nothing stays on a server."""
-        self._shares.clear()
+        self._handles.clear()
 
 
 def shared(num_bytes: int) -> torch.Tensor:

@@ -75,7 +75,7 @@ class SglangRoutes(StockApi):
         self.version, self.listens_on = server.version, server.host
         self._routes = routes
         self._pause_mode = pause
-        self._known: tuple[str, Checksums] | None = None
+        self._former_checksums: tuple[str, Checksums] | None = None
         """The label of the last whole version, and the checksums of its weights."""
 
     def status(self) -> ServerStatus:
@@ -87,24 +87,24 @@ class SglangRoutes(StockApi):
         """Of the weights as they are now, all ranks. Reads every weight once."""
         return self._routes.post_for("/weights_checker", _encode({"action": "checksum"}), Checksums)
 
-    def require_takes(self, manifest: Manifest, *, is_torn: bool) -> None:
+    def require_loadable(self, manifest: Manifest, *, is_torn: bool) -> None:
         """Note what the server holds: while it serves, and not in the pause; after an update it is known."""
         former = self.status().label.removeprefix(INCOMPLETE)
-        if self._known is not None and self._known[0] != former:
-            self._known = None
-        if self._known is None and not is_torn:
-            self._known = former, self._checksums()
+        if self._former_checksums is not None and self._former_checksums[0] != former:
+            self._former_checksums = None
+        if self._former_checksums is None and not is_torn:
+            self._former_checksums = former, self._checksums()
 
     def is_unharmed(self) -> bool:
-        return self._known is not None and self._checksums() == self._known[1]
+        return self._former_checksums is not None and self._checksums() == self._former_checksums[1]
 
     def require_alike(self, version: str) -> None:
         """Raises InstallError if ranks hold different weights where they held the same before."""
         checksums = self._checksums()
-        mixed = _mixed(None if self._known is None else self._known[1], checksums)
+        mixed = _mixed(None if self._former_checksums is None else self._former_checksums[1], checksums)
         if mixed:
             raise InstallError(f"{self.name}: its ranks hold different {mixed}: publish again", torn=True)
-        self._known = version, checksums
+        self._former_checksums = version, checksums
 
     # --- pauses ---
 
@@ -186,7 +186,7 @@ class SglangRoutes(StockApi):
 
     def restoring_requests(self, former: str) -> list[RecoveryRequest]:
         """End the session; if the weights are those of the former version, label them so and resume."""
-        known = None if self._known is None else self._known[1].per_engine_checksum
+        known = None if self._former_checksums is None else self._former_checksums[1].per_engine_checksum
         unharmed = {"per_engine_checksum": known}
         return [
             self.recovery_request("/end_weight_update", {}),

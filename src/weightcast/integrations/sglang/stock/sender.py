@@ -58,7 +58,7 @@ class StockSender(Sender):
         self._has_several_ranks = context.has_several_ranks
         self._route: Route = _ROUTES[scheme](context)
         self.is_staged = False
-        self._known: dict[str, SglangStockServer] = {}
+        self._by_name: dict[str, SglangStockServer] = {}
         self._pool = ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="weightcast-sglang")
         self._shipper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-ship")
         self._servers = Servers((), self._pool)
@@ -73,7 +73,7 @@ class StockSender(Sender):
     def joined(cls, server: SglangStockServer, known: Sequence[ClientSender], context: SenderContext) -> StockSender:
         """The one sender for all stock servers of a publisher; this server takes the place of a former of its name."""
         sender = next((other for other in known if isinstance(other, cls)), None) or cls(context)
-        sender._known[server.name] = server
+        sender._by_name[server.name] = server
         return sender
 
     @property
@@ -85,7 +85,7 @@ class StockSender(Sender):
         if self._closed:
             raise ClosedError("this sender was closed")
         self.abort("the publisher began another update")
-        self._servers = Servers((self._known[name] for name in peers), self._pool)
+        self._servers = Servers((self._by_name[name] for name in peers), self._pool)
         names = frozenset(name for server in self._servers.living for name in server.wanted_names)
         if self._flat is None or (self._flat.manifest, self._flat.names) != (manifest, names):
             self._flat = self._buffer = None
@@ -118,7 +118,7 @@ class StockSender(Sender):
                 self._ship(number)
             self._land()
             for server in self._servers.living:
-                server.is_whole = True
+                server.is_done = True
 
     def _ship(self, number: int) -> None:
         """Have a flattened bucket shipped, once the one before has arrived."""
@@ -144,7 +144,7 @@ class StockSender(Sender):
 
     def connected(self, peers: Sequence[str]) -> list[str]:
         """Those that were added: a stock server connects for each update."""
-        return [name for name in peers if name in self._known]
+        return [name for name in peers if name in self._by_name]
 
     def abort(self, reason: str) -> None:
         """No further bucket goes out. One that is on its way arrives. Idempotent."""

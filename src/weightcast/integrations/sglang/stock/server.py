@@ -43,7 +43,7 @@ class SglangStockServer(StockServer):
         super().__init__(routes)
         self.routes = routes
         self.num_ranks = routes.num_ranks
-        self.is_whole = False
+        self.is_done = False
         """True once the sender has sent every bucket of the update in progress."""
         self.group_name = ""
         """The group that its ranks have joined, if any."""
@@ -71,7 +71,7 @@ class SglangStockServer(StockServer):
         if self._store:
             super().update(info)
         elif isinstance(info, Offer):
-            self.is_whole = False
+            self.is_done = False
             self.check(info)
 
     def begin(self) -> None:
@@ -89,7 +89,7 @@ class SglangStockServer(StockServer):
         if self._store:
             super().finish(version)
             return
-        if not self.is_whole:
+        if not self.is_done:
             raise IncompleteUpdateError(f"{self.name} has not got every bucket of version {version}")
         self._end_session()
         self.routes.require_alike(str(version))
