@@ -1,4 +1,4 @@
-"""What a caller may pass to a publisher; anything else is a TypeError or ValueError that says what to pass instead."""
+"""Checks of a publisher's arguments: a TypeError or ValueError says what was found and what to pass instead."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def require_trainer_group(group: object) -> None:
 
 
 def _has(value: object, *names: str) -> bool:
-    """Whether it is an object, no class, with these attributes, which a wrapper may pass on to what it wraps."""
+    """Return whether it is an object (not a class) with these attributes, its own or those of what it wraps."""
     return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 

@@ -17,7 +17,7 @@ from weightcast.trainer.fleet import Fleet, FleetMember
 
 
 class EngineDtypes:
-    """What a publisher's engines have said, kept from publish to publish."""
+    """The dtypes that a publisher's engines have named, kept from publish to publish."""
 
     def __init__(self) -> None:
         self.by_name: Mapping[str, str] = {}
@@ -75,5 +75,5 @@ def cast_by_name(specs: Sequence[TensorSpec], dtypes: Mapping[str, str]) -> Sequ
 
 
 def _both(dtype: str, other: str) -> bool:
-    """Whether two dtypes differ where a cast would have made them equal."""
+    """Return whether two dtypes differ where a cast would have made them equal."""
     return dtype != other and dtype in CASTABLE and other in CASTABLE

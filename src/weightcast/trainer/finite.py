@@ -1,4 +1,4 @@
-"""Whether what is about to be published is finite, by the smallest and the largest value of each tensor."""
+"""A look for NaN and infinity in the weights to publish, by the smallest and the largest value of each tensor."""
 
 from __future__ import annotations
 

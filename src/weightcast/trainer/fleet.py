@@ -106,7 +106,7 @@ class FleetMember:
         self.owned = owned
         self.links: list[Link] = []
         self.sender: ClientSender | None = None
-        """What its client brings, where it has no workers of ours; None: it takes the publisher's transport."""
+        """The sender of its client, if it has no workers of ours; None: it takes the publisher's transport."""
         self.info: WeightInfo | None = None
         self.result = EngineResult()
         self.version = -1
@@ -116,7 +116,7 @@ class FleetMember:
         self.instance = ""
         """The engine itself, however it is called; empty for one that does not say."""
         self.has_proven = False
-        """Whether it was compared with what was sent since it connected, and nothing was wrong."""
+        """True once its weights were compared with the sent ones since it connected, and were equal."""
         self.dtypes: Mapping[str, str] = {}
         """By a tensor's name, of those that it was asked for last."""
         self._dtypes_of: Sequence[TensorSpec] | None = None
@@ -128,7 +128,7 @@ class FleetMember:
         self._deadline_seconds = 0.0
         self._watchdog: Watchdog | None = None
         self._is_guarded = False
-        """Whether the watchdog has requests to send to it."""
+        """True while the watchdog has requests to send to it."""
 
     @property
     def is_joined(self) -> bool:
@@ -148,7 +148,7 @@ class FleetMember:
 
     @property
     def is_absent(self) -> bool:
-        """Whether nothing answered when it was asked: it may be starting."""
+        """True if nothing answered when it was asked: it may be starting."""
         return self.result.error is not None and self.result.error.kind == PeerDiedError.__name__
 
     @property
@@ -278,7 +278,7 @@ class FleetMember:
             self._watchdog.keep(self.name, requests)
 
     def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
-        """What it holds of the version that was offered. Raises ControlError if it serves another one by now."""
+        """Return the digests of the offered version. Raises ControlError if the engine serves another one by now."""
         held = self.client.held(names)
         if held is not None and (held.run, held.weight_version) != (self._run, str(self.version)):
             found = f"version {held.weight_version} of run {held.run or 'none'}"
@@ -370,7 +370,7 @@ class FleetMember:
             self.result.installed_bytes.append(installed.installed_bytes)
 
     def _go_back(self) -> None:
-        """Where workers can't agree by themselves: no one keeps what another did not install."""
+        """Have all workers go back if one did not install, in engines whose workers can't agree by themselves."""
         if not isinstance(self.client, TwoPhaseInstall):
             return
         is_paused = self._pause_end is not PauseEnd.NONE
@@ -388,7 +388,7 @@ class FleetMember:
             self._pause_end = PauseEnd.RESUME
 
     def fail(self, error: Exception) -> None:
-        """Note why this engine does not take the version. What its own worker said explains more than a lost peer.
+        """Note why this engine does not take the version: its worker's error, if there is one, before a lost peer's.
 
         A peer that died or stalled loses its links: should it wake, it learns from that to give the update up.
         """
@@ -414,9 +414,9 @@ class FleetMember:
         self.result.ok = self._serves(is_settled=True)
 
     def _serves(self, *, is_settled: bool = False) -> bool:
-        """Whether the engine says that it has `version`. With `is_settled` it must answer requests with it.
+        """Return whether the engine says that it has `version`. With `is_settled` it must answer requests with it.
 
-        Where workers can't agree by themselves, each refuses to until it was told that all others have it too.
+        Workers that can't agree by themselves refuse to until they have heard that all others have it too.
         """
         with contextlib.suppress(PeerError):
             info = self.client.info()

@@ -42,17 +42,17 @@ class PublishOptions:
     `undo`: engines keep a copy of their weights while they install, and go back to it if the install fails.
     `takeover`: take engines that another run holds.
     `check_finite`: before anything is offered, look for NaN and infinity in all weights, and in what a cast makes of
-    them: where there are any the publish raises NotFiniteError, which names the tensors and the trainer rank, and
-    engines keep what they have. It reads each weight once. Of a source that streams its tensors each is looked at when
-    its turn comes: an engine with `install="streaming"` then refuses to serve until it is healed.
+    them: if there are any, the publish raises NotFiniteError, which names the tensors and the trainer rank, and engines
+    keep their weights. It reads each weight once. Of a source that streams its tensors each is looked at when its turn
+    comes: an engine with `install="streaming"` then refuses to serve until it is healed.
     `verify`: "installed" compares the digest of every tensor in the engines' live memory with that of what was sent: an
     engine in which one differs has failed, and refuses to serve until it is healed; what an engine can't prove is in
     the report.
     `verify_every`: compare after this publisher's first publish and each n-th after it, whatever the versions' numbers;
     a publish that failed before all was sent doesn't count. In between, an engine that has connected since (it was
     added or started again) is compared once: after the first publish that it takes.
-    `on_event`: called with a `PublishEvent` for each phase and engine, in the publish's thread: it must not wait. What
-    it raises ends the publish. With several trainer ranks, on the publishing one.
+    `on_event`: called with a `PublishEvent` for each phase and engine, in the publish's thread: it must not wait. An
+    exception of it ends the publish. With several trainer ranks, on the publishing one.
     `on_failure`: whether a publish that an engine did not take raises PublishError or returns its report.
     `deadline_seconds`: of each single wait. `lease_seconds`: how long an engine stays held by a silent publisher.
     """

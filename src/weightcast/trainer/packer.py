@@ -1,4 +1,4 @@
-"""What a rank holds of the source's tensors, and its copy into buckets, cast to the manifest's dtypes and digested.
+"""The parts of tensors that a rank holds, and their copy into buckets, cast to the manifest's dtypes and digested.
 
 Invariants: what is packed tiles every tensor, each element once; packing a bucket is a few calls however many tensors
 it holds, and digests it in the same pass; on a GPU nothing waits for the device.
@@ -52,7 +52,7 @@ from weightcast.trainer.sent_digests import SentDigests
 _CACHED_BYTES = 8 << 20
 """A bucket of at most so many bytes is read again while it is in a cache; a larger one is written past the caches."""
 _MAX_INNER = 16
-"""What the second of two dims in place of one divides (see `Held`): buckets are cut at multiples of 256 bytes, which
+"""The second of two dims in place of one (see `Held`) divides this: buckets are cut at multiples of 256 bytes, which
 are 16 elements or more."""
 _ALONE = (
     "this rank publishes alone and does not hold all of these: a model that is sharded over ranks (FSDP, HSDP, tensor "
@@ -131,7 +131,7 @@ class PackPlan:
         self.lay_out(Layout(plan(specs, self.bucket_size_bytes)))
 
     def is_of(self, regions: Regions) -> bool:
-        """Whether the packer was made for these very views, with which the specs can't have changed either."""
+        """Return whether the packer was made for these very views. The specs have not changed either, then."""
         return self._regions is not None and self._regions.is_of(regions)
 
     def use(self, regions: Regions, packer: Fill) -> None:
@@ -153,7 +153,7 @@ class PackPlan:
 
 
 class Packer:
-    """Implements `Fill` for a rank that brings all of every tensor.
+    """Implements `Fill` for a rank that has all of every tensor.
 
     Holds views of the sources only; make a new one when a source's storage has changed.
     """
@@ -178,7 +178,7 @@ class Packer:
 
 
 class ShardSlice(msgspec.Struct, frozen=True, gc=False):
-    """What of one piece a part brings: `region` of the tensor, from part number `part`, at byte `start` of the payload.
+    """A rank's part of one piece: `region` of the tensor, from part number `part`, at byte `start` of the payload.
 
     `entry`: the piece's number in its bucket. `is_run`: its elements follow one another there.
     """
@@ -202,7 +202,7 @@ class ShardSlices:
         counts = Counter(part.tensor for part in parts)
         numbers = range(len(layout.manifest.tensors))
         self._starts = list(itertools.accumulate((counts[number] for number in numbers), initial=0))
-        """Where the parts of each tensor begin in that order."""
+        """Number of the first part of each tensor in that order."""
         self._last: tuple[int, list[ShardSlice]] | None = None
 
     def of(self, index: int) -> list[ShardSlice]:
@@ -236,7 +236,7 @@ class ShardSlices:
 
 
 class PartPacker:
-    """Copies what one rank brings to its places in buckets, cast to the manifest's dtypes.
+    """Copies one rank's shards to their places in buckets, cast to the manifest's dtypes.
 
     In host memory it digests, in the same pass, the chunks of a bucket that it fills alone.
     """
@@ -283,7 +283,7 @@ class PartPacker:
 
     @torch.no_grad()
     def fill(self, index: int, payload: torch.Tensor) -> Digest:
-        """Fill bucket `index`, all of which this rank brings; return its digest, on a GPU as two int64 still to come.
+        """Fill bucket `index`, all of which this rank packs; return its digest, on a GPU as two int64 still to come.
 
         On a CPU each byte is read once, on a GPU with a kernel too. On a GPU everything is queued on the current stream
         and nothing waits.
@@ -365,7 +365,7 @@ class SeenRegions:
             self._addresses = [view.data_ptr() for _, view in self._held]
 
     def is_of(self, regions: Regions) -> bool:
-        """Whether the source gives the same object again. Raises IncompatibleWeightsError if its views have moved."""
+        """Return whether the source gives the same object again. Raises IncompatibleWeightsError for moved views."""
         if regions is not self.regions or isinstance(regions, LookedAtRegions):
             return regions is self.regions
         held = list(itertools.chain.from_iterable(regions.values()))
@@ -393,7 +393,7 @@ def _read_as(held: Held) -> tuple[object, ...]:
 
 
 def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
-    """What a rank holds, without empty regions, in the order of the specs.
+    """Return the shards that a rank holds, without empty regions, in the order of the specs.
 
     Raises IncompatibleWeightsError for regions that are not of these specs.
     """
@@ -430,7 +430,7 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
 
 
 def tiling(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
-    """What a rank that is alone brings, equal regions once, in the order of the specs.
+    """Return the shards of a rank that publishes alone, equal regions once, in the order of the specs.
 
     Raises IncompatibleWeightsError unless it tiles every tensor.
     """

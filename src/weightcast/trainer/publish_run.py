@@ -63,7 +63,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class Connections:
-    """What connects a publisher with its engines: with their workers, and what their clients bring besides."""
+    """The connections of a publisher with its engines: with their workers, and the senders of their clients."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class PublishedVersion:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PublishInputs:
-    """What a publish is made of on the rank that publishes. `start`: when it began, by `time.perf_counter`.
+    """The inputs of a publish on the rank that publishes. `start`: when it began, by `time.perf_counter`.
 
     `fleet`: the engines that are to take it. `again`: not a new version, but this one once more. `url`: the
     transport's. `maps_buckets`: whether trainer ranks of a host can pack into each other's buckets, as far as engines
@@ -188,11 +188,11 @@ class FleetRoute:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a version is sent for readers that come later too: not one that all engines have refused."""
+        """True if the version is sent for later readers too: unless all engines have refused it."""
         return self._keeps_versions and (not len(self._fleet) or bool(self._fleet.healthy()))
 
     def peers(self) -> list[str]:
-        """What the sender calls those that are to take the version."""
+        """Return the sender's names of the receivers that are to take the version."""
         return [peer for member in self.healthy() for peer in self._peers(member)]
 
     def receive(self, num_buckets: int, root: str) -> None:

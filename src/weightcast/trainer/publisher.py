@@ -118,7 +118,7 @@ class Publisher(ClosedOnExit):
         self._process = 0
         """The one that has the connections; 0 while there are none."""
         self._owned: list[Closeable] = [self._watchdog]
-        """What has connections, threads or processes, in the order in which they are closed, the watchdog last.
+        """Owners of connections, threads or processes, in the order in which they are closed, the watchdog last.
 
         Nothing of the caller's, which may refer to this publisher.
         """
@@ -132,14 +132,14 @@ class Publisher(ClosedOnExit):
 
     @property
     def engines(self) -> list[EngineState]:
-        """What is known of each engine now, also during a publish; on a rank that another one publishes for, nothing.
+        """The state of each engine as far as it is known, also during a publish; empty on a rank that does not publish.
 
         Does not wait, and asks no engine.
         """
         return [member.state for member in self._fleet]
 
     def add_engine(self, engine: str | EngineClient, *, sync: bool = False) -> None:
-        """Add an engine; the next publish connects it, or with `sync` this call, which brings it to the last version.
+        """Add an engine; the next publish connects it, or with `sync` this call, which publishes the last version to it.
 
         Does nothing on a trainer rank that another one publishes for. Raises ValueError if it is there already,
         TypeError for what is no engine; with `sync` what `sync` raises: it is in the fleet still.
@@ -223,7 +223,7 @@ class Publisher(ClosedOnExit):
 
     @property
     def _is_following(self) -> bool:
-        """Whether another trainer rank publishes, as far as torch.distributed says so by now: it has the engines."""
+        """True if another trainer rank publishes and has the engines, as far as torch.distributed says so by now."""
         if self._is_joined or self._trainer_group is None or not (dist.is_available() and dist.is_initialized()):
             return self._group is not None and not self._group.is_publishing
         return dist.get_rank(None if self._trainer_group == "auto" else self._trainer_group) > 0
@@ -234,7 +234,7 @@ class Publisher(ClosedOnExit):
 
     @property
     def _is_copy(self) -> bool:
-        """Whether this process was forked from the one that publishes: it has no threads and no connections of that."""
+        """True in a process that was forked from the publishing one: it has none of its threads and connections."""
         return self._process not in (0, os.getpid())
 
     def _require_here(self) -> None:
@@ -564,7 +564,7 @@ class Publisher(ClosedOnExit):
     def _inputs(
         self, version: int | None, *, of: str | None = None, stored: StoreSource | None = None
     ) -> PublishInputs:
-        """What a publish needs of this process alone: the source's regions, connections and plan. No communication.
+        """Return a publish's inputs that this process makes alone: regions, connections, plan. No communication.
 
         `of`: the name of the only engine, which is to have the last version. `stored`: what is published in place of
         the source.

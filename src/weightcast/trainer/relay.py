@@ -54,7 +54,7 @@ class Relay:
     ) -> None:
         """The arguments are those of `Publisher`, which is made here; it connects at the first version.
 
-        What an engine did not take is raised, whatever the options' `on_failure`.
+        An engine that does not take a version raises PublishError, whatever the options' `on_failure`.
         """
         self.report: PublishReport | None = None
         self.given = RelayedTensors()
@@ -76,7 +76,7 @@ class Relay:
     def publish(self, number: int) -> PublishReport:
         """Publish what was given as this version. Raises PublishError if an engine did not take it."""
         if self._publisher is not None and number <= self._publisher.version:
-            self.close()  # whoever numbers the versions counts from below again
+            self.close()  # the source of the versions counts from below again
         if self._publisher is None:
             self._publisher = self._make_publisher()
         self.missing = []

@@ -1,4 +1,4 @@
-"""What was sent, tensor by tensor, and whether that is what an engine's live memory holds.
+"""Digests of the sent tensors, and their comparison with an engine's live memory.
 
 Invariant: an engine that holds something else has failed, and refuses to serve until a complete update has healed it;
 what an engine can't prove is in its result, by name.

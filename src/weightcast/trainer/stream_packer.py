@@ -21,7 +21,7 @@ from weightcast.trainer.packer import Shard
 from weightcast.trainer.sent_digests import SentDigests
 
 _MIN_TABLE_BYTES = 1 << 20
-"""A copy of so much is worth a table; for a smaller one that costs more than it brings."""
+"""A copy of so much is worth a table; for a smaller one that costs more than it saves."""
 
 
 class StreamPacker:

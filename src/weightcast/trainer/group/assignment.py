@@ -1,4 +1,4 @@
-"""Who brings what to which origin, and the plan of all buckets. No communication: every rank computes the same.
+"""Which rank packs what for which origin, and the plan of all buckets. No communication: every rank computes the same.
 
 An origin is memory that buckets leave from: of one rank, which leads it, and of all ranks that can map it.
 Invariants: the publishing rank leads origin 0; each element is brought by one rank; a tensor or load group that the
@@ -24,15 +24,15 @@ _TOGETHER = "the ranks of trainer_group together must hold every element: pass t
 
 
 class AssignedPart(NamedTuple):
-    """What a rank brings: `region`, which is in part number `part` of those that it holds."""
+    """A rank's share of the work: `region`, in part number `part` of those that it holds."""
 
     part: int
     region: Region
 
 
 class Assignment(NamedTuple):
-    """What all ranks have computed alike. `leaders`: of each origin, in order; `origins`: that of each rank; `held`:
-    what each holds; `assigned`: what of it each brings.
+    """The division of work that all ranks have computed alike. `leaders`: of each origin, in order; `origins`: that of
+    each rank; `held`: the regions that each holds; `assigned`: the parts of these that each packs.
     """
 
     layout: Layout
@@ -75,7 +75,7 @@ def require_reach(url: str, assignment: Assignment, hosts: Sequence[str], ranks:
 def assign_all(
     specs: Sequence[TensorSpec], held: Sequence[Sequence[HeldRegion]], leading: Sequence[int], bucket_size_bytes: int
 ) -> Assignment:
-    """Who brings what to which origin. Origins that bring nothing are left out, but for the first.
+    """Return which rank packs what for which origin. Origins without a bucket are left out, but for the first.
 
     Raises IncompatibleWeightsError unless the regions, replicas counted once, tile every tensor.
     """
@@ -98,10 +98,10 @@ def assign_all(
 def assign(
     specs: Sequence[TensorSpec], held: Sequence[Sequence[HeldRegion]], origins: Sequence[int]
 ) -> list[list[AssignedPart]]:
-    """Who brings what, by group rank. `origins`: the origin of each rank.
+    """Return what each rank packs, by group rank. `origins`: the origin of each rank.
 
     A load group is brought to one origin where its ranks hold all of it; to that which has the least yet. Of a region
-    that several of them hold, each brings a block; a small region goes to the rank that has the least to bring. Raises
+    that several of them hold, each packs a block; a small region goes to the rank that has the least to pack. Raises
     IncompatibleWeightsError unless the regions, replicas counted once, tile every tensor.
     """
     holders: list[dict[Region, list[tuple[int, int]]]] = [{} for _ in specs]

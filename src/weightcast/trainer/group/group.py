@@ -1,6 +1,6 @@
 """The trainer ranks that publish together: how they agree, and how one's failure becomes everyone's.
 
-Invariants: every rank makes the same exchanges in the same order; an error that one rank brings to an exchange is
+Invariants: every rank makes the same exchanges in the same order; an error of one rank in an exchange is
 raised there by all; a rank that loses another closes its group at once, which ends the others' waits; nothing but typed
 records and raw bytes travels. Group rank 0 is the publishing rank, which says what is done next.
 """
@@ -24,7 +24,7 @@ from weightcast.trainer.group.records import Failure, Nothing, RankStatus, Recor
 from weightcast.trainer.group.rendezvous import Rendezvous, named
 
 _ROW_BYTES = 512
-"""Of what every rank brings to an exchange; longer records go in a second step."""
+"""Of every rank's part of an exchange; longer records go in a second step."""
 _SIZE_BYTES = 4
 
 
@@ -57,7 +57,7 @@ class Group:
         self.version = -1
         """On the publishing rank: what it says at each exchange. On the others: what it said last."""
         self.error: BaseException | None = None
-        """This rank's, which it brings to its next exchange."""
+        """This rank's, for its next exchange."""
         self._deadline_seconds = deadline_seconds
         self._lock = threading.RLock()
         self._group: ProcessGroup | None = None
@@ -69,7 +69,7 @@ class Group:
 
     @property
     def is_connected(self) -> bool:
-        """Whether this rank has a group that has not broken."""
+        """True while this rank has a group that has not broken."""
         return self._group is not None
 
     # --- agree ---
@@ -97,10 +97,10 @@ class Group:
             return self.exchange(record)
 
     def exchange(self, record: Record) -> list[Any]:
-        """Every rank's record, by group rank; blocks until all have come.
+        """Return every rank's record, by group rank; block until all have come.
 
-        Raises on every rank the error that a rank has brought: there its own, elsewhere one that names that rank. What
-        all ranks have found alike is raised as it is.
+        Raises on every rank the error of a rank: there its own, elsewhere one that names that rank. An error that all
+        ranks have found alike is raised as it is.
         Raises PeerError if a rank dies or stalls; the ranks connect again at the next `start`.
         """
         with self._lock:

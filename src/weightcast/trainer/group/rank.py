@@ -51,7 +51,7 @@ class Rank:
         self._regions: SeenRegions | None = None
         self._specs: Sequence[TensorSpec] = ()
         self._cast_specs: Sequence[TensorSpec] = ()
-        """As they are published."""
+        """The specs with the dtypes in which they are published."""
         self._digest = ""
         self._shards: list[Shard] = []
         self._parts: list[HeldRegion] = []
@@ -63,11 +63,11 @@ class Rank:
         """The buckets of this rank's origin."""
         self._part = PartPacker(_NOTHING.layout, ())
         self._contributors: dict[int, ShardSlices] = {}
-        """What the other ranks of the origin bring that this rank leads."""
+        """The slices that the other ranks pack of the origin that this rank leads."""
         self._unfilled: dict[tuple[int, int], Chunks] = {}
         """By rank and bucket, the chunks that another rank does not fill alone."""
         self._mapped: tuple[str, torch.Tensor] | None = None
-        """Where it was found, and the memory of the origin's buckets, which another rank leads."""
+        """Location and memory of the origin's buckets, if another rank leads the origin."""
         self._payloads: dict[tuple[int, int], torch.Tensor] = {}
         """Of buckets there, by number and first byte: the same tensor as long as it stays there."""
         self._sums: Sums = 0, 0
@@ -131,7 +131,7 @@ class Rank:
             self._part.rebind(self._own_parts())
 
     def _own_parts(self) -> list[Shard]:
-        """What was assigned to this rank, and its memory."""
+        """Return the regions that were assigned to this rank, with their memory."""
         shards = []
         for part, region in self._assignment.assigned[self.group.group_rank]:
             shard = self._shards[part]
@@ -160,7 +160,7 @@ class Rank:
         return started
 
     def _agree(self, settings: records.Settings) -> list[records.Agreed]:
-        """Have all ranks know who brings what to which origin, and prepare this rank's part. Raises on all alike."""
+        """Have all ranks know who packs what for which origin, and prepare this rank's part. Raises on all alike."""
         group, own = self.group, self.group.group_rank
         self._has_agreed = False
         self.forget_views()
@@ -218,14 +218,14 @@ class Rank:
         group.exchange(records.Nothing())
 
     def _check_finite(self) -> None:
-        """Look for NaN and infinity in what this rank brings; the next exchange raises NotFiniteError."""
+        """Look for NaN and infinity in what this rank packs; the next exchange raises NotFiniteError."""
         with self.group.error_at_next_exchange():
             require_finite(self._cast_specs, self._own_parts())
 
     # --- pack ---
 
     def _next_bucket(self, payload: torch.Tensor) -> NextBucket:
-        """Where the other ranks of the origin find the next bucket. Raises UnsupportedError if they can't map it."""
+        """Return the location of the next bucket for the origin's other ranks. Raises UnsupportedError without one."""
         memory = SharedMemory.of(payload)
         if memory is None and self._contributors:
             raise UnsupportedError(
@@ -237,7 +237,7 @@ class Rank:
     def _pack(self, bucket: NextBucket | None, number: int, payload: torch.Tensor | None = None) -> None:
         """Write this rank's part of its origin's bucket of this round, if there is one.
 
-        `payload`: of the origin that this rank leads. What goes wrong is raised at the next exchange.
+        `payload`: of the origin that this rank leads. Errors are raised at the next exchange.
         """
         if bucket is None:
             return

@@ -1,9 +1,9 @@
-"""What trainer ranks say to each other: a record for each phase of a publish.
+"""Records that trainer ranks exchange: one for each phase of a publish.
 
 A publish begins with `Start`. If anything has changed on any rank, `Settings`, `Held`, `Mappable` and `Agreed` follow.
 Then the publishing rank gives one instruction after the other (`Check` to `End`), to each of which every other rank
-sends its `RankStatus`. A round, which is the next bucket of each origin, is `Pack` and `Packed`. Where all have to be
-through with something before they go on, or one of them reports, they send `Nothing`.
+sends its `RankStatus`. A round, which is the next bucket of each origin, is `Pack` and `Packed`. Ranks send `Nothing`
+to wait for each other, or for the report of one of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Specs(_Record, frozen=True):
     specs: list[TensorSpec]
 
 
-# --- who brings what ---
+# --- who packs what ---
 
 
 class Settings(_Record, frozen=True):
@@ -110,7 +110,7 @@ class Open(_Record, frozen=True):
 
 
 class NextBucket(msgspec.Struct, frozen=True):
-    """Where the payload of an origin's next bucket begins in the memory at this location, if any."""
+    """First byte of the payload of an origin's next bucket in the memory at this location, if any."""
 
     offset_bytes: int
     memory: str
@@ -155,7 +155,7 @@ class End(_Record, frozen=True):
 
 
 class RankStatus(_Record, frozen=True):
-    """`sums`: what this rank fills alone of the bucket that it packed last brings to that bucket's digest.
+    """`sums`: digest of the chunks that this rank alone has filled of the bucket that it packed last.
 
     Of a rank that leads an origin: `is_busy` with what it was told before; `is_lost`: its sender has lost peers;
     `num_failures` of its sender; `bucket`: its next one, None if all were sent or peers were lost.
@@ -169,7 +169,7 @@ class RankStatus(_Record, frozen=True):
 
 
 class OriginReport(_Record, frozen=True):
-    """What the sender of another origin knows, from the rank that leads it.
+    """State of another origin's sender, from the rank that leads that origin.
 
     `connected`: the peers that are. `failures`: by peer. `survivors`: those for whom an update that has lost peers can
     go on, else None. `digests`: of its buckets that were packed last. `sent`: by bucket, its tensors' digests.
@@ -211,7 +211,7 @@ Record: TypeAlias = Agreement | Instruction | Answer
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank brings to an exchange. `version`: the publishing rank's last."""
+    """A rank's part of an exchange. `version`: the publishing rank's last."""
 
     version: int
     record: Record

@@ -29,12 +29,12 @@ _SILENT_STORE = (
     "is blocked; see its log"
 )
 _num_publishers: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-"""By the trainer's store, of which a process has another once it has made its default group anew."""
+"""By the trainer's store: a process has another store once it has made its default group again."""
 T = TypeVar("T")
 
 
 class Rendezvous:
-    """Where the ranks of one publisher meet, epoch after epoch. For use by one thread at a time."""
+    """Meeting point of the ranks of one publisher, epoch after epoch. For use by one thread at a time."""
 
     def __init__(self, trainer_group: Any, deadline_seconds: float) -> None:
         """`trainer_group`: a ProcessGroup of torch, None for the default one. All ranks make these in one order."""
@@ -142,7 +142,7 @@ class Rendezvous:
     def _within(self, seconds: float, call: Callable[[], T], discard: Callable[[T], None]) -> T:
         """Run `call` in a thread, for `seconds`: a store that does not answer blocks its caller for many minutes.
 
-        What it returns later is discarded.
+        A later result is discarded.
         """
         former = self._background
         if former is not None and not futures.wait([former], seconds).done:

@@ -1,10 +1,10 @@
 """Several trainer ranks as one publisher: the publishing rank leads, the others follow, all end alike.
 
-When a bucket leaves: in round k each origin sends its bucket k. All ranks pack their parts of it (`Pack`); once all
-have said that they have (`Packed`), the rank that leads an origin digests the bucket and sends it: the publishing rank
-when its publish run calls `send`, another one in a thread of its own. A rank whose sender still waits for workers says
-that it is busy, and no round begins before none is. Where a sender has lost peers, the update begins again for the
-survivors at round 0, on every origin but those that have sent all of it.
+In round k each origin sends its bucket k. All ranks pack their parts of it (`Pack`); once all have said that they have
+(`Packed`), the rank that leads an origin digests the bucket and sends it: the publishing rank when its publish run
+calls `send`, another one in a thread of its own. A rank whose sender still waits for workers says that it is busy, and
+no round begins before none is. If a sender has lost peers, the update begins again for the survivors at round 0, on
+every origin but those that have sent all of it.
 
 Invariants: an error on any rank, the publishing one's engines included, ends the publish on every rank; the publishing
 rank is never silent for longer than a deadline; whichever way a publish ends, the ranks are in step for the next, or
@@ -43,7 +43,7 @@ from weightcast.trainer.sent_digests import SentDigests
 class PublishingRank(Rank, Sender):
     """The first rank. Implements `Fill` and `Sender` for the publish run, which knows of no other rank.
 
-    As a sender it speaks for the senders of all origins; its own closes with it, the others' with their ranks.
+    This sender speaks for the senders of all origins; its own closes with it, the others' with their ranks.
     `address`: its own's, empty before it has one.
     """
 
@@ -121,7 +121,7 @@ class PublishingRank(Rank, Sender):
         return records.Settings(self.run, prepared.url, bucket_size_bytes, prepared.maps_buckets(), dtypes)
 
     def _is_agreed(self, prepared: PublishInputs) -> bool:
-        """Whether all ranks have agreed on these settings and this plan."""
+        """Return whether all ranks have agreed on these settings and this plan."""
         is_same = self._assignment.layout is prepared.pack_plan.layout and self._settings_of(prepared) == self._settings
         return self._has_agreed and is_same
 
@@ -362,7 +362,7 @@ class FollowingRank(Rank):
                         publish_run.flight.packed()
 
     def _status(self) -> records.RankStatus:
-        """What this rank brings to an exchange. Raises what went wrong in the update in progress."""
+        """Return this rank's status for an exchange. Raises the error of an update in progress that has failed here."""
         if self._sender is None:
             return records.RankStatus(self._sums)
         if self._call is not None and not self._call.done():
@@ -454,7 +454,7 @@ class FollowingRank(Rank):
             self._call = self._calls.submit(sender.abort, reason)
 
     def release(self) -> None:
-        """As `Sender.release`, after what is under way."""
+        """Give back the sender's memory (see `Sender.release`), after its calls under way."""
         if self._sender is not None:
             self._buffer = None
             self.forget_views()
