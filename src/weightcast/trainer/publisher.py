@@ -139,7 +139,7 @@ class Publisher(ClosedOnExit):
         return [member.state for member in self._fleet]
 
     def add_engine(self, engine: str | EngineClient, *, sync: bool = False) -> None:
-        """Add an engine; the next publish connects it, or with `sync` this call, which publishes the last version to it.
+        """Add an engine; the next publish connects it, or with `sync` this call, which sends it the last version.
 
         Does nothing on a trainer rank that another one publishes for. Raises ValueError if it is there already,
         TypeError for what is no engine; with `sync` what `sync` raises: it is in the fleet still.
