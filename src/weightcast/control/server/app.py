@@ -30,7 +30,7 @@ from weightcast.control.server.worker_engine import WorkerEngine
 from weightcast.engines.gate import Gate
 from weightcast.errors import ClosedError, WeightcastError
 from weightcast.format.manifest import WeightVersion
-from weightcast.host.deadline import LOAD_SECONDS, POLL_SECONDS, Deadline
+from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline
 from weightcast.host.descriptors import AcceptLog, shortage
 from weightcast.seams.engine import Engine
 from weightcast.serving.worker import Worker
@@ -123,7 +123,7 @@ class EngineServer:
             target=asyncio.run, args=(self._serve(self._socket),), name="weightcast-server", daemon=True
         )
         self._thread.start()
-        deadline = Deadline(LOAD_SECONDS)
+        deadline = Deadline(6 * GRACE_SECONDS)
         while not self._uvicorn.started and self._thread.is_alive() and not deadline.has_passed:
             self._thread.join(POLL_SECONDS)
         if not self._uvicorn.started:
@@ -156,7 +156,7 @@ class EngineServer:
         self.worker.close()
         self._uvicorn.should_exit = True
         if self._thread is not None:
-            self._thread.join(LOAD_SECONDS)
+            self._thread.join(6 * GRACE_SECONDS)
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._socket is not None:
             self._socket.close()
