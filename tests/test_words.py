@@ -13,7 +13,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "weightcast"
 
-NOT_YET = ("trainer/", "transports/")
+NOT_YET = ("trainer/",)
 """Rooms to rewrite. This list only gets shorter; delete it with its test when it is empty."""
 
 BEGINNING = re.compile(r"(?:\A\s*|[.!?:]\s+|\n\s*\n\s*|\n\s*- )(?=((?:What|Whether|Where|As)\b.*))")
