@@ -1,11 +1,11 @@
-"""What has to be closed when something ends early: a call that fails, a child that was forked, the interpreter.
+"""Closing of resources when something ends early: a call that fails, a child that was forked, the interpreter.
 
 A dead process is noticed by the end of its sockets and pipes. A child that a program forks (a DataLoader's worker)
 inherits them, and would keep a dead trainer alive in the eyes of its engines.
 
 A thread that is in torch when the interpreter ends, if only to free a tensor, aborts the process (exit status 134):
-Python ends the thread as it takes the GIL back, within C++ that does not allow it. So what has such threads is closed
-before.
+Python ends the thread as it takes the GIL back, within C++ that does not allow it. So objects with such threads are
+closed before.
 """
 
 from __future__ import annotations

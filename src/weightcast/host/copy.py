@@ -78,9 +78,9 @@ class PreparedCopies:
                 self._jobs.append(functools.partial(_copy_batch, *zip(*pairs, strict=True)))
 
     def are_in_place(self, *, targets: bool = True) -> bool:
-        """Whether all have the memory that they had: to copy to or from where another's may be by now ends badly.
+        """Return whether all tensors have the memory that they had. If not, a copy may reach memory of another owner.
 
-        `targets`: False where the caller has just looked at these.
+        `targets`: False if the caller has just checked the targets.
         """
         are_sources = all(storage.data_ptr() == address for address, storage in self._storages.items())
         return are_sources and (not targets or places(self._targets) == self._places)
@@ -138,7 +138,7 @@ def _slot_loads(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
 
 
 def _slot_bytes(target: torch.Tensor, source: torch.Tensor) -> int:
-    """What a pair takes of a slot, where it has the host tensor's dtype: a GPU casts faster. Aligned for any dtype."""
+    """Return the bytes of a pair in a slot, in the host tensor's dtype (a GPU casts faster), aligned for any dtype."""
     host = target if target.is_cpu else source
     return -(-target.numel() * host.itemsize // 16) * 16
 

@@ -26,7 +26,7 @@ LOAD_SECONDS = 600.0
 
 
 def number_of_seconds(name: str, value: Any) -> float:
-    """What a caller gave as a time, as a float. Raises TypeError for no number, ValueError for no such duration."""
+    """Return a caller's time as a float. Raises TypeError unless it is a number, ValueError for an invalid duration."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r:.80}; it must be a number of seconds, such as 60.0")
     if value <= 0 or not value <= MAX_SECONDS:

@@ -1,8 +1,8 @@
 """GPUs: the order of their work, and their memory. No other file asks torch.cuda for streams, events or waits.
 
-What one stream does is seen by another stream, and by the host, only once that one has waited for it. A thread of ours
-that runs beside an engine has a stream of its own, so that the engine's kernels never wait for a transfer. Host memory
-is always in order: for a device that is no GPU everything here does nothing.
+Another stream, and the host, see the work of a stream only after they have waited for it. A thread of ours that runs
+beside an engine has a stream of its own, so that the engine's kernels never wait for a transfer. Host memory is always
+in order: for a device other than a GPU everything here does nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weightcast.errors import InsufficientMemoryError, UnsupportedError
 logger = logging.getLogger(__name__)
 
 cuda: Any = torch.cuda
-"""What is asked; `tests/pretended` puts a GPU without hardware here."""
+"""Module that this file calls; `tests/pretended` puts a GPU without hardware here."""
 
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
@@ -30,20 +30,20 @@ _INVALID_CONTEXT = 201
 
 
 class Event(Protocol):
-    """What was queued on a stream when it was recorded."""
+    """Completion of the work that was queued on a stream when the event was recorded."""
 
     def query(self) -> bool:
-        """Whether all of that is over. Does not wait."""
+        """Return whether that work is over. Does not wait."""
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Wait until that work is over."""
 
     def wait(self, stream: Any) -> None:
-        """Have a stream wait until it is; the thread does not."""
+        """Have a stream wait until that work is over; the thread does not wait."""
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on that device is queued, and over later."""
+    """Return whether work on that device is queued, and over later."""
     return device.type == "cuda"
 
 
@@ -126,7 +126,7 @@ def own_thread(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_stream(device: torch.device, side: Any = None) -> Iterator[None]:
-    """The same, with a stream of the thread's own: `side`, or another one.
+    """Do as `own_thread`, with a stream of the thread's own: `side`, or another one.
 
     Waits for nothing: what the engine has written before is in order only after `synchronize`.
     """
@@ -209,7 +209,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def out_of_memory(num_bytes: int, device: torch.device, what: str, remedy: str) -> InsufficientMemoryError:
-    """What to raise: `what` needs so many bytes, `remedy` helps."""
+    """Return the error to raise: `what` needs so many bytes, `remedy` helps."""
     free, _ = cuda.mem_get_info(device)
     return InsufficientMemoryError(f"{what} needs {num_bytes} bytes, {device} has {free} left: {remedy}")
 
@@ -228,14 +228,14 @@ def tensor_of(memory: Any) -> torch.Tensor:
 
 
 def can_access(device: torch.device, owner: torch.device) -> bool:
-    """Whether a GPU can read another one's memory itself, over NVLink or PCIe. Makes no context on either."""
+    """Return whether a GPU can read another GPU's memory itself, over NVLink or PCIe. Makes no context on either."""
     found = ctypes.c_int()
     code = driver().cuDeviceCanAccessPeer(ctypes.byref(found), ctypes.c_int(device.index), ctypes.c_int(owner.index))
     return not code and bool(found.value)
 
 
 def uuid_of(device: torch.device) -> str:
-    """What names a GPU in every process, whatever its index there."""
+    """Return the UUID of a GPU: its name in every process, whatever its index there."""
     return str(cuda.get_device_properties(device).uuid)
 
 

@@ -128,7 +128,7 @@ class DeviceMemory:
 
     @classmethod
     def opened(cls, descriptor: int, size_bytes: int, device: torch.device) -> DeviceMemory:
-        """What another process has allocated, of exactly that many bytes; the descriptor stays the caller's.
+        """Map memory of exactly that many bytes that another process has allocated; the descriptor stays the caller's.
 
         `device` is the GPU that reads it, and the only one on which this process needs a context; the memory may lie on
         another one that it `can_access`. Read-only, where the driver can do that. Raises UnsupportedError.

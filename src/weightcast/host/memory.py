@@ -3,7 +3,7 @@
 The room is the host's and that of every enclosing cgroup, whichever is less.
 
 Sources: `MemAvailable` of proc(5); `memory.max`, `memory.current` and `inactive_file` of cgroup v2, and their v1
-counterparts. What can't be read sets no limit. Nothing is cached: the answer is about now.
+counterparts. A value that can't be read sets no limit. Nothing is cached: the answer is about now.
 
 Shared memory is anonymous, each under a name that no other has. Invariants: it is sealed and never shrinks, so that no
 access to a mapping of it can fail; memory of a fixed size is never resized; it goes with the last process that has it;
@@ -224,7 +224,7 @@ class SharedMemory:
                 raise InsufficientMemoryError(f"{size_bytes} bytes of shared memory could not be had: {exc}") from exc
 
     def map(self, *, private: bool = False) -> MappedMemory:
-        """Map all of it. What is written to a `private` mapping stays this process's own, page by page.
+        """Map all of it. Writes to a `private` mapping stay this process's own, page by page.
 
         Raises InsufficientMemoryError.
         """

@@ -1,4 +1,4 @@
 """Connections between a publisher and its workers, and the watchdog process that outlives the publisher.
 
-Here belongs who is alive and what they said, message by message. What a message means is decided by its readers.
+Code here knows which peers are alive and the messages that they sent. The readers of a message decide its meaning.
 """

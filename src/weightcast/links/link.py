@@ -64,7 +64,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 def _ignore(what: object) -> None:
-    """What is done with messages that nobody asked for, and with events and the end of a link that was closed."""
+    """Ignore a message that nobody asked for, or an event or the end of a link that was closed."""
 
 
 def _shut_down(sock: socket.socket) -> None:
@@ -318,7 +318,7 @@ class WorkerLink:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the publisher has closed it, as of now: `on_end` may be about to say so."""
+        """True once the publisher has closed the link; `on_end` may not have been called yet."""
         poll = select.poll()
         try:
             poll.register(self._sock, select.POLLRDHUP)
@@ -373,7 +373,7 @@ class WorkerLink:
             self._on_end(self.over)
 
     def _end(self, reason: str) -> None:
-        """Read nothing any more; the link's thread tells the owner. The first reason counts."""
+        """Stop reading; the link's thread then calls `on_end`. The first reason counts."""
         if self.over:
             return
         self.over = reason
@@ -426,7 +426,7 @@ class Link:
         self.host = ""
         """Equal for workers that share a host's memory; empty for one that does not say."""
         self.memory = ""
-        """Where the engine's other workers on that host find memory of this one's, to read into; empty for none."""
+        """Location of memory of this worker that the engine's other workers on that host read into; empty for none."""
         self.opened_at = time.monotonic()
         self._sock = sock
         self._condition = condition
@@ -435,7 +435,7 @@ class Link:
         self.ended = ""
         """Why the link ended, or empty."""
         self.has_left = False
-        """Whether the worker ended it: its process ended, or closed the link."""
+        """True if the worker ended the link: its process ended, or closed the link."""
 
     @property
     def is_alive(self) -> bool:
@@ -475,7 +475,7 @@ class Link:
             return find()
 
     def failures(self, version: int) -> list[ErrorRecord]:
-        """What the worker has reported as failed of this version, without waiting."""
+        """Return the errors that the worker has reported for this version, without waiting."""
         with self._condition:
             self._condition.read()
             found = [message for message in self._messages if isinstance(message, Failed)]
@@ -560,7 +560,7 @@ class LinkListener:
         """The TCP port; 0 for a Unix socket."""
         with on_failure(self._listener.close):
             self.condition = ReadingCondition()
-            """Notified whenever a link opens, ends or brings a message."""
+            """Notified whenever a link opens, ends or receives a message."""
         self.condition.on_ready = self._read
         self.condition.poller.register(self._listener, select.EPOLLIN)
         self._thread = threading.Thread(target=self._serve, name="weightcast-links", daemon=True)

@@ -11,8 +11,8 @@ One update. P: the publisher, on the trainer. W: a worker, in the engine's proce
     P  Sender.commit()                   if an engine has installed it, or there are none; else Sender.abort(reason)
     P  Sender.close()                    only at the end of the publisher's life; W likewise Receiver.close()
 
-Where P's calls raise PeersLostError: P Sender.open(...) again, same version, for the survivors; buckets begin again at
-the one that it returns; a receiver takes that for the same update. Any other failure: P Sender.abort(reason); W
+If P's calls raise PeersLostError: P Sender.open(...) again, same version, for the survivors; buckets begin again at the
+one that it returns; a receiver takes that for the same update. Any other failure: P Sender.abort(reason); W
 Receiver.end().
 """
 
@@ -42,7 +42,7 @@ class Sender(VersionWriter, Protocol):
     """The publisher's end of a transport. One thread calls it. Every wait inside has a deadline.
 
     `address` is the URL for receivers, "" for a sender that joins another one. `failures` has the error of each peer
-    that was lost (that died, stalled or left) since the version was opened. Where a loss disturbs others, `open`,
+    that was lost (that died, stalled or left) since the version was opened. If a loss disturbs others, `open`,
     `buffer` or `send` raises PeersLostError: each time with fewer survivors, or once in a row with the same ones, if
     nobody is to blame for what has broken. With `staged`, what was sent stays readable until every peer has ended the
     update.
@@ -88,9 +88,9 @@ class Sender(VersionWriter, Protocol):
         """Those of these peers whose receivers are connected now. Does not wait."""
 
     def release(self) -> None:
-        """Between updates: give back memory that is kept for the next one, which takes it again.
+        """Give back, between updates, memory that is kept for the next one, which allocates it again.
 
-        What a tensor refers to stays. Waits until readers have released it, with the sender's deadline.
+        Memory that a tensor refers to stays. Waits until readers have released it, with the sender's deadline.
         """
         return
 
@@ -127,14 +127,14 @@ class Receiver(VersionReader, Protocol):
     """A worker's end of a transport. It connects when it is made (in the background thread of `init`)."""
 
     def common_memory(self) -> str:
-        """Where the engine's other ranks on this host find memory of this end's, to read versions into; "" for none."""
+        """Return where the engine's other ranks here find memory of this end, to read versions into; "" for none."""
         return ""
 
     def read_together(self, manifest: Manifest, portion: Portion) -> bool:
-        """Before `open` of a staged version: whether these ranks read the same memory, so that each checks its share.
+        """Have an engine's ranks on one host read the same memory, each checking its share; return whether they do.
 
-        Of the other buckets the header has to be here when they are handed out, the payload when each rank has had its
-        share. Raises UnsupportedError, InsufficientMemoryError.
+        Called before `open` of a staged version. The other ranks' buckets need their headers when they are handed out,
+        and their payloads once each rank has had its share. Raises UnsupportedError, InsufficientMemoryError.
         """
         return False
 
@@ -163,8 +163,8 @@ class Receiver(VersionReader, Protocol):
 
 
 Origins = Literal["one", "host", "any"]
-"""Where a trainer of several ranks may have senders beside the first rank's, each for buckets of its own: nowhere, on
-the first rank's host, or anywhere."""
+"""Hosts on which a trainer of several ranks may have senders beside the first rank's, each for buckets of its own:
+none, the first rank's host, or any host."""
 
 
 class MakeSender(Protocol):
@@ -185,7 +185,7 @@ class MakeReceiver(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transport:
-    """What is registered for a URL's scheme."""
+    """Registry entry of a URL's scheme."""
 
     sender: MakeSender
     receiver: MakeReceiver
@@ -196,10 +196,10 @@ class Transport:
     """By device type. "cache", where engines read buckets in place: see `largest_bucket_size`."""
     origins: Origins = "one"
     mappable_on_gpu: Literal["always", "staged", "never"] = "never"
-    """In which installs buckets of weights on a GPU lie in host memory that other trainer ranks of the host can map
+    """Installs in which buckets of weights on a GPU lie in host memory that other trainer ranks of the host can map
     (`host.memory.SharedMemory`), as those of weights on a CPU must. Else each rank has a sender of its own."""
     keeps_versions: bool = False
-    """Whether its ends are a `VersionWriter` and a `VersionReader` that keep versions for readers that come later."""
+    """True if its ends are a `VersionWriter` and a `VersionReader` that keep versions for readers that come later."""
     joined_sender: MakeSender | None = None
     """Makes the senders of other ranks' origins, where all write to one place. They have no addresses: a receiver gets
     all from the publishing rank's."""

@@ -1,7 +1,7 @@
 """Follows a store: the newest version, whole and checked, into an engine of this process; no publisher is asked.
 
 Invariants: every version is taken once, older ones that were missed never; the engine is touched only after every byte
-was checked, and serves the former version whatever is wrong with a newer one. What happens then is `Update`'s.
+was checked, and serves the former version whatever is wrong with a newer one. An `Update` installs each version.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class Install:
         return self._map is not None
 
     def bound(self) -> Install:
-        """Look where the live tensors are, right before the first copy; return this install, or one made anew."""
+        """Look where the live tensors are, right before the first copy; return this install, or a new one."""
         if self._map is None:
             return self
         is_bound = self._map.bind()
@@ -280,7 +280,7 @@ class Install:
         self.has_lent_views = has_rest
 
     def load_bucket(self, index: int, payload: torch.Tensor, assembly: Assembly) -> None:
-        """Streaming: load and copy what this bucket brings, and what it completes."""
+        """Streaming: load and copy the pieces of this bucket, and the tensors that it completes."""
         part = self._part(index, payload)
         for position, entry in self._joined[index]:
             assembly.add(entry, part.views[position])

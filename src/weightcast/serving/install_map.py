@@ -90,7 +90,7 @@ class RecordedCopy(msgspec.Struct, frozen=True, gc=False):
 
 
 class TargetForm(msgspec.Struct, frozen=True, gc=False):
-    """What a recording knows of a parameter or buffer: a live one of other values is another tensor."""
+    """Form of a parameter or buffer when it was recorded: a live one of another form is another tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -105,9 +105,9 @@ class RegionDigest(msgspec.Struct, frozen=True):
 
 
 class HeldTensor(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an engine rank holds of a tensor: `regions`, none if it needs none of it. `unproven`: why it can't say.
+    """An engine rank's part of a tensor: `regions`, none if it needs no part. `unproven`: why the rank can't say.
 
-    `fault`: how what the rank computes with differs from its own parameter.
+    `fault`: how packed copies that the rank computes with differ from its own parameter.
     """
 
     spec: TensorSpec
@@ -230,7 +230,7 @@ class RecordedMap(InstallMap):
         return found
 
     def bind(self) -> bool:
-        """As above: where it is False, the model has to be recorded again."""
+        """Find every live tensor; see `InstallMap.bind`. If it returns False, the model has to be recorded again."""
         if self._is_expired:
             return False
         # An engine may put other memory behind a parameter.
@@ -313,7 +313,7 @@ class RecordedMap(InstallMap):
         return found, -1
 
     def _held_tied(self, owner: HeldTensor, name: str) -> HeldTensor:
-        """What a parameter holds that should be the owner's, and is compared with that of any of the owner's names."""
+        """Return the content of a parameter tied to `owner`, to compare with that of any of the owner's names."""
         spec = msgspec.structs.replace(owner.spec, name=name, aliases=owner.spec.names)
         copies = self._copies.get(owner.spec.name, [])
         if owner.unproven or any(copy.target != owner.spec.name for copy in copies):
@@ -395,7 +395,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_tied(model: nn.Module, name: str, owner: str) -> bool:
-    """Whether two names of parameters are of the same memory."""
+    """Return whether two names of parameters are of the same memory."""
     first, second = _parameter(model, name), _parameter(model, owner)
     if first is None or second is None:
         return False
@@ -413,7 +413,7 @@ def _parameter(model: nn.Module, name: str) -> torch.Tensor | None:
 def held_weights(
     run: str, weight_version: str, ranks: Mapping[int, Sequence[HeldTensor]], *, with_blocks: bool
 ) -> HeldWeights:
-    """What the ranks of an engine hold together, each of the same tensors."""
+    """Return the weights that the ranks of an engine hold together; each rank lists the same tensors."""
     found = HeldWeights(run, weight_version, [], {})
     for of_ranks in zip(*ranks.values(), strict=True):
         spec = of_ranks[0].spec
@@ -468,7 +468,7 @@ def _module(target: str) -> str:
 
 
 def _same_bits(live: torch.Tensor, source: torch.Tensor | str) -> bool:
-    """Whether a copy of `source`, or of what has that digest, would leave `live` as it is. A NaN equals itself."""
+    """Return whether a copy of `source`, a tensor or its digest, would leave `live` as it is. A NaN equals itself."""
     if isinstance(source, str):
         return tensor_digest(live) == source
     made = source.to(live.device, live.dtype)

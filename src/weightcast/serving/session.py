@@ -73,7 +73,7 @@ class PublisherSession:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its publisher has gone, noticed or not yet, and nothing of it is being installed."""
+        """True if the session's publisher has gone, noticed or not yet, and none of its updates is being installed."""
         return self._has_lost_its_publisher and not (self.update is not None and self.update.is_writing)
 
     @property
@@ -86,7 +86,7 @@ class PublisherSession:
             raise from_record(self.ended)
 
     def is_of(self, secret: Secret) -> bool:
-        """Whether this is the secret of the publisher that holds the worker."""
+        """Return whether this is the secret of the publisher that holds the worker."""
         return secret is not UNSET and hmac.compare_digest(secret, self.info.secret)
 
     def require_publisher(self, info: UpdateInfo) -> None:

@@ -52,7 +52,7 @@ def alone(error: ErrorRecord | None) -> ErrorRecord | None:
 
 
 class _AgreedStep:
-    """A context: one step of all ranks. Where it raises on any of them, it raises on all, alike."""
+    """A context for one step of all ranks. If the step raises on one rank, it raises the same error on all."""
 
     def __init__(self, agree: Agree) -> None:
         self._agree = agree
@@ -137,16 +137,16 @@ class Update:
 
     @property
     def is_streaming(self) -> bool:
-        """Whether it is loaded as it comes."""
+        """True if the update is loaded while its buckets arrive."""
         return self._streaming
 
     @property
     def is_writing(self) -> bool:
-        """Whether the engine is being written, or installs, as of now."""
+        """True while this update is written to the engine, or installed."""
         return self._writing.locked()
 
     def has_ended(self) -> bool:
-        """Whether it was installed, or given up; waits for what is being done to the engine for that."""
+        """Wait for a write or install that is under way; return whether the update was installed or given up."""
         with self._writing:
             return self.state in _ENDED
 
@@ -352,7 +352,7 @@ class Update:
             self._restore = None
 
     def describe(self, install_seconds: float) -> str:
-        """What was installed, and how long it took, as the log says it."""
+        """Return the log's text on an install: its version and sizes, and how long it took."""
         of = f"version {self.version.number} of run {self.version.run[:8]}"
         num_tensors, num_bytes = len(self._manifest.tensors), self._manifest.num_bytes
         tensors = f"{num_tensors} tensor{'s' * (num_tensors != 1)}, {num_bytes:,} bytes"

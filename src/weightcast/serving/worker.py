@@ -69,9 +69,9 @@ logger = logging.getLogger(__name__)
 
 
 class StageMetrics(Protocol):
-    """Where a worker counts its offers, receives, seals, installs and whole updates, each a value of the label `stage`.
+    """Metrics of a worker's offers, receives, seals, installs and whole updates, each a value of the label `stage`.
 
-    `stage_seconds`: prometheus_client's Histogram, or what has its methods; `stage_failures`: Counter.
+    `stage_seconds`: prometheus_client's Histogram, or an object with its methods; `stage_failures`: Counter.
     """
 
     stage_seconds: Any
@@ -118,7 +118,7 @@ class Worker:
         close_at_exit(self)
 
     def info(self) -> WeightInfo:
-        """What this engine is and does now."""
+        """Return the engine's abilities and its present state."""
         version, session = self.gate.version, self._session
         has_map = isinstance(self.engine, Mapped) and isinstance(self.engine.install_map, RecordedMap)
         able = {
@@ -252,7 +252,7 @@ class Worker:
         return update.version
 
     def settle(self, version: WeightVersion, *, keep: bool) -> None:
-        """What became of a version elsewhere: keep it, or go back to the one before. Needs `settles`.
+        """Keep a version that was installed everywhere, or else go back to the one before. Needs `settles`.
 
         Idempotent: only the first call for a version that returns counts, and a next offer keeps it. Going back without
         an undo copy tears the engine. An engine that did not install the version has nothing to go back from. Raises
@@ -527,7 +527,7 @@ class Worker:
 
 
 def _portion(offer: Offer, manifest: Manifest, engine_rank: int) -> Portion | None:
-    """What this rank is to read and check of a version, where others of its engine are on this host."""
+    """Return this rank's portion of a version to read and check; None unless the offer lists this rank and its host."""
     local = None if offer.ranks is UNSET else offer.ranks.get(host_identity())
     if local is None or engine_rank not in local.ranks:
         return None

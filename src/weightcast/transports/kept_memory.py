@@ -34,10 +34,10 @@ def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = hos
 
 
 class KeptMemory:
-    """Kept while it is large enough; the same index is the same buffer while the manifest stays.
+    """Memory that is kept while it is large enough; the same index is the same buffer while the manifest stays.
 
-    With `shared` it is as much for all processes that map that, each of which fills a part; what this one writes into a
-    `buffer` stays its own then, so that none spoils another's bytes.
+    With `shared`, all processes that map it use the same memory, and each fills a part; this process's writes into a
+    `buffer` stay its own then, so that none spoils another's bytes.
     """
 
     size_bytes: int
@@ -51,7 +51,7 @@ class KeptMemory:
         *,
         shared: SharedMemory | None = None,
     ) -> None:
-        """As for `allocate`."""
+        """Start without memory. `device`, `what`, `remedy`: see `allocate`."""
         self.device, self.shared = device, shared
         self._what, self._remedy = what, remedy
         self._view: MappedMemory | None = None
@@ -62,7 +62,7 @@ class KeptMemory:
         return allocate(size_bytes, self.device, self._what, self._remedy)
 
     def prepare(self, arena_layout: ArenaLayout) -> None:
-        """Make room. What does not fit is freed first. Raises InsufficientMemoryError."""
+        """Make room. Memory that is too small is freed first. Raises InsufficientMemoryError."""
         if arena_layout.size_bytes > self.size_bytes:
             self.free()
             if self.shared is None:
@@ -80,7 +80,7 @@ class KeptMemory:
         return self._buffers.at(self.arena_layout, index)
 
     def target(self, index: int) -> BucketBuffer:
-        """Where to write what `buffer` shows."""
+        """Return the memory to write bucket `index` to; `buffer` shows it."""
         return self._targets.at(self.arena_layout, index)
 
     def reread(self, buffer: BucketBuffer) -> bool:
@@ -95,7 +95,7 @@ class KeptMemory:
         return True
 
     def free(self) -> None:
-        """What was handed out stays as long as it is referred to."""
+        """Free it. Buffers that were handed out stay as long as they are referred to."""
         self.size_bytes = 0
         self.arena_layout = ArenaLayout((), (), (), ())
         self._buffers = self._targets = Buffers(torch.empty(0, dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""Both ends of transports whose peers are connected by links: control records, to whoever has the secret.
+"""Both ends of transports whose peers are connected by links: control records, to peers that have the secret.
 
 Links are read under the condition of the end, by any thread that waits on it or by the link's own, so that all of this
 happens under it; a peer that has gone is told apart from one that is silent. How bytes move is the transport's own.
@@ -41,7 +41,7 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
 
     peer_type: type[L]
     same_host = False
-    """Whether receivers are all on this host: they connect to a Unix socket, over which descriptors can be sent."""
+    """True if all receivers are on this host: they connect to a Unix socket, over which descriptors can be sent."""
 
     def __init__(self, url: str, *, run: str, deadline_seconds: float, records: Any, **options: Any) -> None:
         """Listen at the URL's host and port. `records`: the union of what receivers may send. `options`: of the base.
@@ -156,7 +156,7 @@ class LinkedReceiver(PeerReceiver[V]):
 
 
 class Address(NamedTuple):
-    """Where a sender's links are reached, and the secret that it asks for; printed and logged without it."""
+    """Address of a sender's links, and the secret that it asks for; printed and logged without the secret."""
 
     scheme: str
     link: str
@@ -194,7 +194,7 @@ def parse_endpoint(url: str) -> tuple[str, str, int]:
 
 
 def parse_address(url: str) -> Address:
-    """What `Address.url` made. Raises ManifestError."""
+    """Parse a URL that `Address.url` made. Raises ManifestError."""
     try:
         parts = urllib.parse.urlsplit(url)
         secret = msgspec.convert(parts.path.removeprefix("/"), Digest256)

@@ -41,7 +41,7 @@ class MemoryArena(OwnedArena, MappedArena):
         super().__init__(generation, MemoryToSend(device, "sending this update").allocate(size_bytes), device)
 
     def reset(self) -> None:
-        """What was queued by an update that was given up may still read it."""
+        """Wait for the device: work that was queued by an update that was given up may still read the arena."""
         host_device.synchronize(self.device)
 
     def close(self, *, free: bool = False) -> None:
@@ -75,7 +75,7 @@ class MemorySender(ArenaSender[MemoryPeer, MemoryArena]):
             return peer
 
     def hear(self, peer: MemoryPeer, record: msgspec.Struct | None) -> None:
-        """What a receiver says; None: it has gone."""
+        """Take in a record of a receiver; None: the receiver has gone."""
         if self._peers.get(peer.name) is peer:
             if record is None:
                 self._drop(peer, peer.died("it was closed"), may_be_reading=False)

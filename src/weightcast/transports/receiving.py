@@ -1,4 +1,4 @@
-"""What the workers' ends of all transports have in common: the update that is wanted, its wait, what ends it.
+"""Common base of the workers' ends of all transports: the update that is wanted, the wait for it, and its end.
 
 Invariants: a bucket is handed out only in its turn, and only while the sender lives; what comes of a former update is
 never taken for the present one. `end` and `close` may be called from any thread and wake an iteration that waits.
@@ -208,7 +208,7 @@ class MappedArena:
         """An update was given up: let nothing that was read or written here reach the next one."""
 
     def reread(self, buffer: BucketBuffer) -> bool:
-        """As `Receiver.reread`."""
+        """Make `buffer` show the sender's bytes again; False if that can't be. See `Receiver.reread`."""
         return False
 
     def close(self) -> None:
@@ -301,7 +301,7 @@ class PeerReceiver(ReceivingEnd[V]):
     # --- records ---
 
     def _on_record(self, record: Any) -> None:
-        """What is said of another update, or of one that is over here, counts for nothing."""
+        """Handle a record; one about another update, or about an update that is over here, is ignored."""
         self._heard_at = time.monotonic()
         incoming = None if self._incoming is None or self._incoming.is_over else self._incoming
         match record:
@@ -367,7 +367,7 @@ class PeerReceiver(ReceivingEnd[V]):
 
 
 def _is_unlike(wanted: PeerUpdate, begin: records.BeginUpdate) -> bool:
-    """Whether what the sender has begun is not what was offered."""
+    """Return whether the update that the sender has begun differs from the one that was offered."""
     return (begin.num_buckets, begin.staged) != (wanted.num_buckets, wanted.staged)
 
 
@@ -382,7 +382,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
             return self._arena is not None and self._arena.reread(bucket.buffer)
 
     def release(self) -> None:
-        """As `Receiver.release`: the memory is the sender's, who may have closed it since."""
+        """Let go of memory that the sender has closed since: all of it is the sender's. See `Receiver.release`."""
         with self._condition:
             if not self._closed and self._wanted is None:
                 self._listen()
@@ -473,7 +473,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
         super()._leave(wanted)
 
     def _give_up(self, reason: str) -> None:
-        """The connection is of no more use. A transport ends it, which tells the sender."""
+        """Mark the connection as of no more use. A transport also ends it, by which the sender knows."""
         self._ended = reason
 
     def _disconnect(self) -> None:

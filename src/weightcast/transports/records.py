@@ -1,4 +1,4 @@
-"""What both ends of every transport with peers say to each other; a transport adds records of its own.
+"""Records that both ends of every transport with peers send each other; a transport adds records of its own.
 
 Invariants: whatever speaks of an update carries its `update`, a number that the sender counts up with every update, so
 that nothing of an aborted one is taken for its successor, not even under the same version; whatever speaks of bytes in

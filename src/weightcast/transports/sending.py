@@ -1,7 +1,7 @@
-"""What the publisher's ends of all transports with peers have in common: updates, peers, and arenas that peers read.
+"""Common base of the publisher's ends of all transports with peers: updates, peers, and arenas that peers read.
 
 Invariants: a peer that dies, stalls, leaves or sends what it must not is out of the update, with the reason in
-`failures`; every wait ends by the deadline, lets newcomers in, and tells the peers meanwhile that the sender lives. A
+`failures`; every wait ends by the deadline, lets newcomers in, and sends the peers signs of life meanwhile. A
 slot of an arena is rewritten only when each receiver that was told of its content has released it or has died; if one
 may still be reading (it made no progress for a deadline), the arena is abandoned to it and a new one takes its place,
 also in the middle of an update. Nothing is copied but by the caller.
@@ -190,7 +190,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
     def _post(self, peer: P, record: msgspec.Struct, *, wait: bool = True) -> bool:
         """Send a peer a record, waiting for room up to the deadline, or not at all; False if the peer is lost then.
 
-        What is not waited for may be sent later, in its turn.
+        A record that is not waited for may be sent later, in its turn.
         """
 
     def _listen(self) -> None:
@@ -221,7 +221,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         """The update was given up: tell its peers."""
         self._listen()
         for name in sorted(update.peers):
-            # A peer that has no room for it is told later, or disconnected, which tells it as much.
+            # A peer that has no room for it is told later, or disconnected, from which it learns as much.
             if name in self._peers:
                 self._post(self._peers[name], records.UpdateAborted(update.number, update.aborted or ""), wait=False)
         update.peers.clear()
@@ -371,7 +371,7 @@ class OwnedArena:
         return 0.0
 
     def close(self, *, free: bool) -> None:
-        """Let go of it. With `free`, give the memory back at once, whoever still has it."""
+        """Let go of it. With `free`, give the memory back at once, even if others still have it."""
         del self.buffers
 
 
@@ -416,7 +416,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
         return self._memory_seconds
 
     def prepare(self, manifest: Manifest, *, staged: bool) -> None:
-        """As `Sender.prepare`, for host memory: that of a GPU costs no time."""
+        """Allocate an arena in host memory; one on a GPU costs no time. See `Sender.prepare`."""
         with self.condition:
             self._require_open()
             device, arena_layout = self._layout(manifest, staged=staged)
@@ -450,7 +450,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
         return 0
 
     def buffer(self, index: int) -> BucketBuffer:
-        """Where bucket `index`, the next one, is to be packed. Waits until its slot is free."""
+        """Return memory to pack bucket `index`, the next one, into. Waits until its slot is free."""
         with self.condition:
             update = self._require_update(index)
             arena_layout = update.arena_layout
@@ -490,7 +490,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
                     self._readers.setdefault(slot, set()).add(name)
 
     def release(self) -> None:
-        """As `Sender.release`. Where a reader has not released it by the deadline, the arena is left to that one."""
+        """Let go of the arena; see `Sender.release`. A reader that has not released it by the deadline keeps it."""
         with self.condition:
             self._require_open()
             self._await_released()

@@ -53,7 +53,7 @@ class _PinnedMemory(KeptMemory):
 
 
 class _BufferedSender(RunSender, Generic[W]):
-    """What the senders of all origins do alike: a ring of buffers, written by one thread or several.
+    """Base of the senders of all origins: a ring of buffers, written by one thread or several.
 
     Memory: one bucket; with several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.
     """
@@ -103,7 +103,7 @@ class _BufferedSender(RunSender, Generic[W]):
         return list(peers)
 
     def buffer(self, index: int) -> BucketBuffer:
-        """Where bucket `index`, the next one, is to be packed. Waits until the former one there was written."""
+        """Return memory to pack bucket `index`, the next one, into. Waits until the former one there was written."""
         self._require_update(index)
         with self._writing():
             self._await_writes(self._num_buffers - 1)

@@ -1,4 +1,4 @@
-"""Where a receiver's buckets come in and from where they are handed out: memory of its own, or shared with others.
+"""Memory that a receiver's buckets arrive in and are handed out from: its own, or shared with other workers.
 
 Workers of one engine on one host share: the one that has joined the group receives into memory that the others map.
 Invariants: the same index is the same buffer in every update while the manifest stays; what a group that was left may
@@ -30,7 +30,7 @@ _STREAM_END_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketTarget:
-    """Where the next bucket goes, of `num_bytes` with its header; `staging`: and to where in host memory from there."""
+    """Memory for the next bucket, of `num_bytes` with its header. `staging`: host memory to copy it to from there."""
 
     index: int
     buffer: BucketBuffer
@@ -39,7 +39,7 @@ class BucketTarget:
 
     @property
     def flat(self) -> torch.Tensor:
-        """What is broadcast."""
+        """The bytes that are broadcast."""
         return self.buffer.flat(self.num_bytes)
 
 
@@ -64,7 +64,7 @@ class ReceiveBuffers:
 
     def __init__(self, peer: str, device: torch.device) -> None:
         self._shared: SharedMemory | None = None
-        """What workers of this host read together, if they do, of staged updates."""
+        """Memory of staged updates that workers of this host read together, if they do."""
         self._is_lent = False
         self._peer = peer
         self._device = device
@@ -127,7 +127,7 @@ class ReceiveBuffers:
     # --- the stream's thread ---
 
     def target(self, manifest: Manifest, index: int, *, is_here: bool) -> BucketTarget:
-        """Where bucket `index` is to be received. `is_here`: it is here already, and only passes by.
+        """Return the memory to receive bucket `index` into. `is_here`: it has arrived before, and this copy is dropped.
 
         Raises PeerTimeoutError: a broadcast that was left does not end.
         """

@@ -52,7 +52,7 @@ class GroupMember(LinkedPeer):
 
 
 class GroupSettings(NamedTuple):
-    """What all groups of a sender have in common. `condition` is notified of all that ends."""
+    """Settings of all groups of a sender. `condition` is notified of the end of connecting and of broadcasts."""
 
     backend: str
     host: str
@@ -146,7 +146,7 @@ class BroadcastGroup:
         return self.connect_error or next((error for error in errors if error), "")
 
     def is_quiet(self, below: int = _ALL) -> bool:
-        """Whether no broadcast of a bucket below that one is under way. Forgets what was over, without an error."""
+        """Return whether no broadcast of a bucket below `below` is under way. Forgets those over without an error."""
         for index in [index for index, each in self._broadcasts.items() if each.is_over and not each.error]:
             del self._broadcasts[index]
         return all(broadcast.is_over for index, broadcast in self._broadcasts.items() if index < below)

@@ -1,8 +1,8 @@
 """A worker's end of the collective transport: hears the sender over a link, and takes its broadcasts in the background.
 
-Invariants: what a group that was left still brings counts for nothing; a thread that takes a group's broadcasts ends
-with the group, or at the next bucket after the group was left; a broadcast that nobody answers any more ends with the
-sender's side.
+Invariants: anything that still arrives from a group that was left is ignored; a thread that takes a group's broadcasts
+ends with the group, or at the next bucket after the group was left; a broadcast that nobody answers any more ends with
+the sender's side.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         return self._buffers.reread(bucket.buffer)
 
     def release(self) -> None:
-        """As `Receiver.release`."""
+        """Free the memory that is kept for the next update; see `Receiver.release`."""
         with self._condition:
             if not self._closed and self._wanted is None:
                 self._buffers.free()
@@ -183,7 +183,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
     # --- what the stream does, in its own thread ---
 
     def next_target(self, stream: BroadcastStream, *, wait: bool) -> BucketTarget | None:
-        """Where the next bucket goes; None if none can be received now. With `wait` only once the stream was left.
+        """Return memory for the next bucket; None if none can be received now; with `wait` only if the stream was left.
 
         On a GPU the thread's own stream waits for what still reads the bucket that was there.
         """
@@ -208,11 +208,11 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
 
     @property
     def is_among_several(self) -> bool:
-        """Whether this process takes broadcasts of other origins, too, on this GPU.
+        """True if this process also takes broadcasts of other origins on this GPU.
 
         Engines begin those in orders of their own. A broadcast that is queued behind another one may then stand in a
         queue of the GPU's before that of another origin, for which another engine waits, and so on in a circle: surely
-        with CUDA_DEVICE_MAX_CONNECTIONS=1. What stands behind none runs beside the others, in whichever order.
+        with CUDA_DEVICE_MAX_CONNECTIONS=1. A broadcast that is queued behind none runs beside the others, in any order.
         """
         if self.backend != "nccl":
             return False
@@ -301,7 +301,7 @@ class BroadcastStream(Writing):
                 group.close()
 
     def _was_left(self) -> bool:
-        """As of now: another thread decides."""
+        """Return whether the stream was left by now; another thread may leave it at any time."""
         return self.is_left
 
     def _receive_all(self, group: ProcessGroup) -> None:
@@ -315,7 +315,7 @@ class BroadcastStream(Writing):
                     break
                 self.targets = (*self.targets, target)
                 if self._was_left():
-                    # Whoever left it may have looked for targets before.
+                    # The thread that left it may have looked for targets before.
                     return
                 self.is_in_group = True
                 works.append(group.broadcast(target.flat, root=0))

@@ -1,7 +1,7 @@
-"""What sender and receivers of the collective transport say beside the broadcasts and the records of every transport.
+"""Records of the collective transport's sender and receivers, beside the broadcasts and every transport's records.
 
-A bucket is broadcast only once every receiver has said that it waits for it, so that who keeps the others waiting is
-known. The plan of the offer says what is broadcast.
+A bucket is broadcast only once every receiver has said that it waits for it, so that a receiver that keeps the others
+waiting is known. The plan of the offer lists what is broadcast.
 """
 
 from __future__ import annotations

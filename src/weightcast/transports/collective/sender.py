@@ -115,7 +115,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
             return 0
 
     def buffer(self, index: int) -> BucketBuffer:
-        """Where bucket `index` is to be packed. Waits until the broadcast of its slot's former content is over."""
+        """Return memory to pack bucket `index` into. Waits until the broadcast of its slot's former content is over."""
         with self.condition:
             update, group = self._require_update(index), self._group
             if group is not None:
@@ -156,7 +156,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
                 update.peers.clear()
 
     def release(self) -> None:
-        """As `Sender.release`; not what a group that was left may still read."""
+        """Free the slots, unless a group that was left may still read them; see `Sender.release`."""
         with self.condition:
             self._require_open()
             if not self._slots_are_lost:
@@ -260,7 +260,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
             group.close()
 
     def _is_in_trouble(self, update: GroupUpdate, group: BroadcastGroup) -> bool:
-        """Whether the group can't go on as it is."""
+        """Return whether the group can't go on as it is."""
         is_left = any(member.left.epoch == group.number for member in group.members)
         return bool(group.error()) or is_left or update.peers != group.names
 
@@ -298,7 +298,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
     # --- losses ---
 
     def _interrupt_broken(self, update: GroupUpdate, group: BroadcastGroup, cause: str) -> NoReturn:
-        """Leave a group that broke; whoever broke it is lost by its own word, or by the end of its link.
+        """Leave a group that broke. The member that broke it is lost once it says so, or once its link ends.
 
         Either may come after the break was seen here.
         """

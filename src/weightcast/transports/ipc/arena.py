@@ -87,8 +87,8 @@ class Populating:
     def wait(self, end_bytes: int, seconds: float) -> float:
         """Wait, at most that long, until the first `end_bytes` were touched; return how long it took, in seconds.
 
-        What was not touched then costs memory when it is written. Raises InsufficientMemoryError if memory ran short
-        before the end, and there is too little for the rest still.
+        Pages that were not touched by then cost memory when they are written. Raises InsufficientMemoryError if memory
+        ran short before the end, and there is too little for the rest still.
         """
         start = time.perf_counter()
         with self._changed:
@@ -157,7 +157,7 @@ class MappedSharedArena(MappedArena):
             self.reset()
 
     def reset(self) -> None:
-        """Map it anew: whatever this process wrote into the former mapping is not in the new one."""
+        """Map it again: anything that this process wrote into the former mapping is not in the new one."""
         self._mapping = self._memory.map(private=True)
         self.buffers = Buffers(self._mapping.tensor())
 

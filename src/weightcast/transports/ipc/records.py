@@ -1,4 +1,4 @@
-"""What the sender of the ipc transport says beside the records of every transport: which memory buckets lie in."""
+"""Records of the ipc transport's sender, beside those of every transport: the memory that buckets lie in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The publisher's end of the ipc transport: writes buckets into an arena and tells every receiver when one is whole.
+"""The publisher's end of the ipc transport: writes buckets into an arena and announces each that is complete.
 
 Invariant: buckets that are streamed from a GPU stay on it (`device`); all others pass through host memory.
 """
@@ -62,7 +62,7 @@ class IpcSender(LinkedSender[ArenaUpdate, LinkedPeer], ArenaSender[LinkedPeer, I
     def _post(
         self, peer: LinkedPeer, record: msgspec.Struct, descriptor: int | None = None, *, wait: bool = True
     ) -> bool:
-        """What is not waited for ends the connection where there is no room, which tells the peer as much."""
+        """Send a peer a record. Without `wait`, end a connection that has no room, by which the peer learns as much."""
         if not wait:
             return super()._post(peer, record)
         data, deadline = frame(record), Deadline(self._deadline_seconds)
