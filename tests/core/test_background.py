@@ -417,6 +417,26 @@ def test_a_cancelled_task_cancels_its_publish(loop: Loop) -> None:
     assert [version.number for version in loop.engine.worker.engine.versions] == [0, 2]
 
 
+def test_a_cancelled_task_lets_a_streamed_version_go_on() -> None:
+    """Engines that have half of it would be torn."""
+    loop = Loop(install="streaming")
+    loop.engine.stops_at = Seal
+
+    async def main() -> None:
+        task = asyncio.create_task(loop.publisher.publish_async(0))
+        while not loop.engine.reached.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    loop.engine.go_on()
+    assert loop.publisher.publish(1).ok
+    assert [version.number for version in loop.engine.worker.engine.versions] == [0, 1]
+    loop.close()
+
+
 # --- at random ------------------------------------------------------------------------------------
 
 

@@ -367,7 +367,7 @@ class Publisher(ClosedOnExit):
         """Publish as `publish` does, in a thread of its own, without blocking the event loop.
 
         Don't change the weights before it returns. If the awaiting task is cancelled, so is the publish (see
-        `PublishHandle.cancel`); it may end later, and the next one waits for that.
+        `PublishHandle.cancel`), unless `install="streaming"`; it may end later, and the next one waits for that.
         """
         flight, future = self._fly("wait", version, wait_ready_seconds, on_progress)
         with on_failure(flight.cancel):
@@ -382,7 +382,9 @@ class Publisher(ClosedOnExit):
     ) -> tuple[Flight, Future[PublishReport | None]]:
         """Publish in a thread of its own, when its turn comes; the future has None if it was declined."""
         self._require_here()
-        flight = Flight(is_background=True, can_cancel=not self._is_following)
+        # A streamed version that ends half-way would leave engines torn.
+        can_cancel = self._options.install == "staged" and not self._is_following
+        flight = Flight(is_background=True, can_cancel=can_cancel)
         future = Future[PublishReport | None]()
         future.set_running_or_notify_cancel()  # so that nobody who awaits it cancels it
         present_stream = host_device.present_stream()
