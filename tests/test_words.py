@@ -1,4 +1,4 @@
-"""Docstrings and comments of src in plain English: no sentence begins with What, Whether, Where or As."""
+"""Docstrings, comments and pages in plain English: no sentence begins with What, Whether, Where or As."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).parents[1] / "src" / "weightcast"
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src" / "weightcast"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "bench" / "README.md"]
 
 BEGINNING = re.compile(r"(?:\A\s*|[.!?:]\s+|\n\s*\n\s*|\n\s*- )(?=((?:What|Whether|Where|As)\b.*))")
 BANNED = re.compile(r"\b(anew|whoever|stands still|tells|brings)\b", re.IGNORECASE)
@@ -50,6 +52,14 @@ def bad_beginnings(path: Path) -> list[str]:
 def test_sentences_of_docstrings_have_a_verb_or_a_noun_first() -> None:
     found = [line for path in files() for line in bad_beginnings(path)]
     assert not found, "begin with a verb in the imperative or with a noun:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_sentences_of_pages_have_a_subject_first(page: Path) -> None:
+    """Titles and the cells of tables are not sentences, and code is not read."""
+    text = re.sub(r"```.*?```|^#.*$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = [match[1].strip() for match in BEGINNING.finditer(text)]
+    assert not found, "begin with a subject:\n" + "\n".join(found)
 
 
 def test_docstrings_and_comments_avoid_the_words_that_style_bans() -> None:
