@@ -243,7 +243,7 @@ def test_what_fails_before_all_is_packed_is_raised_by_start(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "report"])
-def test_what_fails_later_is_the_result(on_failure: str) -> None:
+def test_what_fails_later_is_the_result(on_failure: str, caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop(on_failure=on_failure)
     loop.start(0).result(SECONDS)
     loop.engine.worker.engine.fail_after = 3
@@ -254,6 +254,7 @@ def test_what_fails_later_is_the_result(on_failure: str) -> None:
     else:
         with pytest.raises(PublishError, match="told to fail"):
             handle.result(SECONDS)
+        assert "version 1 was not published in the background: 1 of 1 engine did not take version 1" in caplog.text
     loop.engine.worker.engine.fail_after = None
     loop.train(2)
     assert loop.start(2).result(SECONDS).ok

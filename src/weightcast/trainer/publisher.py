@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import secrets
 import sys
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
-from weightcast.errors import ClosedError, PublishReport, publish_error
+from weightcast.errors import ClosedError, PublishReport, UpdateAbortedError, publish_error
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
     from weightcast.trainer.group.rounds import FollowingRank, PublishingRank
 
+logger = logging.getLogger(__name__)
 _NOTHING_YET = "nothing was published yet: call publish() first"
 
 
@@ -410,6 +412,11 @@ class Publisher(ClosedOnExit):
                         return self._publish(inputs, on_progress, wait_ready_seconds, flight)
                 finally:
                     self._turn.release()
+            except Exception as exc:
+                if flight.is_packed and not isinstance(exc, UpdateAbortedError):
+                    # Perhaps nobody asks for the result.
+                    logger.warning("version %s was not published in the background: %s", flight.version, exc)
+                raise
             finally:
                 flight.over()
 
