@@ -81,7 +81,7 @@ async def main() -> None:
         has_begun = asyncio.Event()
         requests = [asyncio.create_task(answer(engine, i, has_begun)) for i in range(4)]
         await has_begun.wait()
-        report = await asyncio.to_thread(publisher.publish, 1)
+        report = await publisher.publish_async(1)
         print(f"published in {report.seconds.total:.3f} s, paused for {report.seconds.pause:.3f} s")
         for number, spans in enumerate(await asyncio.gather(*requests)):
             print(f"request {number}: " + ", ".join(f"tokens {a} to {b} of version {v}" for v, a, b in spans))

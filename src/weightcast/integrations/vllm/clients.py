@@ -72,7 +72,7 @@ class LLMEngine(RankClient):
 
 
 class AsyncLLMEngine(RankClient):
-    """An `AsyncLLM`. Its event loop must go on while `publish` runs: `await asyncio.to_thread(publisher.publish)`.
+    """An `AsyncLLM`. Its event loop must go on while `publish` runs: `await publisher.publish_async()`.
 
     `loop` is the one that it lives in, by default the one that runs where this is made.
     """
@@ -97,7 +97,7 @@ class AsyncLLMEngine(RankClient):
             if asyncio._get_running_loop() is home:
                 raise ControlError(
                     f"{name} can't answer while its event loop waits: publish in another thread, "
-                    "`await asyncio.to_thread(publisher.publish)`",
+                    "`await publisher.publish_async()`",
                     peer=name,
                 )
             future = asyncio.run_coroutine_threadsafe(getattr(async_llm, method)(*args, **kwargs), home)
