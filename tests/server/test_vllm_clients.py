@@ -238,7 +238,7 @@ def test_an_async_llm_says_what_is_wrong_instead_of_waiting_for_its_own_thread(l
         with (
             filled_publisher(4.0, AsyncLLMEngine(llm)) as publisher,
             contextlib.closing(llm.inner),
-            pytest.raises(PublishError, match=r"asyncio\.to_thread\(publisher\.publish\)"),
+            pytest.raises(PublishError, match=r"await publisher\.publish_async\(\)"),
         ):
             publisher.publish()
 

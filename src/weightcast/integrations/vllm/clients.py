@@ -96,8 +96,7 @@ class AsyncLLMEngine(RankClient):
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
             if asyncio._get_running_loop() is home:
                 raise ControlError(
-                    f"{name} can't answer while its event loop waits: publish in another thread, "
-                    "`await publisher.publish_async()`",
+                    f"{name} can't answer while its event loop waits: publish by `await publisher.publish_async()`",
                     peer=name,
                 )
             future = asyncio.run_coroutine_threadsafe(getattr(async_llm, method)(*args, **kwargs), home)
