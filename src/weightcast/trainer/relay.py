@@ -112,7 +112,7 @@ class Relay:
     # --- as an `Engine` ---
 
     def specs(self) -> None:
-        """Whatever comes is passed on."""
+        """Declare no specs: every tensor is passed on."""
         return
 
     def validate(self, manifest: Manifest) -> None:

@@ -62,7 +62,7 @@ class IpcSender(LinkedSender[ArenaUpdate, LinkedPeer], ArenaSender[LinkedPeer, I
     def _post(
         self, peer: LinkedPeer, record: msgspec.Struct, descriptor: int | None = None, *, wait: bool = True
     ) -> bool:
-        """Send a peer a record. Without `wait`, end a connection that has no room, by which the peer learns as much."""
+        """Send a peer a record. Without `wait`, end the link of a peer that has no room for it."""
         if not wait:
             return super()._post(peer, record)
         data, deadline = frame(record), Deadline(self._deadline_seconds)
