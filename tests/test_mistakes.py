@@ -317,7 +317,9 @@ def an_engine_without_a_client(folder: Path) -> None:
     publisher(engines=[ModuleEngine(linear())])
 
 
-@gives(TypeError, "an EngineServer is not the URL or the client of an engine: pass its `url`")
+@gives(
+    TypeError, "an EngineServer is not the URL or the client of an engine: pass the server's URL, its `url` attribute"
+)
 def a_server_in_the_place_of_its_url(folder: Path) -> None:
     with EngineServer(ModuleEngine(linear())) as server:
         publisher(engines=[server])
@@ -433,7 +435,7 @@ def a_rollback_without_a_store(folder: Path) -> None:
     publisher(engines=[NOBODY]).rollback(3)
 
 
-@gives(ValueError, "local is in the fleet already: each engine is named once, by a name of its own")
+@gives(ValueError, "local is in the fleet already: name each engine once, each by its own name")
 def two_engines_of_one_name(folder: Path) -> None:
     publisher(engines=[LocalEngine(ModuleEngine(linear())), LocalEngine(ModuleEngine(linear()))])
 
@@ -531,7 +533,7 @@ for word, value, shown in (
     MISTAKES[f"{word}_as_the_version"] = (a_version_of(value), TypeError, f"{shown}; it must be a whole number")
 
 
-@gives(ValueError, "version -1 is not from 0 to 9223372036854775807")
+@gives(ValueError, "version is -1; it must be from 0 to 9223372036854775807")
 def a_negative_version(folder: Path) -> None:
     a_version_of(-1)(folder)
 
@@ -607,7 +609,7 @@ def a_wait_without_an_end(folder: Path) -> None:
         made.publish(wait_ready_seconds=float("inf"))
 
 
-@gives(TypeError, "on_progress is True; it must be a function of two numbers of bytes")
+@gives(TypeError, "on_progress is True; it must be a function (done_bytes, total_bytes)")
 def a_bool_as_the_progress(folder: Path) -> None:
     with publisher(engines=[NOBODY]) as made:
         made.publish(on_progress=True)  # type: ignore[arg-type]
@@ -775,7 +777,11 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
     ("follow {store} --engine {url}", exits.USAGE, "is not the URL of a store; write file://{store}"),
     ("follow file://{store} --engine nonsense", exits.USAGE, "'nonsense' is not the URL of an engine; write one like"),
     ("export {store} out", exits.USAGE, "is not the URL of a store; write file://{store}"),
-    ("export file://{store} {folder}", exits.NEGATIVE, "is there already: name another directory, or remove it first"),
+    (
+        "export file://{store} {folder}",
+        exits.NEGATIVE,
+        "exists already: name another directory, or remove this one first",
+    ),
     ("verify {store} --engine {url}", exits.USAGE, "store is a store of versions, not a checkpoint"),
     ("serve Qwen/Qwen3-0.6B", exits.USAGE, "is no directory: download the model first, nothing is fetched from a hub"),
     ("serve {checkpoint}", exits.USAGE, "has no config.json: give the directory that save_pretrained wrote"),
