@@ -424,7 +424,7 @@ def a_state_dict_to_serve(folder: Path) -> None:
 
 @gives(
     TypeError,
-    "Linear is no engine: pass ModuleEngine(model), or an object with specs(), load(), commit() and discard()",
+    "Linear is not an engine: pass ModuleEngine(model), or an object with specs(), load(), commit() and discard()",
 )
 def a_module_to_serve(folder: Path) -> None:
     EngineServer(linear())  # type: ignore[arg-type]
@@ -465,14 +465,17 @@ def a_trainer_in_fp32_and_an_engine_in_bf16(folder: Path) -> None:
     publish(ModuleSource(linear()), ModuleEngine(linear(torch.bfloat16)))
 
 
-@gives(IncompatibleWeightsError, "Remedy: cast on the way: ModuleSource(model, dtype=torch.bfloat16), from the shell")
+@gives(
+    IncompatibleWeightsError,
+    "Remedy: cast while packing: ModuleSource(model, dtype=torch.bfloat16), or `weightcast publish --dtype bfloat16`",
+)
 def a_trainer_in_fp32_is_told_the_remedy(folder: Path) -> None:
     publish(ModuleSource(linear()), ModuleEngine(linear(torch.bfloat16)))
 
 
 @gives(
     IncompatibleWeightsError,
-    "have each tensor cast to what the engine has: dtype='engine' of the source, `--dtype engine`",
+    "have each tensor cast to the engine's dtype: ModuleSource(model, dtype='engine'), or `--dtype engine`",
 )
 def an_engine_of_several_dtypes(folder: Path) -> None:
     mixed = nn.Sequential(linear(), linear(torch.bfloat16))
@@ -481,7 +484,7 @@ def an_engine_of_several_dtypes(folder: Path) -> None:
 
 @gives(
     IncompatibleWeightsError,
-    "1 tensor does not fit this engine: 'head.weight' and 'embed.weight' are both the engine's 'embed.weight', which "
+    "1 tensor does not fit this engine: 'head.weight' and 'embed.weight' both match the engine's 'embed.weight', which "
     "ties them: tie them in the trainer too, or untie them in the engine",
 )
 def a_tied_engine_and_an_untied_trainer(folder: Path) -> None:
@@ -689,12 +692,12 @@ def a_rollback_of_the_first_version(folder: Path) -> None:
     rollback(f"file://{store(folder)}")
 
 
-@gives(ValueError, "ipc:// keeps no versions to follow: give a store, file:///dir")
+@gives(ValueError, "ipc:// keeps no versions to follow: give the URL of a store, file:///DIR")
 def following_what_is_no_store(folder: Path) -> None:
     next(follow("ipc://", ModuleEngine(linear())))
 
 
-@gives(TypeError, "Linear is no engine: pass ModuleEngine(model)")
+@gives(TypeError, "Linear is not an engine: pass ModuleEngine(model)")
 def following_into_a_module(folder: Path) -> None:
     next(follow(f"file://{folder}", linear()))  # type: ignore[arg-type]
 
