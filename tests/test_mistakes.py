@@ -361,13 +361,13 @@ def a_url_with_v1(folder: Path) -> None:
 
 @gives(
     PeerDiedError,
-    "can't be reached: [Errno 111] Connection refused; start it first, or wait for it: publish(wait_ready",
+    "can't be reached: [Errno 111] Connection refused; start the server first, or wait for it: publish(wait_ready",
 )
 def an_engine_that_was_not_started(folder: Path) -> None:
     publish(ModuleSource(linear()), NOBODY, transport="ipc://")
 
 
-@gives(PeerDiedError, "; check the host's name; start it first, or wait for it: publish(wait_ready")
+@gives(PeerDiedError, "; check the host name; start the server first, or wait for it: publish(wait_ready")
 def a_host_that_has_no_address(folder: Path) -> None:
     publish(ModuleSource(linear()), "http://no-such-host.invalid:8000", transport="ipc://")
 
@@ -402,7 +402,7 @@ def a_servers_token_in_bytes(folder: Path) -> None:
     EngineServer(ModuleEngine(linear()), token=b"s3cret")  # type: ignore[arg-type]
 
 
-@gives(WeightcastError, "name an address of this host, and a free port or 0 for any")
+@gives(WeightcastError, "pass an address of this host, and a free port or 0")
 def a_server_on_another_hosts_address(folder: Path) -> None:
     EngineServer(ModuleEngine(linear()), host="192.0.2.1", token="s3cret").start()
 
@@ -412,7 +412,7 @@ def a_store_that_is_to_be_served_at_another_hosts_address(folder: Path) -> None:
     publish(ModuleSource(linear()), transport=f"file://192.0.2.1{folder}/store")
 
 
-@gives(TypeError, "Linear is no causal language model of transformers: it can't generate")
+@gives(TypeError, "Linear is not a causal language model of transformers, which generation needs")
 def a_module_that_does_not_generate(folder: Path) -> None:
     TextGenerator(linear(), gate=Gate())
 

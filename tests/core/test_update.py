@@ -200,7 +200,11 @@ def test_a_version_that_can_not_be_taken_back_in_time_can_be_taken_back_later() 
     client = LocalEngine(ModuleEngine(served), gate=gate, settles=True, install_deadline_seconds=0.1)
     with publisher_of(source, transport="memory://", engines=[client], undo=True) as publisher:
         settled = WeightVersion(publisher.run, publisher.publish().version)
-        with gate.step(), ThreadPoolExecutor(1) as pool, pytest.raises(PeerTimeoutError, match="step did not end"):
+        with (
+            gate.step(),
+            ThreadPoolExecutor(1) as pool,
+            pytest.raises(PeerTimeoutError, match="step of generation did not end"),
+        ):
             pool.submit(client.worker.settle, settled, keep=False).result()
         assert client.worker.unsettled == gate.version == settled
         for _ in range(2):
