@@ -65,8 +65,7 @@ class EngineServer:
         model_name: str = "weightcast",
         worker: Worker | None = None,
     ) -> None:
-        if not isinstance(port, int) or not 0 <= port <= 65535:
-            raise ValueError(f"port is {port!r}; it must be a number from 0 to 65535 (0: any free port)")
+        _check_port(port)
         _check_exposure(host, token)
         gates = [] if gate is None else [gate]
         gates += [owner.gate for owner in (generator, worker) if owner is not None]
@@ -237,6 +236,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Reply to an unknown path or method. The routes reply to all other errors."""
     assert isinstance(error, HTTPException)
     return reply({"detail": error.detail}, error.status_code, dict(error.headers or {}))
+
+
+def _check_port(port: object) -> None:
+    if not isinstance(port, int) or not 0 <= port <= 65535:
+        raise ValueError(f"port is {port!r}; it must be a number from 0 to 65535 (0: any free port)")
 
 
 def _check_exposure(host: str, token: Any) -> None:
