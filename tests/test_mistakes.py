@@ -178,7 +178,7 @@ def an_array_among_the_tensors(folder: Path) -> None:
     TensorSource({"a": np.ones(3)})  # type: ignore[dict-item]
 
 
-@gives(TypeError, "Linear is no mapping of names to tensors: pass ModuleSource(model)")
+@gives(TypeError, "tensors is a Linear; it must be a mapping of names to tensors: pass ModuleSource(model)")
 def a_module_as_tensors(folder: Path) -> None:
     TensorSource(linear())  # type: ignore[arg-type]
 
@@ -261,12 +261,15 @@ def names_that_leave_one_out(folder: Path) -> None:
     ModuleSource(linear(), names=lambda name: None)  # type: ignore[arg-type, return-value]
 
 
-@gives(TypeError, "path is a Linear; it must be a checkpoint's directory or file")
+@gives(TypeError, "path is a Linear; it must be the path of a checkpoint's directory or file")
 def a_module_as_the_checkpoint(folder: Path) -> None:
     SafetensorsSource(linear())  # type: ignore[arg-type]
 
 
-@gives(FileNotFoundError, "hf_config is 'Qwen/Qwen3-0.6B': Qwen/Qwen3-0.6B is not there; nothing is fetched from a hub")
+@gives(
+    FileNotFoundError,
+    "hf_config is 'Qwen/Qwen3-0.6B', but Qwen/Qwen3-0.6B does not exist: pass a local path (nothing is downloaded)",
+)
 def a_models_name_as_megatrons_configuration(folder: Path) -> None:
     MegatronSource(linear(), "Qwen/Qwen3-0.6B")
 
@@ -655,12 +658,12 @@ def a_checkpoint_of_pickles(folder: Path) -> None:
     SafetensorsSource(folder)
 
 
-@gives(ValueError, "store is a store of versions, not a checkpoint: call it file:///")
+@gives(ValueError, "store is a store of versions, not a checkpoint: use its URL, file:///")
 def a_store_as_a_checkpoint(folder: Path) -> None:
     SafetensorsSource(store(folder))
 
 
-@gives(ValueError, "is a store of versions, not a checkpoint: call it file:///weights, and read it with StoreSource")
+@gives(ValueError, "is a store of versions, not a checkpoint: use its URL, file:///weights, with StoreSource")
 def a_stores_url_as_a_checkpoint(folder: Path) -> None:
     SafetensorsSource("file:///weights")
 
@@ -762,7 +765,7 @@ def test_a_bucket_size_may_be_one_of_numpys_numbers() -> None:
 
 COMMANDS: tuple[tuple[str, int, str], ...] = (
     ("publsh", exits.USAGE, "invalid choice: 'publsh' (choose from"),
-    ("inspect {store}", exits.USAGE, "store is a store of versions, not a checkpoint: call it file://{store}"),
+    ("inspect {store}", exits.USAGE, "store is a store of versions, not a checkpoint: use its URL, file://{store}"),
     ("inspect file://{folder}/nowhere", exits.NEGATIVE, "nowhere is not there: no such directory"),
     ("inspect file://{folder}", exits.NEGATIVE, "{folder} does not hold any version yet: publish one first"),
     ("inspect Qwen/Qwen3-0.6B", exits.USAGE, "Qwen/Qwen3-0.6B is neither a directory nor a file"),
@@ -775,8 +778,8 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
     ("publish {checkpoint} --engine {url} --transport nccl", exits.USAGE, "'nccl' is not a transport URL; write one"),
     ("publish {checkpoint} --engine {url} --version 1.5", exits.USAGE, "'1.5' is not a whole number from 0 to"),
     ("publish --wait {checkpoint} --engine {url}", exits.USAGE, "is not a finite number of seconds above 0"),
-    ("publish {store} --engine {url}", exits.USAGE, "`weightcast follow` passes it on to engines"),
-    ("publish file://{store} --engine {url}", exits.USAGE, "`weightcast follow` passes it on to engines"),
+    ("publish {store} --engine {url}", exits.USAGE, "`weightcast follow` to install its versions in engines"),
+    ("publish file://{store} --engine {url}", exits.USAGE, "`weightcast follow` to install its versions in engines"),
     ("follow {store} --engine {url}", exits.USAGE, "is not the URL of a store; write file://{store}"),
     ("follow file://{store} --engine nonsense", exits.USAGE, "'nonsense' is not the URL of an engine; write one like"),
     ("export {store} out", exits.USAGE, "is not the URL of a store; write file://{store}"),

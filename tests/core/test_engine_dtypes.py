@@ -133,5 +133,5 @@ def test_where_there_is_no_engine_to_ask(tmp_path: Path) -> None:
 
 
 def test_joined_sources_are_cast_alike() -> None:
-    with pytest.raises(ValueError, match=r"all are cast to the engines' dtypes .* or none"):
+    with pytest.raises(ValueError, match=r"only some of the joined sources have dtype='engine'"):
         JoinedSource(TensorSource({}, dtype="engine"), TensorSource({}))

@@ -192,7 +192,7 @@ def test_of_a_first_iterator_that_fails_nothing_is_learned(monkeypatch: pytest.M
     source, engine = IteratorSource(), RecordingEngine()
     with pytest.raises(RuntimeError, match="the exporter failed"):
         source.use(exported(0, layer_3=fails))
-    with pytest.raises(ValueError, match=r"'scalar' is torch.bits8; known: .*bfloat16"):
+    with pytest.raises(ValueError, match=r"'scalar' has dtype torch.bits8, which is not supported; supported: .*bfloat16"):
         source.use(exported(0, scalar=lambda n, t: [(n, torch.empty(t.shape, dtype=torch.bits8))]))
     with monkeypatch.context() as patch:
         patch.setattr(host_memory, "available_bytes", lambda: 1000)
