@@ -138,35 +138,35 @@ def an_int_as_the_source(folder: Path) -> None:
     Publisher(7)  # type: ignore[arg-type]
 
 
-@gives(TypeError, "OrderedDict is no torch.nn.Module: pass the model itself, or TensorSource(state_dict)")
+@gives(TypeError, "OrderedDict is not a torch.nn.Module: pass the model itself, or TensorSource(state_dict)")
 def a_state_dict_as_the_module(folder: Path) -> None:
     ModuleSource(linear().state_dict())  # type: ignore[arg-type]
 
 
-@gives(TypeError, "str is no torch.nn.Module: pass the model itself")
+@gives(TypeError, "str is not a torch.nn.Module: pass the model itself")
 def a_models_name_as_the_module(folder: Path) -> None:
     ModuleSource("Qwen/Qwen3-0.6B")  # type: ignore[arg-type]
 
 
-@gives(TypeError, "dtype is 'float32', which is no torch.dtype: pass torch.float32")
+@gives(TypeError, "dtype is 'float32', which is not a torch.dtype: pass torch.float32")
 def a_dtype_as_a_string(folder: Path) -> None:
     ModuleSource(linear(), dtype="float32")  # type: ignore[arg-type]
 
 
-@gives(TypeError, "which is no torch.dtype: pass torch.float16")
+@gives(TypeError, "which is not a torch.dtype: pass torch.float16")
 def a_dtype_of_numpy(folder: Path) -> None:
     SafetensorsSource(checkpoint(folder), dtype=np.float16)  # type: ignore[arg-type]
 
 
 @gives(
     ValueError,
-    "dtype is torch.int8; weights can be cast to torch.bfloat16, torch.float16, torch.float32, torch.float64",
+    "dtype is torch.int8; it must be torch.bfloat16, torch.float16, torch.float32, torch.float64",
 )
 def a_dtype_that_is_no_float(folder: Path) -> None:
     ModuleSource(linear(), dtype=torch.int8)
 
 
-@gives(ValueError, "'weight' is on the meta device, it has no values: materialise the module first")
+@gives(ValueError, "'weight' is on the meta device and has no values: materialise the module first")
 def a_module_without_values(folder: Path) -> None:
     with torch.device("meta"):
         model = linear()
@@ -256,7 +256,7 @@ def an_array_as_a_region(folder: Path) -> None:
     publish(Source(), ModuleEngine(linear()))
 
 
-@gives(TypeError, "names gave None for one of ['weight']; it must give a name")
+@gives(TypeError, "names returned None for one of ['weight']; it must return a name")
 def names_that_leave_one_out(folder: Path) -> None:
     ModuleSource(linear(), names=lambda name: None)  # type: ignore[arg-type, return-value]
 
@@ -420,7 +420,7 @@ def a_module_that_does_not_generate(folder: Path) -> None:
     TextGenerator(linear(), gate=Gate())
 
 
-@gives(TypeError, "OrderedDict is no torch.nn.Module: pass the model itself")
+@gives(TypeError, "OrderedDict is not a torch.nn.Module: pass the model itself")
 def a_state_dict_to_serve(folder: Path) -> None:
     ModuleEngine(linear().state_dict())  # type: ignore[arg-type]
 
@@ -584,7 +584,7 @@ def an_engines_url_as_the_transport(folder: Path) -> None:
     publisher(transport=NOBODY)
 
 
-@gives(TypeError, "options is a dict; pass PublishOptions(...)")
+@gives(TypeError, "options is a dict; it must be a PublishOptions(...) or None")
 def a_dict_as_the_options(folder: Path) -> None:
     publisher(options={"undo": True})
 

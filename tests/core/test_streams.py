@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         IncompatibleWeightsError,
         r"torch.bits8\[\], expected 'scalar' bfloat16\[\]",
     ),
-    "freed": ({"layer_4": lambda n, t: [(n, freed(t))]}, IncompatibleWeightsError, "found 'layer.4'.*without memory"),
+    "freed": ({"layer_4": lambda n, t: [(n, freed(t))]}, IncompatibleWeightsError, "found 'layer.4'.*which has no memory"),
     "left out": ({"layer_3": lambda n, t: []}, IncompatibleWeightsError, "found 'layer.4'.*expected 'layer.3'"),
     "without elements and left out": ({"empty": lambda n, t: []}, IncompatibleWeightsError, "expected 'empty'"),
     "shorter": (
@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         IncompatibleWeightsError,
         "it ended before 'last'",
     ),
-    "longer": ({"more": lambda: [("more", torch.ones(1))]}, IncompatibleWeightsError, "found 'more' behind the last"),
+    "longer": ({"more": lambda: [("more", torch.ones(1))]}, IncompatibleWeightsError, "found 'more' after the last"),
     "doubled": (
         {"layer_4": lambda n, t: [(n, t), (n, t)]},
         IncompatibleWeightsError,
@@ -358,6 +358,6 @@ def test_other_tensors_of_another_source_are_another_plan() -> None:
 def test_several_trainer_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, found in {"is_available": True, "is_initialized": True, "get_rank": 0, "get_world_size": 2}.items():
         monkeypatch.setattr(publisher_module.dist, name, lambda *args, found=found: found)
-    words = "IteratorSource streams its tensors, which one rank publishes"
+    words = "IteratorSource streams its tensors, which only one rank can publish"
     with publisher_of(IteratorSource(), engines=[]) as publisher, pytest.raises(ValueError, match=words):
         publisher.publish()

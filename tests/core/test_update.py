@@ -91,7 +91,7 @@ def test_buckets_that_are_missing_at_the_end_are_found(ends: TransportEnds, monk
 
         own = type(receiver).__iter__
         monkeypatch.setattr(type(receiver), "__iter__", all_but_the_last)
-        with pytest.raises(IncompleteUpdateError, match="2 of 3 buckets arrived"):
+        with pytest.raises(IncompleteUpdateError, match="received 2 of 3 buckets"):
             update.receive()
     assert engine.calls == []
 

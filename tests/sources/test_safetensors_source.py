@@ -84,7 +84,7 @@ def test_with_a_dtype_the_specs_change_and_the_views_stay(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_a_dtype_that_weights_are_not_cast_to(tmp_path: Path, dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=r"weights can be cast to torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"it must be torch\.bfloat16"):
         SafetensorsSource(tmp_path, dtype=dtype)
 
 
