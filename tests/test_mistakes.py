@@ -833,5 +833,5 @@ def test_fp32_on_the_command_line_names_the_option(tmp_path: Path, capsys: pytes
     with EngineServer(ModuleEngine(linear(torch.bfloat16))) as server:
         assert cli.main(["publish", str(checkpoint(tmp_path)), "--engine", server.url]) == exits.NEGATIVE
     captured = capsys.readouterr()
-    assert "`weightcast publish --dtype`" in captured.out
+    assert "`weightcast publish --dtype " in captured.out
     assert "Traceback" not in captured.out + captured.err
