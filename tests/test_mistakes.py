@@ -673,12 +673,12 @@ def a_directory_as_a_stores_url(folder: Path) -> None:
     StoreSource("/weights")
 
 
-@gives(TypeError, "is not the URL of a store; write it as text, such as 'file:///dir'")
+@gives(TypeError, "is not the URL of a store; pass a str such as 'file:///dir'")
 def a_path_as_a_stores_url(folder: Path) -> None:
     StoreSource(folder)  # type: ignore[arg-type]
 
 
-@gives(VersionNotFoundError, "nowhere is not there: no such directory; is it the right one?")
+@gives(VersionNotFoundError, "nowhere is not there: no such directory; check the path, or publish first")
 def a_store_that_is_not_there(folder: Path) -> None:
     StoreSource(f"file://{folder}/nowhere")
 
@@ -689,7 +689,7 @@ def an_empty_store(folder: Path) -> None:
 
 
 @gives(
-    VersionNotFoundError, "does not hold the version before the newest: only one was published, or it is overwritten"
+    VersionNotFoundError, "does not hold the version before the newest: only one was published, or it was overwritten"
 )
 def a_rollback_of_the_first_version(folder: Path) -> None:
     rollback(f"file://{store(folder)}")
@@ -772,7 +772,7 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
     ("inspect 127.0.0.1:8000", exits.USAGE, "if it is an engine, write http://127.0.0.1:8000"),
     ("inspect http://127.0.0.1:80000", exits.USAGE, "is not the URL of an engine; write one like"),
     ("inspect {url}/v1", exits.NEGATIVE, "its URL has the path /v1: give the server's root, {url}"),
-    ("publish {checkpoint}", exits.USAGE, "one --engine at least, or --transport file:///dir for a store, is required"),
+    ("publish {checkpoint}", exits.USAGE, "at least one --engine, or --transport file:///dir for a store, is required"),
     ("publish {checkpoint} --engine 127.0.0.1:8000", exits.USAGE, "is not the URL of an engine; write one like"),
     ("publish {checkpoint} --engine {url} --engine {url}", exits.USAGE, "{url} is in the fleet already"),
     ("publish {checkpoint} --engine {url} --transport nccl", exits.USAGE, "'nccl' is not a transport URL; write one"),
@@ -789,7 +789,11 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
         "exists already: name another directory, or remove this one first",
     ),
     ("verify {store} --engine {url}", exits.USAGE, "store is a store of versions, not a checkpoint"),
-    ("serve Qwen/Qwen3-0.6B", exits.USAGE, "is no directory: download the model first, nothing is fetched from a hub"),
+    (
+        "serve Qwen/Qwen3-0.6B",
+        exits.USAGE,
+        "is not a directory: download the model first (this command downloads nothing)",
+    ),
     ("serve {checkpoint}", exits.USAGE, "has no config.json: give the directory that save_pretrained wrote"),
     (
         "publish {checkpoint} --transport file:///proc/x",
@@ -797,8 +801,8 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
         "the directory /proc/x can't be made: No such file",
     ),
     ("export file://{store} /proc/x", exits.USAGE, "the directory /proc/x can't be made: No such file"),
-    ("bench --total-mib 99999999", exits.NEGATIVE, "left: measure with fewer --total-mib"),
-    ("bench nccl://", exits.USAGE, "nccl moves memory of a GPU, and this measures host memory: use ipc"),
+    ("bench --total-mib 99999999", exits.NEGATIVE, "left: use a smaller --total-mib"),
+    ("bench nccl://", exits.USAGE, "nccl sends GPU memory, but this command measures host memory: use ipc"),
 )
 
 
