@@ -209,7 +209,7 @@ def test_an_engine_that_could_not_be_refused_is_refused_at_once(without: str, na
         found["llm_engine"] = SimpleNamespace(engine_core=core, input_processor=processor)
     if without == "actors":
         found |= {"actors": [SimpleNamespace(collective_rpc_v1=SimpleNamespace(remote=print))], "generate": print}
-    with pytest.raises(UnsupportedError, match=rf"lacks {named}, by which all of its requests should pass"):
+    with pytest.raises(UnsupportedError, match=rf"lacks {named}, through which all requests must pass"):
         detect(SimpleNamespace(**found))
 
 
