@@ -67,7 +67,7 @@ def test_what_is_no_engine_of_vllms_is_refused_when_its_client_is_made(monkeypat
     ):
         with pytest.raises(TypeError, match=words):
             kind("MODEL")
-    with pytest.raises(ValueError, match="no event loop runs here"):
+    with pytest.raises(ValueError, match="no event loop is running"):
         AsyncLLMEngine(SimpleNamespace(vllm_config=None))
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'PATH_TO_WEIGHTCAST\[ray\]'"):

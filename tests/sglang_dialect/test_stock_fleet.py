@@ -118,7 +118,7 @@ def test_a_server_without_weightcast_is_named_with_what_it_lacks(
         made.publish()
         [line] = [line for line in caplog.messages if "is stock SGLang" in line]
         assert line.startswith(f"{server.url} is stock SGLang: each update pauses it for the whole transfer")
-        assert "install weightcast beside it (if SGLANG_PLUGINS is set there, it must name weightcast)" in line
+        assert "install weightcast in its environment (if SGLANG_PLUGINS is set there, it must name weightcast)" in line
 
 
 def test_the_calls_come_in_their_order(start: Start) -> None:
