@@ -154,7 +154,7 @@ def test_a_torn_server_of_several_ranks_must_be_started_again(vllm: StockVllm, t
         vllm.log.clear()
         error = it.failure(3.0)
         assert isinstance(error, EngineTornError)
-        assert "Start it again" in str(error)
+        assert "restart it" in str(error)
         assert vllm.log == []
         assert vllm.is_paused
 

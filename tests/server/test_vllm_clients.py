@@ -61,9 +61,9 @@ def test_an_llm_is_updated_in_a_pause_and_labelled_before_it_ends(llm: OfflineLL
 
 def test_what_is_no_engine_of_vllms_is_refused_when_its_client_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, words in (
-        (LLMEngine, "str is no LLM of vLLM"),
-        (AsyncLLMEngine, "str is no AsyncLLM of vLLM"),
-        (RayEngine, "str is no handle of a Ray actor"),
+        (LLMEngine, "str is not an LLM of vLLM"),
+        (AsyncLLMEngine, "str is not an AsyncLLM of vLLM"),
+        (RayEngine, "str is not a handle of a Ray actor"),
     ):
         with pytest.raises(TypeError, match=words):
             kind("MODEL")
