@@ -500,7 +500,7 @@ def test_what_a_publisher_cannot_have_of_stock_sglang(start: Start, options: dic
     [
         ({"host": "0.0.0.0"}, r"listens on 0\.0\.0\.0.*--host 127\.0\.0\.1.*gloo://"),
         ({"host": ""}, "listens on an unknown address"),
-        ({"version": "0.9.1"}, r"is SGLang 0\.9\.1; .* is known of 0\.5\.23 only"),
+        ({"version": "0.9.1"}, r"is SGLang 0\.9\.1; .* is known only for 0\.5\.23"),
     ],
 )
 def test_memory_is_shared_only_with_a_known_server_of_this_host(

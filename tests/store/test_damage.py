@@ -92,7 +92,7 @@ DAMAGES: dict[str, tuple[Damage, type[WeightcastError], str]] = {
     "seal cut": (lambda s: cut(s / "seal.json", 50), IntegrityError, "not a record"),
     "seal changed": (lambda s: edit(s / "seal.json", "newest", None), IntegrityError, "not a record"),
     "seal missing": (lambda s: (s / "seal.json").unlink(), IntegrityError, "has no whole version"),
-    "seal of another version": (other_slots_seal, IntegrityError, "holds version 1 .*version 2 .*expected"),
+    "seal of another version": (other_slots_seal, IntegrityError, "has version 1 .*expected version 2"),
     "pins missing": (lambda s: (s / "pins").unlink(), IntegrityError, "pins is missing"),
     "slot missing": (lambda s: shutil.rmtree(s), IntegrityError, "missing"),
     "pointer cut": (lambda s: cut(s.parents[1] / "current.json", 50), IntegrityError, r"current\.json is not a record"),

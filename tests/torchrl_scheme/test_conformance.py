@@ -194,7 +194,7 @@ def test_parameters_that_are_not_there_are_refused_by_name(tmp_path: Path) -> No
     sender = sender_of(Scheme(str(tmp_path)))
     for marks, message in (
         ({"ds_shape": torch.Size([4, 4])}, "'0?.?weight' is partitioned by DeepSpeed ZeRO-3"),
-        ({"_fsdp_flattened": True}, "'0?.?weight' is flattened by FSDP1"),
+        ({"_fsdp_flattened": True}, "'0?.?weight' is flattened by an FSDP1 wrapper"),
     ):
         module = torch.nn.Sequential(torch.nn.Linear(4, 4))
         module[0].weight.data = torch.empty(0)
@@ -304,7 +304,7 @@ def test_torchrls_local_wrapper_is_looked_through(tmp_path: Path) -> None:
 def test_what_is_no_engine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="is not a vLLM engine: it has neither collective_rpc nor"):
         Scheme(str(tmp_path)).create_receiver(object())
-    with pytest.raises(TypeError, match="no engine of a known kind"):
+    with pytest.raises(TypeError, match="not an engine of a known kind"):
         registry.engine_clients(object())
 
 
