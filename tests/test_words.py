@@ -1,4 +1,4 @@
-"""Docstrings, comments and pages in plain English: no sentence begins with What, Whether, Where or As."""
+"""Docstrings, comments, messages and pages in plain English; one spelling of each option."""
 
 from __future__ import annotations
 
@@ -17,6 +17,20 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT
 
 BEGINNING = re.compile(r"(?:\A\s*|[.!?:]\s+|\n\s*\n\s*|\n\s*- )(?=((?:What|Whether|Where|As)\b.*))")
 BANNED = re.compile(r"\b(anew|whoever|stands still|tells|brings)\b", re.IGNORECASE)
+BANNED_IN_MESSAGES = re.compile(
+    BANNED.pattern + r"|\b(update one end|have it say|not to be had|travels?|said so)\b"
+    # "list is no mapping" for "list is not a mapping"; "there is no engine" is plain.
+    r"|(?<!there )\b(?:is|are|was|were) no (?!longer\b|more\b)\w+"
+    # The dash of telegram style.
+    r"|\s[-\u2013\u2014]{1,2}\s(?!-)",
+    re.IGNORECASE,
+)
+FORMER_OPTIONS = re.compile(r'\bon_error=["\']|\bOnError\b|\bon_failure="(?!raise"|report")')
+"""Former spellings of `on_failure="raise" | "report"`."""
+MESSAGES_NOT_YET_READ = ("links/", "native/", "transports/")
+LOGGING = re.compile(r"(?:logger\.(?:debug|info|warning|error|exception)|warnings\.warn)\Z")
+HELP_CALLS = ("add_argument", "add_argument_group", "add_mutually_exclusive_group", "add_parser", "ArgumentParser")
+HELP_KEYWORDS = ("help", "description", "epilog")
 
 
 def name_of(path: Path) -> str:
@@ -39,6 +53,23 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
+
+
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """The strings within what is raised, logged or warned of, and help texts of commands, with their lines."""
+    for node in ast.walk(ast.parse(source)):
+        roots: list[ast.expr] = []
+        match node:
+            case ast.Raise(exc=ast.expr() as raised):
+                roots = [raised]
+            case ast.Call(func=called) if LOGGING.search(ast.unparse(called)):
+                roots = node.args
+            case ast.Call(func=ast.Attribute(attr=name)) if name in HELP_CALLS:
+                roots = [keyword.value for keyword in node.keywords if keyword.arg in HELP_KEYWORDS]
+        for root in roots:
+            for part in ast.walk(root):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.lineno, part.value
 
 
 def bad_beginnings(path: Path) -> list[str]:
@@ -69,6 +100,43 @@ def test_docstrings_and_comments_avoid_the_words_that_style_bans() -> None:
         for line, text in (*docstrings(source), *comments(source)):
             found += [f"{name_of(path)}:{line}: {word[0]}" for word in BANNED.finditer(text)]
     assert not found, "use another word:\n" + "\n".join(found)
+
+
+def test_messages_avoid_the_words_that_style_bans() -> None:
+    found = [
+        f"{name_of(path)}:{line}: {word[0]!r} in {text!r}"
+        for path in files()
+        if not name_of(path).startswith(MESSAGES_NOT_YET_READ)
+        for line, text in messages(path.read_text())
+        for word in BANNED_IN_MESSAGES.finditer(text)
+    ]
+    assert not found, "use other words:\n" + "\n".join(found)
+
+
+def test_the_option_for_failed_updates_has_one_spelling() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match[0]}"
+        for path in (*files(), *PAGES, *sorted((ROOT / "examples").rglob("*.py")))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for match in FORMER_OPTIONS.finditer(line)
+    ]
+    assert not found, 'write on_failure="raise" or "report":\n' + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "number"),
+    [
+        ('raise TypeError(f"{kind} is no mapping of names")', 1),
+        ('raise TypeError(f"{kind} is not a mapping") from exc', 0),
+        ('raise ValueError("there is no engine to publish to" if empty else "it is no store")', 1),
+        ('logger.warning("%s tells nothing", name)', 1),
+        ('warnings.warn(f"{name}: refused - publish anew", stacklevel=2)', 2),
+        ('parser.add_argument("--wait", help="seconds, or whoever comes", metavar="anew")', 1),
+        ('record("it is no message")', 0),
+    ],
+)
+def test_banned_words_of_messages_are_found(source: str, number: int) -> None:
+    assert sum(len(BANNED_IN_MESSAGES.findall(text)) for _, text in messages(source)) == number
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def _lonely(here: Here) -> None:
     def make() -> None:
         ProcessGroup("nccl", store, rank=0, size=2, timeout_seconds=SHORT_SECONDS, device=here.device)
 
-    here.raises("PeerTimeoutError", PeerTimeoutError, make, "not all members have come")
+    here.raises("PeerTimeoutError", PeerTimeoutError, make, "not all members have connected")
     seconds = time.monotonic() - began
     here.check("by its deadline", seconds < SHORT_SECONDS + SLACK_SECONDS, f"{seconds:.1f} s")
     left = threading.Event()

@@ -293,7 +293,7 @@ def in_time(
         future.add_done_callback(lambda done: None if done.exception() else discard(done.result()))
         if is_left():
             raise PeerDiedError(f"{what}: the update was aborted before all members had connected")
-        raise PeerTimeoutError(f"{what} took over {seconds:g} s: not all members have come")
+        raise PeerTimeoutError(f"{what} took over {seconds:g} s: not all members have connected")
     finally:
         del future  # an error's traceback refers to this frame, and the future may refer to the error: a cycle
 

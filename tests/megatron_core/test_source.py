@@ -141,7 +141,9 @@ def test_loading_names_what_is_unknown_or_missing() -> None:
     with pytest.raises(ValueError, match=r"'model\.norm\.weight' has the shape \[2\]; by hf_config it must be \[24\]"):
         source.load([("model.norm.weight", torch.zeros(2))])
     del hf["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(ValueError, match=r"1 tensor of this rank did not come: model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(
+        ValueError, match=r"the given tensors lack 1 tensor of this rank: model\.layers\.1\.mlp\.up_proj"
+    ):
         source.load(hf.items())
 
 

@@ -365,7 +365,7 @@ def pair(hall: Hall, timeout_seconds: float) -> Pair:
 
 def test_connecting_ends_by_the_deadline_although_a_member_never_comes(hall: Hall) -> None:
     store, _ = serve_store("127.0.0.1", PATIENCE_SECONDS)
-    with pytest.raises(PeerTimeoutError, match="not all members have come"):
+    with pytest.raises(PeerTimeoutError, match="not all members have connected"):
         ProcessGroup("nccl", store, rank=0, size=2, timeout_seconds=SHORT_SECONDS, device=hall.gpu.device)
     # Another store: in that one a member still waits for a second one.
     store, _ = serve_store("127.0.0.1", PATIENCE_SECONDS)
@@ -378,7 +378,7 @@ def test_the_first_broadcast_to_a_stock_server_that_never_joined_ends_by_the_dea
     """Its group connects only then, and NCCL would wait for it for ever."""
     group = StockGroup("weightcast-1", "nccl", "127.0.0.1", 2, SHORT_SECONDS)
     group.connect()
-    with pytest.raises(PeerTimeoutError, match="not all members have come"):
+    with pytest.raises(PeerTimeoutError, match="not all members have connected"):
         group.broadcast(hall.gpu.tensor(torch.zeros(8)))
     group.close()
 

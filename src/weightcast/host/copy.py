@@ -46,7 +46,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 class PreparedCopies:
     """A repeatable `copy_all` of the same tensors, which are analysed once and kept.
 
-    Before another `run`, `are_in_place` tells whether the tensors still have their memory.
+    Before another `run`, `are_in_place` checks that the tensors still have their memory.
     """
 
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -171,8 +171,8 @@ class MegatronSource:
                 view.copy_(value - each.plus if each.plus else value)
         if missing:
             raise ValueError(
-                f"{count(len(missing), 'tensor')} of this rank did not come: {listed(sorted(missing))}; load a "
-                "complete checkpoint"
+                f"the given tensors lack {count(len(missing), 'tensor')} of this rank: {listed(sorted(missing))}; load "
+                "a complete checkpoint"
             )
 
     def _parameter_regions(self) -> list[ParameterRegion]:
