@@ -17,6 +17,7 @@ from weightcast.format.manifest import (
     MAX_BYTES,
     MAX_ORIGINS,
     MAX_TENSORS,
+    MAX_VERSION,
     PROTOCOL,
     Manifest,
     RunId,
@@ -191,6 +192,13 @@ class WeightInfo(msgspec.Struct, frozen=True):
     abilities: tuple[str, ...] = ()
     protocol: int = PROTOCOL
     instance: ShortText | UnsetType = UNSET
+
+    @property
+    def version(self) -> int | None:
+        """The number that `weight_version` is; None for a label that is none of a publisher's."""
+        text = self.weight_version
+        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_VERSION))
+        return int(text) if is_number and int(text) <= MAX_VERSION else None
 
 
 # --- link: worker <-> publisher ---

@@ -27,9 +27,9 @@ class VersionWriter(Protocol):
         P  seal(...)                         when all have sent all; from then on engines can read the version
     """
 
-    def newest_version(self) -> int:
-        """The number that the next version must be above, also of what was given up; -1 for none."""
-        return -1
+    def newest_version(self) -> int | None:
+        """The number that the next version must be above, also of what was given up; None if it may be any."""
+        return None
 
     def begin_together(self, manifest: Manifest, version: WeightVersion) -> str:
         """Begin a version of several origins; this sender's is the first one.

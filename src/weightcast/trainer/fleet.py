@@ -35,7 +35,7 @@ from weightcast.errors import (
     WeightcastError,
     to_record,
 )
-from weightcast.format.manifest import MAX_VERSION, PROTOCOL, TensorSpec
+from weightcast.format.manifest import PROTOCOL, TensorSpec
 from weightcast.format.messages import (
     Accepted,
     Failed,
@@ -151,13 +151,6 @@ class FleetMember:
         """True if nothing answered when it was asked: it may be starting."""
         return self.result.error is not None and self.result.error.kind == PeerDiedError.__name__
 
-    @property
-    def newest_version(self) -> int:
-        """The number of the version it had when it was asked last; -1 for none."""
-        text = "" if self.info is None else self.info.weight_version
-        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_VERSION))
-        return int(text) if is_number and int(text) < MAX_VERSION else -1
-
     def begin(self, run: str, deadline_seconds: float, watchdog: Watchdog) -> None:
         """Begin another update, of which nothing is known yet. `watchdog` ends its pauses where no lease does."""
         self._run, self._deadline_seconds, self._watchdog = run, deadline_seconds, watchdog
@@ -175,7 +168,7 @@ class FleetMember:
             found = f"{self.name} speaks protocol {self.info.protocol}, this publisher speaks {PROTOCOL}"
             raise UnsupportedError(f"{found}: update one end")
         self.instance = "" if self.info.instance is UNSET else self.info.instance
-        self.serves = self.newest_version if self.newest_version >= 0 else None
+        self.serves = self.info.version
 
     def ask_dtypes(self, specs: Sequence[TensorSpec]) -> None:
         """Ask what the engine has these tensors in, unless it has said so since `ask`. Raises UnsupportedError."""
@@ -420,7 +413,7 @@ class FleetMember:
         """
         with contextlib.suppress(PeerError):
             info = self.client.info()
-            return (info.run, info.weight_version) == (self._run, str(self.version)) and not (is_settled and info.torn)
+            return (info.run, info.version) == (self._run, self.version) and not (is_settled and info.torn)
         return False
 
 

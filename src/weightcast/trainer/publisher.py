@@ -95,7 +95,8 @@ class Publisher(ClosedOnExit):
         if not isinstance(options, PublishOptions | None):
             raise TypeError(f"options is a {type(options).__name__}; pass PublishOptions(...)")
         self.run = secrets.token_hex(16)
-        self.version = -1
+        self._version = -1
+        """The number of the last version; -1 before the first."""
         self.last_report: PublishReport | None = None
         """Of the last publish that had one: not of one that raised another error than PublishError."""
         self._source = source
@@ -130,6 +131,11 @@ class Publisher(ClosedOnExit):
             for engine in engines:
                 self._add(engine)
 
+    @property
+    def version(self) -> int | None:
+        """The number of the last version, also of one that failed; None before the first publish."""
+        return None if self._version < 0 else self._version
+
     # --- the fleet ---
 
     @property
@@ -148,7 +154,7 @@ class Publisher(ClosedOnExit):
         """
         with self._turn.acquired():
             self._require_open()
-            if sync and self.version < 0:
+            if sync and self._version < 0:
                 raise ValueError(_NOTHING_YET)
             if not self._is_following:
                 self._add(engine)
@@ -455,7 +461,7 @@ class Publisher(ClosedOnExit):
         self._require_here()
         with self._turn.acquired(publishes=True):
             self._require_open()
-            if self.version < 0:
+            if self._version < 0:
                 raise ValueError(_NOTHING_YET)
 
             def inputs() -> PublishInputs:
@@ -504,7 +510,7 @@ class Publisher(ClosedOnExit):
         if not self._is_joined:
             # At the first publish, not before: torch.distributed may be initialised after this publisher is made.
             self._join_trainer_group()
-        group, last = self._group, self.version
+        group, last = self._group, self._version
         run = PublishRun(
             self.run,
             self._options,
@@ -522,12 +528,12 @@ class Publisher(ClosedOnExit):
             else:
                 report = group.publish(self.run, last, inputs, run)
         finally:
-            self.version = max(last, run.number)
+            self._version = max(last, run.number)
             if isinstance(self._source, StreamSource) and self._pack_plan is not None:
                 # What remains of a stream, after a failure, may be an exporter's that keeps memory until it is freed.
                 self._pack_plan.use({}, StreamPacker(self._pack_plan.layout, None))
             if group is not None:
-                self.version, self.run = max(self.version, group.group.version), group.run or self.run
+                self._version, self.run = max(self._version, group.group.version), group.run or self.run
             self._published = run.published or (self._published if run.number in (-1, last) else None)
             self._num_published += run.published is not None and run.number > last
         self.last_report = report
@@ -585,8 +591,8 @@ class Publisher(ClosedOnExit):
         if version is not None:
             if not 0 <= version <= MAX_VERSION:
                 raise ValueError(f"version {version} is not from 0 to {MAX_VERSION}")
-            if version <= self.version:
-                raise ValueError(f"version {version} is not above {self.version}, the last one of this publisher")
+            if version <= self._version:
+                raise ValueError(f"version {version} is not above {self._version}, the last one of this publisher")
         fleet, again = (self._fleet, None) if of is None else (self._fleet.only(of), self._published)
         if of is not None and again is None:
             raise ValueError(f"version {self.version} was not sent whole to any engine: publish a new version")

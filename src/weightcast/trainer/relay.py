@@ -75,7 +75,8 @@ class Relay:
 
     def publish(self, number: int) -> PublishReport:
         """Publish what was given as this version. Raises PublishError if an engine did not take it."""
-        if self._publisher is not None and number <= self._publisher.version:
+        last = None if self._publisher is None else self._publisher.version
+        if last is not None and number <= last:
             self.close()  # the source of the versions counts from below again
         if self._publisher is None:
             self._publisher = self._make_publisher()

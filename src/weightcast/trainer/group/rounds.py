@@ -258,7 +258,7 @@ class PublishingRank(Rank, Sender):
         found = self._sender.connected(peers)
         return [name for name in found if all(name in report.connected for report in self._reports.values())]
 
-    def newest_version(self) -> int:
+    def newest_version(self) -> int | None:
         """That of this rank's own, which alone decides what version is kept."""
         return self._sender.newest_version()
 
