@@ -46,7 +46,10 @@ def test_the_tags_of_a_union_differ(union: Any) -> None:
     [
         ("0", 0),
         (str(MAX_VERSION), MAX_VERSION),
-        *((label, None) for label in ("default", "", "-1", "1.0", "step-7", "\u0663", str(MAX_VERSION + 1), "9" * 5000)),
+        *(
+            (label, None)
+            for label in ("default", "", "-1", "1.0", "step-7", "\u0663", str(MAX_VERSION + 1), "9" * 5000)
+        ),
     ],
 )
 def test_an_engines_label_is_a_number_or_none(label: str, version: int | None) -> None:
