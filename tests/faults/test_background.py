@@ -24,6 +24,7 @@ from faults.publisher_actor import PublisherProcess
 NUM_STARTS = 50
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("wire", "num_trainers", "num_ranks"),
     [
