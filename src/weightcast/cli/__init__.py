@@ -23,6 +23,7 @@ COMMANDS = {
     "follow": "pass on what comes into a store, or a directory of checkpoints, to running engines",
     "rollback": "make an earlier version of a store the newest again, as a new version",
     "export": "write a store's newest version as a checkpoint directory",
+    "status": "show which version each engine of a fleet serves, and which are behind",
     "inspect": "show what an engine, a checkpoint or a store holds",
     "verify": "check that an engine holds exactly this checkpoint, or that a store is whole",
     "bench": "measure a publish over a transport on this machine, against one memcpy",
