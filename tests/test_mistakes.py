@@ -317,7 +317,9 @@ def an_engine_without_a_client(folder: Path) -> None:
     publisher(engines=[ModuleEngine(linear())])
 
 
-@gives(TypeError, "an EngineServer is not the URL or the client of an engine: pass its `url`")
+@gives(
+    TypeError, "an EngineServer is not the URL or the client of an engine: pass the server's URL, its `url` attribute"
+)
 def a_server_in_the_place_of_its_url(folder: Path) -> None:
     with EngineServer(ModuleEngine(linear())) as server:
         publisher(engines=[server])
@@ -422,7 +424,7 @@ def a_state_dict_to_serve(folder: Path) -> None:
 
 @gives(
     TypeError,
-    "Linear is no engine: pass ModuleEngine(model), or an object with specs(), load(), commit() and discard()",
+    "Linear is not an engine: pass ModuleEngine(model), or an object with specs(), load(), commit() and discard()",
 )
 def a_module_to_serve(folder: Path) -> None:
     EngineServer(linear())  # type: ignore[arg-type]
@@ -433,7 +435,7 @@ def a_rollback_without_a_store(folder: Path) -> None:
     publisher(engines=[NOBODY]).rollback(3)
 
 
-@gives(ValueError, "local is in the fleet already: each engine is named once, by a name of its own")
+@gives(ValueError, "local is in the fleet already: name each engine once, each by its own name")
 def two_engines_of_one_name(folder: Path) -> None:
     publisher(engines=[LocalEngine(ModuleEngine(linear())), LocalEngine(ModuleEngine(linear()))])
 
@@ -463,14 +465,17 @@ def a_trainer_in_fp32_and_an_engine_in_bf16(folder: Path) -> None:
     publish(ModuleSource(linear()), ModuleEngine(linear(torch.bfloat16)))
 
 
-@gives(IncompatibleWeightsError, "Remedy: cast on the way: ModuleSource(model, dtype=torch.bfloat16), from the shell")
+@gives(
+    IncompatibleWeightsError,
+    "Remedy: cast while packing: ModuleSource(model, dtype=torch.bfloat16), or `weightcast publish --dtype bfloat16`",
+)
 def a_trainer_in_fp32_is_told_the_remedy(folder: Path) -> None:
     publish(ModuleSource(linear()), ModuleEngine(linear(torch.bfloat16)))
 
 
 @gives(
     IncompatibleWeightsError,
-    "have each tensor cast to what the engine has: dtype='engine' of the source, `--dtype engine`",
+    "have each tensor cast to the engine's dtype: ModuleSource(model, dtype='engine'), or `--dtype engine`",
 )
 def an_engine_of_several_dtypes(folder: Path) -> None:
     mixed = nn.Sequential(linear(), linear(torch.bfloat16))
@@ -479,7 +484,7 @@ def an_engine_of_several_dtypes(folder: Path) -> None:
 
 @gives(
     IncompatibleWeightsError,
-    "1 tensor does not fit this engine: 'head.weight' and 'embed.weight' are both the engine's 'embed.weight', which "
+    "1 tensor does not fit this engine: 'head.weight' and 'embed.weight' both match the engine's 'embed.weight', which "
     "ties them: tie them in the trainer too, or untie them in the engine",
 )
 def a_tied_engine_and_an_untied_trainer(folder: Path) -> None:
@@ -531,7 +536,7 @@ for word, value, shown in (
     MISTAKES[f"{word}_as_the_version"] = (a_version_of(value), TypeError, f"{shown}; it must be a whole number")
 
 
-@gives(ValueError, "version -1 is not from 0 to 9223372036854775807")
+@gives(ValueError, "version is -1; it must be from 0 to 9223372036854775807")
 def a_negative_version(folder: Path) -> None:
     a_version_of(-1)(folder)
 
@@ -607,7 +612,7 @@ def a_wait_without_an_end(folder: Path) -> None:
         made.publish(wait_ready_seconds=float("inf"))
 
 
-@gives(TypeError, "on_progress is True; it must be a function of two numbers of bytes")
+@gives(TypeError, "on_progress is True; it must be a function (done_bytes, total_bytes)")
 def a_bool_as_the_progress(folder: Path) -> None:
     with publisher(engines=[NOBODY]) as made:
         made.publish(on_progress=True)  # type: ignore[arg-type]
@@ -687,12 +692,12 @@ def a_rollback_of_the_first_version(folder: Path) -> None:
     rollback(f"file://{store(folder)}")
 
 
-@gives(ValueError, "ipc:// keeps no versions to follow: give a store, file:///dir")
+@gives(ValueError, "ipc:// keeps no versions to follow: give the URL of a store, file:///DIR")
 def following_what_is_no_store(folder: Path) -> None:
     next(follow("ipc://", ModuleEngine(linear())))
 
 
-@gives(TypeError, "Linear is no engine: pass ModuleEngine(model)")
+@gives(TypeError, "Linear is not an engine: pass ModuleEngine(model)")
 def following_into_a_module(folder: Path) -> None:
     next(follow(f"file://{folder}", linear()))  # type: ignore[arg-type]
 
@@ -775,7 +780,11 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
     ("follow {store} --engine {url}", exits.USAGE, "is not the URL of a store; write file://{store}"),
     ("follow file://{store} --engine nonsense", exits.USAGE, "'nonsense' is not the URL of an engine; write one like"),
     ("export {store} out", exits.USAGE, "is not the URL of a store; write file://{store}"),
-    ("export file://{store} {folder}", exits.NEGATIVE, "is there already: name another directory, or remove it first"),
+    (
+        "export file://{store} {folder}",
+        exits.NEGATIVE,
+        "exists already: name another directory, or remove this one first",
+    ),
     ("verify {store} --engine {url}", exits.USAGE, "store is a store of versions, not a checkpoint"),
     ("serve Qwen/Qwen3-0.6B", exits.USAGE, "is no directory: download the model first, nothing is fetched from a hub"),
     ("serve {checkpoint}", exits.USAGE, "has no config.json: give the directory that save_pretrained wrote"),

@@ -333,7 +333,7 @@ def test_any_name_of_a_tied_tensor_is_enough(offered: TensorSpec) -> None:
 def test_a_tied_tensor_offered_twice_is_a_problem() -> None:
     (problem,) = compare_specs([spec("embed"), spec("head")], [TIED])
     assert problem.startswith(
-        "'head' and 'embed' are both the engine's 'embed', which ties them: tie them in the trainer"
+        "'head' and 'embed' both match the engine's 'embed', which ties them: tie them in the trainer"
     )
 
 

@@ -220,7 +220,7 @@ def test_untied_weights_for_a_tied_engine_are_refused() -> None:
     with fleet(source, engine, on_failure="report") as (publisher, _):
         result = publisher.publish().engines["engine-0"]
     assert result.error is not None
-    assert "'head' and 'embed' are both the engine's 'embed'" in result.error.message
+    assert "'head' and 'embed' both match the engine's 'embed'" in result.error.message
     assert engine.calls == []
 
 

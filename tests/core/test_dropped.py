@@ -157,9 +157,9 @@ def test_an_error_that_is_kept_keeps_its_publisher_and_the_message_says_what_to_
         assert other.publish().ok
     text = str(error)
     assert former in text
-    assert re.search(r"\(pid \d+ on .+\) holds this engine since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00", text)
+    assert re.search(r"\(pid \d+ on .+\) has held this engine since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00", text)
     assert "the lease does not end" in text
-    assert re.search(r"at most (20|1?\d) s from now if no message follows", text)
+    assert re.search(r"without another message it ends in at most (20|1?\d) s", text)
     assert "takeover=True" in text
     client.close()
 

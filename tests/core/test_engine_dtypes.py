@@ -123,10 +123,12 @@ def test_where_there_is_no_engine_to_ask(tmp_path: Path) -> None:
     source = ModuleSource(Gated(), dtype="engine")
     with (
         publisher_of(source, transport=f"file://{tmp_path}/store") as publisher,
-        pytest.raises(ValueError, match=r"there is no engine to ask: a store has none; give the source a dtype"),
+        pytest.raises(
+            ValueError, match=r"this publisher has no engine to ask \(a store has none\): give the source a dtype"
+        ),
     ):
         publisher.publish()
-    with pytest.raises(ValueError, match=r"a checkpoint has none: give the source a dtype"):
+    with pytest.raises(ValueError, match=r"an export has no engine: give the source a dtype"):
         export(source, tmp_path / "exported")
 
 

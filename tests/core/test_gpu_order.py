@@ -231,7 +231,7 @@ def test_an_engine_gives_an_update_up_although_the_trainer_stands_still(
             assert not reason
             assert all(torch.equal(gpu.read(engine.weights[name]), tensor) for name, tensor in values(1).items())
         else:
-            assert "given up half-way" in reason
+            assert "aborted half-way" in reason
             assert "restoring the former version failed" not in reason
         assert publisher.publish().ok
     assert torch.equal(engine.committed["t5"], values(2)["t5"])

@@ -52,7 +52,7 @@ def test_an_engine_under_several_names_is_named_at_once(num_names: int, transpor
                 assert error is not None
                 assert (error.kind, error.message) == (
                     RefusedError.__name__,
-                    f"{other.name} and a are one and the same engine: name it once in `engines`",
+                    f"{other.name} and a are the same engine: name it once in `engines`",
                 )
         for other in others:
             publisher.remove_engine(other)
@@ -66,7 +66,7 @@ def test_an_engine_that_joins_later_under_another_name_is_found_out() -> None:
     with Publisher(TensorSource(TENSORS), engines=[first]) as publisher:
         assert publisher.publish().ok
         publisher.add_engine(Other("b", first))
-        with pytest.raises(PublishError, match="b and a are one and the same engine"):
+        with pytest.raises(PublishError, match="b and a are the same engine"):
             publisher.publish()
         publisher.remove_engine("a")
         assert publisher.publish().ok
@@ -85,7 +85,7 @@ def test_a_server_by_its_names_and_addresses() -> None:
     for url in urls[1:]:
         error = report.engines[url].error
         assert error is not None
-        assert f"{url} and http://127.0.0.1:{port} are one and the same engine" in error.message
+        assert f"{url} and http://127.0.0.1:{port} are the same engine" in error.message
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

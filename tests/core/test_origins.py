@@ -279,7 +279,7 @@ def test_an_abort_in_any_phase_frees_everything(phase: str, install: InstallMode
 def test_an_offer_of_more_origins_than_addresses_is_refused(install: InstallMode, stack: contextlib.ExitStack) -> None:
     model = Weights()
     hosts = Hosts("memory://", DirectEngine("a", weightcast.ModuleEngine(model)), stack)
-    with pytest.raises(ManifestError, match="buckets of 3 origins were offered, expected at most 2") as caught:
+    with pytest.raises(ManifestError, match="buckets of 3 origins were offered, but init named 2 addresses") as caught:
         hosts.offer(over(SPECS, BUCKET_BYTES, 3), 1, install)
     assert caught.value.fault == "origin"
     hosts.publish(over(SPECS, BUCKET_BYTES, 2), weights(2), 2, install)

@@ -325,7 +325,7 @@ def test_engines_of_another_route_are_refused_by_name_before_anything_is_sent() 
         for step in range(2):
             source.use(exported(step))
             with pytest.raises(
-                PublishError, match=r"stock takes weights by its own routes.*another publisher"
+                PublishError, match=r"stock takes weights by its server's own routes.*another publisher"
             ) as caught:
                 publisher.publish()
             assert list(caught.value.failures) == ["stock"]

@@ -216,7 +216,7 @@ def test_a_version_that_reached_nobody_is_not_brought_to_anybody() -> None:
     with fleet(TensorSource(tensors()), engine) as (publisher, (client,)):
         with pytest.raises(PublishError):
             publisher.publish()
-        with pytest.raises(ValueError, match="version 0 was not sent whole to any engine: publish a new version"):
+        with pytest.raises(ValueError, match="version 0 was not sent completely to any engine: publish a new version"):
             publisher.sync(client)
 
 

@@ -91,7 +91,7 @@ def test_one_process_sends_over_memory(ranks: Squad) -> None:
     ranks.all("make", "table", "rows", transport="memory://", is_apart=True)
     errors = failed(ranks.publish(1))
     assert {kind for kind, _ in errors} == {"UnsupportedError"}
-    assert all("trainer ranks 1, 2 can't reach that of rank 0" in text for _, text in errors)
+    assert all("trainer ranks 1, 2 can't map the memory of rank 0" in text for _, text in errors)
 
 
 @pytest.mark.parametrize("transport", ["ipc://", "gloo://127.0.0.1:0", "store"])
@@ -145,7 +145,7 @@ def test_buckets_that_other_ranks_can_not_map_are_an_error_on_every_rank(ranks: 
     published(ranks.publish(1))
     ranks[0].ask("keep_buckets_private")
     errors = failed(ranks.publish(2))
-    assert all("not in memory that other ranks can map" in text for _, text in errors)
+    assert all("need buckets in memory that all of them can map" in text for _, text in errors)
     assert ranks[0].ask("check", 1) == []
 
 
@@ -377,8 +377,9 @@ def test_a_version_that_does_not_grow_is_a_value_error_everywhere(ranks: Squad) 
     ranks.all("make", "many", "rows")
     published(ranks.publish(1, 5))
     errors = failed(ranks.publish(2, 5))
-    assert errors[0] == ("ValueError", "version 5 is not above 5, the last one of this publisher")
-    assert errors[1] == ("ValueError", "trainer rank 0: version 5 is not above 5, the last one of this publisher")
+    message = "version 5 is not above 5, the last one of this publisher: leave `version` out, or pass a higher number"
+    assert errors[0] == ("ValueError", message)
+    assert errors[1] == ("ValueError", f"trainer rank 0: {message}")
     published(ranks.publish(2, 6))
 
 

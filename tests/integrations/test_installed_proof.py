@@ -442,7 +442,7 @@ def test_ranks_are_added_up_and_replicas_compared() -> None:
     assert whole_digest({0: held(0, 0, tensor), 1: held(1, 2, tensor)}) == tensor_digest(tensor)
     both = {0: held(0, 0, tensor), 1: held(1, 2, tensor), 2: held(2, 0, tensor), 3: held(3, 2, tensor)}
     assert whole_digest(both) == tensor_digest(tensor)
-    with pytest.raises(UnsupportedError, match="do not hold all of it"):
+    with pytest.raises(UnsupportedError, match="do not have all of it"):
         whole_digest({0: held(0, 0, tensor), 1: held(1, 0, tensor)})
-    with pytest.raises(Exception, match=r"at \[2\], sizes \[2\]: rank 1 holds .*, rank 3 holds"):
+    with pytest.raises(Exception, match=r"at \[2\], sizes \[2\]: rank 1 has digest .*, rank 3 has"):
         whole_digest(both | {3: held(3, 2, tensor + 1)})

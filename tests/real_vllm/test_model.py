@@ -172,7 +172,7 @@ def test_the_checkpoints_dtype_and_the_live_one_are_taken(offline: Offline) -> N
         offer(engine, {name: tensor.to(torch.float16) for name, tensor in tensors.items()})
     assert len(refused.value.problems) == len(tensors)
     assert f"{Q_PROJ!r} is float16, the engine has bfloat16 or float32" in refused.value.problems
-    assert "cast on the way: ModuleSource(model, dtype=torch.float32)" in str(refused.value)
+    assert "cast while packing: ModuleSource(model, dtype=torch.float32)" in str(refused.value)
 
 
 @offline_on(BF16, TIED, LATENT)

@@ -175,7 +175,7 @@ def test_skip_leaves_a_bad_version_out_and_says_so_once(tmp_path: Path, caplog: 
     write(tmp_path, 1)
     flip(slot_of(tmp_path) / "data.0")
     engine = Holder()
-    with Follower(url(tmp_path), engine, on_error="skip") as follower:
+    with Follower(url(tmp_path), engine, on_failure="report") as follower:
         assert [follower.poll() for _ in range(3)] == [None] * 3
         assert len(caplog.records) == 1
         write(tmp_path, 2)
@@ -264,7 +264,7 @@ def test_without_an_undo_the_engine_is_torn_until_a_version_heals_it(tmp_path: P
 
     engine = Failing()
     write(tmp_path, 1)
-    with Follower(url(tmp_path), engine, on_error="skip") as follower:
+    with Follower(url(tmp_path), engine, on_failure="report") as follower:
         assert follower.poll() is None
         assert follower.gate.torn
         engine.fails = False
@@ -288,7 +288,7 @@ def test_follow_ends_at_its_deadline_with_an_error(tmp_path: Path) -> None:
     write(tmp_path, 1)
     versions = follow(url(tmp_path), Holder(), deadline_seconds=0.05)
     assert next(versions).version == 1
-    with pytest.raises(PeerTimeoutError, match="nothing new"):
+    with pytest.raises(PeerTimeoutError, match="no new version"):
         next(versions)
 
 

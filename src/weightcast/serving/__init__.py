@@ -1,4 +1,4 @@
-"""The engine's side: the worker, a publisher's session with it, one update, and how buckets go into an engine.
+"""The engine's side: the worker, a publisher's session with it, one update, and how buckets are installed.
 
-Here belongs what runs beside a model that serves. It knows engines and transports by their seams only.
+This code runs in the serving process. It uses engines and transports only through `seams`.
 """

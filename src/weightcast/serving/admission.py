@@ -1,4 +1,4 @@
-"""Admission of offers: every name, shape and dtype is checked against the engine before anything moves."""
+"""Admission of offers: every name, shape and dtype is checked against the engine before any byte moves."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from weightcast.serving.install import Install
 
 
 def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[TensorSpec] | None) -> Install:
-    """Admit a checked manifest of this digest to an engine, `specs` being what `engine.specs()` gave.
+    """Check a valid manifest with this digest against the engine; return the install. `specs`: from `engine.specs()`.
 
-    Raises IncompatibleWeightsError, whose problems name every tensor that does not fit, or UnsupportedError.
+    Raises IncompatibleWeightsError, whose `problems` name every tensor that does not fit, or UnsupportedError.
     """
     if specs is not None:
         can_cast = engine.can_cast if isinstance(engine, Casting) else None
@@ -30,17 +30,17 @@ def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[Tenso
 
 
 def check_undo(manifest: Manifest, engine: Engine) -> None:
-    """Raises UnsupportedError if the engine can't go back, InsufficientMemoryError if the copy would not fit."""
+    """Raise UnsupportedError if the engine can't undo an install, InsufficientMemoryError if the copy won't fit."""
     if not isinstance(engine, Undoable):
-        raise UnsupportedError(f"{type(engine).__name__} can't be undone: publish with undo=False")
+        raise UnsupportedError(f"{type(engine).__name__} can't undo an install: publish with undo=False")
     host_memory.require(manifest.num_bytes, "the undo copy", "publish with undo=False, or free memory")
 
 
 def require_engine(engine: object) -> None:
-    """Raises TypeError unless it is an engine."""
+    """Raise TypeError unless `engine` is an `Engine`."""
     if not all(hasattr(engine, name) for name in ("specs", "load", "commit", "discard")):
         remedy = "pass ModuleEngine(model), or an object with specs(), load(), commit() and discard()"
-        raise TypeError(f"{type(engine).__name__} is no engine: {remedy}")
+        raise TypeError(f"{type(engine).__name__} is not an engine: {remedy}")
 
 
 def require_fit(
@@ -49,7 +49,7 @@ def require_fit(
     *,
     can_cast: Callable[[str, str], bool] | None = None,
 ) -> None:
-    """Raises IncompatibleWeightsError unless `offered` is a complete update for an engine that holds `held`."""
+    """Raise IncompatibleWeightsError unless `offered` is a complete update for an engine with the tensors `held`."""
     problems = compare_specs(offered, held, can_cast=can_cast)
     if not problems:
         return
@@ -73,18 +73,21 @@ def misfit_error(problems: Sequence[str], remedies: Sequence[str] = ()) -> Incom
 
 
 def dtype_remedies(misfits: Collection[tuple[str, str]], held: Collection[str]) -> list[str]:
-    """How a source could send other dtypes. `misfits`: offered and the engine's; `held`: all that the engine has."""
+    """Return how the source can send the engine's dtypes.
+
+    `misfits`: (offered, engine's); `held`: all of the engine's.
+    """
     wanted = {theirs for _, theirs in misfits}
     if len(wanted) != 1 or not {dtype for pair in misfits for dtype in pair} <= CASTABLE:
         return []
     (dtype,) = wanted
     if not CASTABLE.intersection(held) <= wanted:
-        return ["have each tensor cast to what the engine has: dtype='engine' of the source, `--dtype engine`"]
-    return [f"cast on the way: ModuleSource(model, dtype=torch.{dtype}), from the shell `weightcast publish --dtype`"]
+        return ["have each tensor cast to the engine's dtype: ModuleSource(model, dtype='engine'), or `--dtype engine`"]
+    return [f"cast while packing: ModuleSource(model, dtype=torch.{dtype}), or `weightcast publish --dtype {dtype}`"]
 
 
 def _prefix_remedies(unknown: Collection[str], missing: Collection[str]) -> list[str]:
-    """Return remedies where names differ by a prefix: one side has all that the other lacks, but for the prefix."""
+    """Return remedies for names that differ by a prefix: with it, one side's unmatched names equal the other's."""
     for longer, shorter, remedy in (
         (unknown, missing, "publish the module that has the names without it, or leave it out with names="),
         (missing, unknown, "publish the module around it, or add it with names="),
@@ -103,10 +106,10 @@ def compare_specs(
     *,
     can_cast: Callable[[str, str], bool] | None = None,
 ) -> list[str]:
-    """Every reason why `offered` is not a complete update for an engine that holds `held`; empty if it is one.
+    """Return the reasons why `offered` is not a complete update for an engine with the tensors `held`; empty if it is.
 
-    Names may differ by aliases: a record is known if the engine has one of its names, and covers all of them. Dtypes
-    may differ only where `can_cast(offered, held)` says so.
+    A record with aliases matches if the engine has one of its names, and covers all of these. Dtypes may differ only if
+    `can_cast(offered, held)` returns True.
     """
     targets = tuple(held)
     by_name = {name: target for target in targets for name in target.names}
@@ -119,14 +122,14 @@ def compare_specs(
         for target in known:
             former = covered.get(target.name)
             if former is spec:
-                continue  # by another of its names
+                continue  # matched by another of its names
             if spec.shape != target.shape:
                 found = f"has the shape {list(spec.shape)}, the engine has {list(target.shape)}"
                 problems.append(f"{spec.name!r} {found}")
             if spec.dtype != target.dtype and not (can_cast and can_cast(spec.dtype, target.dtype)):
                 problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {target.dtype}")
             if former is not None:
-                both = f"{spec.name!r} and {former.name!r} are both the engine's {target.name!r}"
+                both = f"{spec.name!r} and {former.name!r} both match the engine's {target.name!r}"
                 problems.append(f"{both}, which ties them: tie them in the trainer too, or untie them in the engine")
             covered[target.name] = spec
     missing = (target for target in targets if target.name not in covered)

@@ -1,7 +1,8 @@
-"""Follows a store: the newest version, whole and checked, into an engine of this process; no publisher is asked.
+"""Follower of a store: installs the newest version into an engine of this process, without contacting a publisher.
 
-Invariants: every version is taken once, older ones that were missed never; the engine is touched only after every byte
-was checked, and serves the former version whatever is wrong with a newer one. An `Update` installs each version.
+Invariants: every version is installed at most once, and older versions that were missed never; the engine is changed
+only after every byte was checked, and serves the former version if the newer one is bad. An `Update` installs each
+version.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from weightcast.serving.admission import admit, check_undo, require_engine
 from weightcast.serving.install import Install
 from weightcast.serving.update import Update
 
-OnError = Literal["raise", "skip"]
+OnFailure = Literal["raise", "report"]
 logger = logging.getLogger(__name__)
 
 
 class Followed(msgspec.Struct, frozen=True):
-    """A version that the engine serves now.
+    """A version that the engine now serves.
 
-    `seconds`: from finding it until it served; `install_seconds`: how long the engine was paused; `lag_seconds`: from
-    its commit until it served, by the clocks of both hosts.
+    `seconds`: time from finding it until the engine served it. `install_seconds`: pause of the engine. `lag_seconds`:
+    time from its commit until the engine served it, by the clocks of both hosts.
     """
 
     version: int
@@ -48,9 +49,9 @@ class Followed(msgspec.Struct, frozen=True):
 
 
 class Follower(ClosedOnExit):
-    """Takes versions from a store into one engine. Calls come from one thread at a time; `close` from any.
+    """Installs versions from a store into one engine. Call it from one thread at a time; `close` from any.
 
-    Host memory, kept between versions: one version in each process that follows; with `undo` a copy of the live
+    Host memory, kept between versions: one version in each following process; with `undo` also a copy of the live
     weights during an install.
     """
 
@@ -61,55 +62,55 @@ class Follower(ClosedOnExit):
         *,
         gate: Gate | None = None,
         undo: bool = False,
-        on_error: OnError = "raise",
+        on_failure: OnFailure = "raise",
         label: str = "follower",
         install_deadline_seconds: float = 60.0,
     ) -> None:
-        """The store need not be there yet. `gate`: what generation's steps go through; default: nothing generates.
+        """Create a follower. The store may not exist yet. `gate`: the gate that generation's steps enter, if any.
 
-        `on_error="skip"`: a version that can't be read or installed is logged, and left for the next one. `label`:
-        what a publisher that waits for this reader calls it. Raises ValueError if `url` is of no store,
-        TypeError for what is no engine.
+        `on_failure`: if a version can't be read or installed, "raise" raises the error, "report" logs a warning and
+        waits for the next version. `label`: name of this reader in the publisher's messages. Raises ValueError if `url`
+        is not a store's, TypeError if `engine` is not an engine.
         """
-        if on_error not in ("raise", "skip"):
-            raise ValueError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
+        if on_failure not in ("raise", "report"):
+            raise ValueError(f"on_failure is {on_failure!r}; it must be 'raise' or 'report'")
         require_engine(engine)
         transport = registry.transport(url)
         if not transport.keeps_versions:
-            raise ValueError(f"{url} keeps no versions to follow: give a store, file:///dir")
+            raise ValueError(f"{url} keeps no versions to follow: give the URL of a store, file:///DIR")
         self.gate = gate or Gate()
         self._url = url
         self._engine = engine
-        # Versions are staged, in host memory.
+        # Versions are staged in host memory, also for an engine on a GPU.
         device, deadline_seconds = torch.device("cpu"), install_deadline_seconds
         self._receiver = transport.receiver(url, run="", peer=label, device=device, deadline_seconds=deadline_seconds)
         self._undo = undo
-        self._on_error = on_error
+        self._on_failure = on_failure
         self._install_deadline_seconds = install_deadline_seconds
         self._seen: WeightVersion | None = None
         self._install: Install | None = None
         self._num_bytes = 0
 
     def poll(self) -> Followed | None:
-        """Take the newest version, if it is not the last one that was taken. Waits for no publisher.
+        """Install the newest version, if it is newer than the last one that was read; return None if there is none.
 
-        Raises, with `on_error="raise"` and for the same version again when asked again: IntegrityError,
-        IncompatibleWeightsError, InsufficientMemoryError, InstallError.
+        Does not wait for a publisher. With `on_failure="raise"`, raises IntegrityError, IncompatibleWeightsError,
+        InsufficientMemoryError or InstallError, also at the next call for the same version.
         """
         try:
             start, kept = time.perf_counter(), self._receiver.newest(self._seen)
             if kept is None:
                 return None
-            if self._on_error == "skip":
+            if self._on_failure == "report":
                 self._seen = kept.version
             try:
                 install_seconds = self._install_version(kept)
             finally:
                 self._receiver.end()
         except WeightcastError as exc:
-            if self._on_error == "raise":
+            if self._on_failure == "raise":
                 raise
-            logger.warning("a version of %s was left out: %s", self._url, exc)
+            logger.warning("a version of %s was not installed: %s", self._url, exc)
             return None
         self._seen = kept.version
         return Followed(
@@ -122,7 +123,7 @@ class Follower(ClosedOnExit):
         )
 
     def wait(self, timeout_seconds: float, *, stop: threading.Event | None = None) -> Followed | None:
-        """Poll until there is news; None after the timeout (0: one poll), or soon after `stop` was set."""
+        """Poll until a version was installed; return None after the timeout (0: one poll) or once `stop` is set."""
         stop = stop or threading.Event()
         if timeout_seconds != 0:
             number_of_seconds("timeout_seconds", timeout_seconds)
@@ -133,7 +134,7 @@ class Follower(ClosedOnExit):
         return None
 
     def close(self) -> None:
-        """Close the store; a poll that is under way fails. Idempotent, from any thread."""
+        """Close the store; a poll in progress fails. Idempotent; may be called from any thread."""
         self._receiver.close()
         if self._install is not None:
             self._install.forget_views()
@@ -168,16 +169,16 @@ def follow(
     *,
     gate: Gate | None = None,
     undo: bool = False,
-    on_error: OnError = "raise",
+    on_failure: OnFailure = "raise",
     label: str = "follower",
     deadline_seconds: float | None = None,
     install_deadline_seconds: float = 60.0,
     stop: threading.Event | None = None,
 ) -> Iterator[Followed]:
-    """Every version that comes into a store, as it is installed; ends when `stop` is set.
+    """Install every new version of a store, beginning with the newest, and yield each; end when `stop` is set.
 
-    A late joiner begins with the newest. `deadline_seconds`: raise PeerTimeoutError if nothing new comes for so long;
-    None: wait for as long as it takes. Other arguments and errors as of `Follower`.
+    `deadline_seconds`: raise PeerTimeoutError if no new version comes for this long; None: wait without limit. The
+    other arguments and the errors are those of `Follower`.
     """
     stop = stop or threading.Event()
     timeout_seconds = float(MAX_SECONDS)
@@ -188,7 +189,7 @@ def follow(
         engine,
         gate=gate,
         undo=undo,
-        on_error=on_error,
+        on_failure=on_failure,
         label=label,
         install_deadline_seconds=install_deadline_seconds,
     )
@@ -198,4 +199,8 @@ def follow(
             if followed is not None:
                 yield followed
             elif deadline_seconds is not None and not stop.is_set():
-                raise PeerTimeoutError(f"nothing new came into {url} for {timeout_seconds:g} s", peer="trainer")
+                raise PeerTimeoutError(
+                    f"no new version came into {url} for {timeout_seconds:g} s: check that the trainer still publishes "
+                    "there",
+                    peer="trainer",
+                )

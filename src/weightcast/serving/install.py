@@ -1,10 +1,10 @@
-"""An install as a list: the blocks of buckets that are copied into live memory, and the tensors that a loader gets.
+"""An install as a list: the blocks of buckets that are copied into live memory, and the tensors that the loader gets.
 
-Invariants: a tensor is handed out once and only when every byte of it is there, all of them by the last bucket (a
-manifest's pieces tile its tensors); members of a load group go in one call. A tensor that lies whole in one piece of
-memory is a view of it. One that was cut is copied piece by piece where the engine's map can do that; else it is put
-together: staged while buckets arrive, as a view where its pieces lie end to end in memory; streaming in memory of its
-own, with what else belongs to a load group that spans buckets.
+Invariants: a tensor is loaded once, after all its bytes have come, and every tensor by the last bucket (a manifest's
+pieces tile its tensors); the members of a load group are loaded in one call. A tensor in one contiguous piece is loaded
+as a view of the bucket. A tensor that is cut over several pieces is copied piece by piece if the engine's map can do
+that. Otherwise it is joined: staged, while buckets arrive, as a view if its pieces are adjacent in memory; streaming,
+in newly allocated memory, together with the other members of a load group that spans buckets.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from weightcast.seams.install_map import InstallMap, Mapped
 
 Named: TypeAlias = tuple[str, torch.Tensor]
 Block: TypeAlias = tuple[str, Region | None]
-"""A tensor's name, and which piece of it; None: all of it."""
+"""A tensor's name, and the piece of it; None stands for the whole tensor."""
 
 
 class BlockCopies:
-    """Copies of blocks of buckets into live parameters, prepared once for where the map has found these."""
+    """Copies of blocks of buckets into live parameters, prepared once for the addresses that the map has found."""
 
     def __init__(self, install_map: InstallMap, blocks: Sequence[Block], sources: Sequence[torch.Tensor]) -> None:
-        """`sources`: the source blocks of all of them, in order, which keep their memory while this is used."""
+        """`sources`: the source blocks of all `blocks`, in order; their memory must stay valid while this is used."""
         self._install_map = install_map
         self._blocks = blocks
         self._sources = sources
         self._prepared: tuple[int, PreparedCopies] | None = None
 
     def run(self, *, is_bound: bool = False) -> None:
-        """Copy. `is_bound`: the map was bound just now. Raises InstallError (torn) for memory that was freed."""
+        """Make the copies. `is_bound`: the map was bound just before. Raises InstallError (torn) for freed memory."""
         if not self._blocks:
             return
         try:
@@ -56,13 +56,13 @@ class BlockCopies:
                     self._prepared = self._install_map.revision, copies
                 copies.run()
         except (RuntimeError, ValueError) as exc:
-            raise InstallError(f"copying into the model failed: {exc}", torn=True) from exc
+            raise InstallError(f"copying into the model's parameters failed: {exc}", torn=True) from exc
 
 
 class Part:
-    """The copies and loads of some tensors, or pieces of them. `views`: of the bucket that all of them are in, or none.
+    """The copies and loads of some tensors, or of pieces of them. `views`: of their bucket, if all are in one.
 
-    `rest`: what `Engine.load` gets. `to_prove`: those of them that are copied once they are proven.
+    `rest`: the tensors for `Engine.load`. `to_prove`: those of them that can be copied once they are proven.
     """
 
     def __init__(self, install_map: InstallMap | None, copied: frozenset[str], views: list[torch.Tensor]) -> None:
@@ -75,7 +75,7 @@ class Part:
         self._copied = copied
 
     def add(self, name: str, tensor: torch.Tensor, piece: Region | None = None) -> None:
-        """Add a tensor, or that `piece` of one that is copied piece by piece."""
+        """Add a tensor or, for one that is copied piece by piece, this `piece` of it."""
         if self._install_map is not None:
             if name in self._copied:
                 self.blocks.append((name, piece))
@@ -88,19 +88,19 @@ class Part:
 
     @functools.cached_property
     def copies(self) -> BlockCopies | None:
-        """The copies, prepared at their first run; None for an engine without a map."""
+        """Return the copies, which are prepared at the first call; None for an engine without a map."""
         return BlockCopies(self._install_map, self.blocks, self.sources) if self._install_map is not None else None
 
 
 class Assembly:
-    """One update's tensors in the making. Memory: what is put together, until it is handed out or this is cleared.
+    """The tensors of one update that are joined from pieces. Memory: these tensors, until they are loaded or cleared.
 
-    `payloads`: staged, by number of the bucket. `to_prove`: names that may be copied once they are proven, with the
-    digests of what came.
+    `payloads`: the staged buckets, by number. `to_prove`: names that can be copied once they are proven, with the
+    digests of the received blocks.
     """
 
     def __init__(self, num_pieces: Mapping[str, int], *, is_staged: bool) -> None:
-        """`num_pieces`: that are put together, by load group."""
+        """`num_pieces`: number of pieces to join, by load group."""
         self.payloads: dict[int, torch.Tensor] = {}
         self.to_prove: dict[str, list[str]] = {}
         self._missing = dict(num_pieces)
@@ -109,7 +109,7 @@ class Assembly:
         self._whole: list[tuple[TensorRecord, torch.Tensor]] = []
 
     def add(self, entry: Entry, view: torch.Tensor) -> None:
-        """Take a piece: staged its view, which stays valid; streaming a copy of it."""
+        """Add a piece. Staged, its view is kept, which stays valid; streaming, the piece is copied."""
         record, key = entry.record, entry.record.load_group
         members = self._begun.setdefault(key, {})
         _, pieces = members.setdefault(record.name, (record, []))
@@ -126,7 +126,7 @@ class Assembly:
                 self._whole.append((each, _joined(each, parts) if self._is_staged else parts[0][1]))
 
     def pop_whole(self) -> list[tuple[TensorRecord, torch.Tensor]]:
-        """Hand out the tensors of load groups that have become whole."""
+        """Remove and return the tensors of load groups whose pieces are complete."""
         found, self._whole = self._whole, []
         return found
 
@@ -142,9 +142,9 @@ class Assembly:
 
 
 class Install:
-    """The way of one layout's buckets into an engine: made once for the layout and the engine's map, and kept.
+    """The copies and loads that put one layout's buckets into an engine; made once for a layout and map, and kept.
 
-    `copied`: the names of the tensors that are copied, not loaded.
+    `copied`: names of the tensors that are copied and not loaded.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Install:
         *,
         uses_map: bool = True,
     ) -> None:
-        """`specs` is what `engine.specs()` gave; the install is good as long as it gives the same object."""
+        """`specs`: from `engine.specs()`; the install is valid while that returns the same object."""
         self.layout = layout
         self.manifest_digest = manifest_digest
         self.engine = engine
@@ -167,12 +167,12 @@ class Install:
         self.copied = frozenset[str]() if self._map is None else frozenset(self._map.proven)
         primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
         self._names = {record.name: _names(record, primary) for record in layout.manifest.tensors}
-        """By record name, under which names it is handed out."""
+        """By record name, the names under which it is loaded."""
         self._parts: dict[int, Part] = {}
         self._staged: tuple[list[Part], BlockCopies] | None = None
         self._without_elements = [record for record in layout.manifest.tensors if not record.pieces]
         spanning = _spanning_groups(layout.manifest.tensors)
-        # By bucket, entries by their position in it.
+        # By bucket: (record name, index of the entry in the bucket).
         self._whole: list[list[tuple[str, int]]] = [[] for _ in layout.entries]
         self._copied_pieces: list[list[tuple[str, int, Entry]]] = [[] for _ in layout.entries]
         self._joined: list[list[tuple[int, Entry]]] = [[] for _ in layout.entries]
@@ -193,23 +193,23 @@ class Install:
         straddling = {name for name, found in origins.items() if len(found) > 1}
         self._num_straddling = len(straddling)
         self.straddling_bytes = sum(r.num_bytes for r in layout.manifest.tensors if r.name in straddling)
-        """Memory of its own that a staged update needs for tensors with pieces of several origins."""
+        """Extra memory of a staged update for tensors with pieces from several origins."""
         self.has_lent_views = True
-        """True if the engine's loader may have written into views of the former version's buckets, which it was given.
-        Starts True: nothing is known of what came before this install was made."""
+        """True if the engine's loader got views of the last version's buckets, and so may have changed these.
+        Starts True, since earlier installs are not known."""
 
     @property
     def is_current(self) -> bool:
-        """False once the engine's model, or what is known of its loader, is another than when this was made."""
+        """False once the engine's specs or its map differ from those that this was made for."""
         return self._map is None or not (self._map.is_stale or self._map.revision != self._revision)
 
     @property
     def has_map(self) -> bool:
-        """True if the engine's map is used: `Mapped.begin` is called then."""
+        """True if the engine's map is used, and so `Mapped.begin` is called."""
         return self._map is not None
 
     def bound(self) -> Install:
-        """Look where the live tensors are, right before the first copy; return this install, or a new one."""
+        """Bind the map to the live tensors, right before the first copy. Return this install, or its replacement."""
         if self._map is None:
             return self
         is_bound = self._map.bind()
@@ -218,27 +218,27 @@ class Install:
         return Install(self.layout, self.manifest_digest, self.engine, self.specs, uses_map=is_bound)
 
     def forget_views(self) -> None:
-        """Drop every kept view of a bucket's memory."""
+        """Drop every view of buckets."""
         self._parts.clear()
         self._staged = None
         self.layout.forget_views()
 
     def require_memory(self, num_workers: int) -> None:
-        """Staged: raises InsufficientMemoryError unless there is room for `straddling_bytes` of each worker here.
+        """Staged: raise InsufficientMemoryError unless each worker on this host has room for `straddling_bytes`.
 
-        `num_workers`: of all engines of the publish on this host. They are asked before any of them has taken memory.
+        `num_workers`: number of workers on this host, of all engines of the publish. All check before any allocates.
         """
         if self.straddling_bytes:
             workers = f", in each of {num_workers} workers" if num_workers > 1 else ""
             host_memory.require(
                 num_workers * self.straddling_bytes,
-                f"putting together {self._num_straddling} tensors of which each trainer host sends a part{workers},",
+                f"joining {self._num_straddling} tensors of which each trainer host sends a part{workers},",
                 'publish with install="streaming", or free memory',
             )
 
     @functools.cached_property
     def installed_bytes(self) -> int:
-        """Bytes that an install copies into place here; a tensor that the engine's loader gets counts whole."""
+        """Bytes that this rank installs; a tensor that the engine's loader gets counts with all its bytes."""
         found, num_bytes = self._map, 0
         for record in self.layout.manifest.tensors:
             for name in self._names[record.name]:
@@ -251,16 +251,16 @@ class Install:
         return Assembly(self._num_joined, is_staged=is_staged)
 
     def stage(self, index: int, payload: torch.Tensor, assembly: Assembly, *, is_here: bool = True) -> None:
-        """Staged: keep a bucket until `load_staged`, with all that can be made of it while the engine generates.
+        """Staged: keep a bucket until `load_staged`, and prepare its install while the engine generates.
 
-        `is_here`: False if others may still be writing the payload, so that nothing is read of it yet.
+        `is_here`: False if other ranks may still write the payload, so that it can't be read yet.
         """
         assembly.payloads[index] = payload
         part = self._part(index, payload)
         if is_here and self._joined[index]:
             for position, entry in self._joined[index]:
                 assembly.add(entry, part.views[position])
-            # The thread that installs has a stream of its own.
+            # The installing thread uses another stream.
             host_device.synchronize_stream(payload.device)
 
     def load_staged(self, assembly: Assembly) -> None:
@@ -287,11 +287,11 @@ class Install:
         self._load_now([part, self._joined_part(assembly)], assembly, is_called=self._map is not None)
 
     def load_end(self, assembly: Assembly) -> None:
-        """Streaming, after the last bucket: load what is in none, tensors without elements."""
+        """Streaming, after the last bucket: load the tensors that are in no bucket because they have no elements."""
         self._load_now([self._joined_part(assembly, is_last=True)], assembly)
 
     def _load_now(self, parts: Sequence[Part], assembly: Assembly, *, is_called: bool = False) -> None:
-        """`is_called`: the engine's `load` is called also where all is copied, once for each bucket."""
+        """Load and copy these parts. `is_called`: call the engine's `load` even if nothing is left to load."""
         has_rest = any(part.rest for part in parts)
         self.has_lent_views |= has_rest
         if has_rest or is_called:
@@ -303,20 +303,20 @@ class Install:
     def _load(self, parts: Iterable[Part], assembly: Assembly) -> None:
         if self._map is not None:
             for name, tensor in itertools.chain.from_iterable(part.to_prove for part in parts):
-                # Before the load: a loader may write into the tensors that it is given.
+                # Digested before the load, since a loader may write into the tensors that it gets.
                 blocks = self._map.source_blocks(name, tensor)
                 assembly.to_prove[name] = self._map.block_digests(name, blocks)
         self.engine.load([named for part in parts for named in part.rest])
 
     def prove(self, assembly: Assembly) -> None:
-        """After `Engine.commit`: have the map find out what it may copy from now on."""
+        """After `Engine.commit`, have the map prove the loaded tensors, which can be copied from then on."""
         if self._map is not None and assembly.to_prove:
             self._map.prove(assembly.to_prove.items())
 
     def _part(self, index: int, payload: torch.Tensor) -> Part:
-        """Return the part of this bucket: tensors that lie whole in it, or are copied in pieces.
+        """Return the part of this bucket: its complete tensors, and pieces that are copied.
 
-        Kept while the bucket is in the same memory.
+        The part is cached while the bucket stays in the same memory.
         """
         views = self.layout.views(index, payload)
         part = self._parts.get(index)
@@ -329,7 +329,7 @@ class Install:
         return part
 
     def _joined_part(self, assembly: Assembly, *, is_last: bool = False) -> Part:
-        """Return the part of tensors that were put together and, with the last, of those that are in no bucket."""
+        """Return the part of the joined tensors; `is_last` adds the tensors that are in no bucket."""
         part, whole = Part(self._map, self.copied, []), assembly.pop_whole()
         if is_last:
             whole += ((r, torch.empty(r.shape, dtype=TORCH_DTYPES[r.dtype])) for r in self._without_elements)
@@ -346,14 +346,14 @@ class Install:
 
 
 def _names(record: TensorSpec, primary: Mapping[str, str] | None) -> tuple[str, ...]:
-    """Under which names a record is handed out: the engine's own, once for each of its tensors; else all."""
+    """Return the names under which a record is loaded: one for each of the engine's tensors; without specs, all."""
     if primary is None or (not record.aliases and primary.get(record.name) == record.name):
         return record.names
     return tuple(dict.fromkeys(primary[name] for name in record.names if name in primary))
 
 
 def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -> torch.Tensor:
-    """All pieces of a tensor as one: a view where they lie in memory as they lie in the tensor, else a copy."""
+    """Return the joined tensor: a view if the pieces are adjacent in memory in the tensor's order, else a copy."""
     parts = sorted(parts, key=lambda part: start_elements(part[0].piece.region, record.shape))
     first = parts[0][1]
     start = first.data_ptr()
@@ -371,14 +371,14 @@ def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -
 
 
 def device_of_weights(engine: Engine) -> torch.device:
-    """The first GPU that the engine says it has weights on, else host memory."""
-    # Not by isinstance, which reads a property as well before Python 3.12: engines look at their model for it.
+    """Return the first GPU among the engine's devices, else the CPU."""
+    # Not by isinstance(engine, OnDevice): before Python 3.12 that evaluates the property, which searches the model.
     devices: Collection[torch.device] = getattr(engine, "devices", ())
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _spanning_groups(records: Iterable[TensorRecord]) -> set[str]:
-    """The groups whose pieces lie in more than one bucket."""
+    """Return the load groups that have pieces in more than one bucket."""
     buckets: dict[str, set[int]] = {}
     for record in records:
         if record.group:

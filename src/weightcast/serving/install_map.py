@@ -1,11 +1,11 @@
-"""An engine's own loader as recorded copies: which block of a checkpoint's tensor it puts where in a live parameter.
+"""The copies of an engine's own loader, recorded: block of a checkpoint's tensor to block of a live parameter.
 
-With a map an install is a few batched copies, without the loader. A map is used tensor by tensor, and only for those
-that are proven in this process: an install through the loader has come first, and the live blocks were compared with
-what had come, bit by bit.
+With a map an install is a few batched copies, without the loader. A tensor is installed by the map only after it was
+proven in this process: it was first installed through the loader, and the live blocks were equal to the received ones,
+bit by bit.
 
-Invariants: blocks of one parameter do not overlap; a module is filled by the map or by the loader, never by both; what
-the recording could not follow stays with the loader, with a reason (`opaque`).
+Invariants: blocks of one parameter do not overlap; a module is filled by the map or by the loader, never by both;
+tensors whose loading could not be recorded go through the loader, each with a reason (`opaque`).
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ from weightcast.seams.install_map import InstallMap
 
 logger = logging.getLogger(__name__)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""A dtype for the bits of each size of element."""
+"""An integer dtype for the bits of an element, by element size in bytes."""
 
 
 class StridedBlock(msgspec.Struct, frozen=True, gc=False):
-    """Elements of a storage, or of a contiguous tensor: where the first one lies, sizes and strides, in elements."""
+    """A block of a storage, or of a contiguous tensor: offset of its first element, sizes, strides, all in elements."""
 
     offset: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view of a tensor's storage that begins `offset` elements behind the tensor's first."""
+        """Return the view of the tensor's storage that begins `offset` elements after the tensor's first element."""
         if self.sizes == tensor.shape and not self.offset and self.strides == tensor.stride():
             return tensor
         return tensor.as_strided(self.sizes, self.strides, int(tensor.storage_offset()) + self.offset)
 
     def region(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[Region, tuple[int, ...]] | None:
-        """The same elements as a region of a tensor of that shape and strides, and the block's dims in its order.
+        """Return the block as a region of a tensor of this shape and strides, and the block's dims in the region's
+        order.
 
-        None where they are no region of it.
+        Returns None if the block is not a region.
         """
         dims: dict[int, int] = {}
         for dim, (size, stride) in enumerate(zip(self.sizes, self.strides, strict=True)):
@@ -81,7 +82,7 @@ class StridedBlock(msgspec.Struct, frozen=True, gc=False):
 
 
 class RecordedCopy(msgspec.Struct, frozen=True, gc=False):
-    """A copy that the loader makes: `source` of the checkpoint's tensor `name` to `block` of the model's `target`."""
+    """A copy by the loader: block `source` of the checkpoint's tensor `name` to `block` of the model's `target`."""
 
     name: str
     source: StridedBlock
@@ -90,7 +91,7 @@ class RecordedCopy(msgspec.Struct, frozen=True, gc=False):
 
 
 class TargetForm(msgspec.Struct, frozen=True, gc=False):
-    """Form of a parameter or buffer when it was recorded: a live one of another form is another tensor."""
+    """Dtype and geometry of a parameter or buffer when it was recorded; if they differ now, the tensor was replaced."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -105,9 +106,9 @@ class RegionDigest(msgspec.Struct, frozen=True):
 
 
 class HeldTensor(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An engine rank's part of a tensor: `regions`, none if it needs no part. `unproven`: why the rank can't say.
+    """An engine rank's part of a tensor: `regions`, empty if the rank has none. `unproven`: why they can't be read.
 
-    `fault`: how packed copies that the rank computes with differ from its own parameter.
+    `fault`: how a packed copy, with which the rank computes, differs from the parameter.
     """
 
     spec: TensorSpec
@@ -130,13 +131,12 @@ class RecordedMap(InstallMap):
         tied: Mapping[str, str] = {},
         packed_copies: Mapping[str, Callable[[], str]] = {},
     ) -> None:
-        """`catalog`: what was recorded. `targets`: of every copy, by the model's name.
+        """`catalog`: the recorded tensors. `targets`: the form of every copy's target, by the model's name.
 
-        `opaque`: names that stay with the loader, with the reason. `tied`: the model's parameters that are others' as
-        well, under the names of a checkpoint, whose tensors the engine wants to see in any case. `packed_copies`: the
-        model's parameters beside which the engine keeps a copy of its own that it computes with, each with a function
-        that returns how that copy differs from the parameter, or "". Such a parameter can be read, though it stays with
-        the loader.
+        `opaque`: names that go through the loader, with the reason. `tied`: parameters of the model that are tied to
+        others, under their names in a checkpoint, which the engine's loader must get in any case. `packed_copies`:
+        parameters of which the engine computes with a packed copy, each with a function that returns how the copy
+        differs from the parameter, or "". Such a parameter can be read, but goes through the loader.
         """
         self._catalog = catalog
         self._model = model
@@ -154,17 +154,17 @@ class RecordedMap(InstallMap):
         self._packed_copies = packed_copies
         self._proven = set[str]()
         self._unread = set[str]()
-        """Opaque names whose parameters can be read, once an install has shown that the loader copies to them."""
+        """Opaque names whose parameters can be read once an install has proven that the loader copies to them."""
         self._readable = set[str]()
         for name, own in self._copies.items():
             if name not in self._opaque and any(copy.target in packed_copies for copy in own):
-                self._opaque[name] = "the engine computes with a packed copy of it, which its loader has to make again"
+                self._opaque[name] = "the engine computes with a packed copy that only its loader can make"
                 self._unread.add(name)
         super().__init__({})
         self._members = ModuleMembers([])
-        """The model's modules, and what those have that hold the live tensors."""
+        """The model's modules, and the members of those that have the live tensors."""
         self._places, self._addresses = b"", list[int]()
-        """Of the live tensors."""
+        """Addresses of the live tensors, as bytes and as numbers."""
         self._is_looked_up = False
         self._blocks: dict[tuple[str, Region | None], list[torch.Tensor]] = {}
         self._shapes = {spec.name: spec.shape for spec in catalog}
@@ -173,7 +173,7 @@ class RecordedMap(InstallMap):
 
     @property
     def opaque(self) -> Mapping[str, str]:
-        """The names that stay with the loader, each with the reason."""
+        """The names that go through the loader, each with the reason."""
         return self._opaque
 
     @property
@@ -181,7 +181,7 @@ class RecordedMap(InstallMap):
         return self._proven
 
     def expire(self) -> None:
-        """The next install is to go through the loader, and the model to be recorded again."""
+        """Mark the map as stale: the next install goes through the loader, and the model is recorded again."""
         self._is_expired = True
 
     @property
@@ -193,7 +193,7 @@ class RecordedMap(InstallMap):
         return name in self._copies and (name not in self._opaque or name in self._unread)
 
     def modules(self, names: Collection[str]) -> set[str]:
-        """The modules that the copies of these tensors fill."""
+        """Return the names of the modules that these tensors are copied to."""
         return {_module(copy.target) for name in names for copy in self._copies[name]}
 
     def target_bytes(self, name: str) -> int:
@@ -230,10 +230,10 @@ class RecordedMap(InstallMap):
         return found
 
     def bind(self) -> bool:
-        """Find every live tensor; see `InstallMap.bind`. If it returns False, the model has to be recorded again."""
+        """Find every live tensor; see `InstallMap.bind`. Returns False if the model has to be recorded again."""
         if self._is_expired:
             return False
-        # An engine may put other memory behind a parameter.
+        # An engine may give a parameter other memory.
         is_kept = self._is_looked_up and not self._members.have_changed()
         if is_kept and places(list(self._live.values())) == self._places:
             return True
@@ -248,7 +248,7 @@ class RecordedMap(InstallMap):
                 tensor = register.get(leaf)
                 registers.append(register)
             if tensor is None or tensor.is_meta or _form(tensor) != target:
-                logger.warning("%s is not as it was when the model's loader was tried: it is to be tried again", name)
+                logger.warning("%s has changed since the model's loader was recorded, which is recorded again", name)
                 self._live, self._is_expired = {}, True
                 return False
             live[name] = tensor
@@ -271,10 +271,10 @@ class RecordedMap(InstallMap):
         return [tensor_digest(source.to(dtype)) for source, dtype in zip(sources, dtypes, strict=True)]
 
     def prove(self, tensors: Iterable[tuple[str, Sequence[torch.Tensor | str]]]) -> None:
-        """After an install through the loader: compare the source blocks of these, or their digests, with live ones.
+        """After an install through the loader, compare the received blocks, or their digests, with the live ones.
 
-        Those that are equal, bit by bit, are proven, or can be read if they stay with the loader; any other stays with
-        the loader, can't be read, and is named in a warning.
+        A tensor whose blocks are equal, bit by bit, is proven (if opaque, it can be read from now on). Any other tensor
+        stays with the loader, can't be read, and is named in a warning.
         """
         if not self.bind():
             return
@@ -288,16 +288,16 @@ class RecordedMap(InstallMap):
                 if live and all(map(_same_bits, live, sources)):
                     known.add(name)
                 else:
-                    self._opaque[name] = "the loader makes other values of it than a copy does"
+                    self._opaque[name] = "the loader's result differs from a copy's"
                     logger.warning(
-                        "%r can't be installed by copies, and stays with the loader: %s", name, self._opaque[name]
+                        "%r can't be installed by copies, so it goes through the loader: %s", name, self._opaque[name]
                     )
         self._exclude_entangled_modules()
 
     def held(self, start: int, limit_bytes: int, names: Collection[str] = ()) -> tuple[list[HeldTensor], int]:
-        """The tensors of the catalog (or those named) from number `start` on, as they are in live memory now.
+        """Return the catalog's tensors (or those in `names`) from index `start` on, with digests of live memory.
 
-        Up to `limit_bytes`, at least one, if there is one. Also the number to go on from, or -1 after the last.
+        Reads up to `limit_bytes`, but at least one tensor. Also returns the index of the next call, -1 after the last.
         """
         is_bound, found, num_bytes = self.bind(), list[HeldTensor](), 0
         for number, spec in enumerate(self._catalog[start:], start):
@@ -307,20 +307,20 @@ class RecordedMap(InstallMap):
             num_bytes += spec.num_bytes
             if found and num_bytes > limit_bytes:
                 return found, number
-            why_not = "" if is_bound else "the model's parameters are no longer what they were"
+            why_not = "" if is_bound else "the model's parameters were replaced since its loader was recorded"
             own = HeldTensor(spec, unproven=why_not) if why_not else self._held(spec)
             found += (own, *(self._held_tied(own, name) for name in tied))
         return found, -1
 
     def _held_tied(self, owner: HeldTensor, name: str) -> HeldTensor:
-        """Return the content of a parameter tied to `owner`, to compare with that of any of the owner's names."""
+        """Return the state of a parameter that is tied to `owner`, to be compared under any of the owner's names."""
         spec = msgspec.structs.replace(owner.spec, name=name, aliases=owner.spec.names)
         copies = self._copies.get(owner.spec.name, [])
         if owner.unproven or any(copy.target != owner.spec.name for copy in copies):
             return HeldTensor(spec, unproven=owner.unproven or f"it is tied to {owner.spec.name!r}")
         live, owned = _parameter(self._model, name), _parameter(self._model, owner.spec.name)
         if live is None or owned is None or live.shape != owned.shape:
-            return HeldTensor(spec, unproven=f"the model has no {name} of the form of {owner.spec.name}")
+            return HeldTensor(spec, unproven=f"the model has no {name} of the shape and dtype of {owner.spec.name}")
         fault = self._fault([name])
         if live.data_ptr() == owned.data_ptr():
             return HeldTensor(spec, owner.regions, fault=fault)
@@ -336,12 +336,12 @@ class RecordedMap(InstallMap):
         copies = self._copies[spec.name]
         live = self._blocks_to_read(spec.name) if spec.name in self._readable else self.target_blocks(spec.name)
         if not live:
-            return HeldTensor(spec, unproven="the model's parameters are no longer what they were")
+            return HeldTensor(spec, unproven="the model's parameters were replaced since its loader was recorded")
         fault = self._fault(dict.fromkeys(copy.target for copy in copies))
         return self._read(spec, [copy.source for copy in copies], live, fault)
 
     def _blocks_to_read(self, name: str) -> list[torch.Tensor]:
-        """The live blocks of a tensor that stays with the loader; none if a parameter is not as it was recorded."""
+        """Return the live blocks of an opaque tensor; none if a parameter has changed since it was recorded."""
         found = []
         for copy in self._copies[name]:
             live = _parameter(self._model, copy.target)
@@ -361,7 +361,7 @@ class RecordedMap(InstallMap):
     ) -> HeldTensor:
         dtypes = {DTYPE_NAMES[block.dtype] for block in live}
         if len(dtypes) > 1:
-            return HeldTensor(spec, unproven=f"it is held as {' and '.join(sorted(dtypes))}")
+            return HeldTensor(spec, unproven=f"the engine has it as {' and '.join(sorted(dtypes))}")
         try:
             parts = [_as_region(source, block, spec.shape) for source, block in zip(sources, live, strict=True)]
         except ManifestError as exc:
@@ -370,7 +370,7 @@ class RecordedMap(InstallMap):
         return HeldTensor(msgspec.structs.replace(spec, dtype=dtypes.pop()), regions, fault=fault)
 
     def _exclude_entangled_modules(self) -> None:
-        """A module that is filled with anything that stays with the loader is filled by the loader alone."""
+        """Make every tensor opaque whose module is also filled from an opaque tensor."""
         names: dict[str, set[str]] = {}
         for name, copies in self._copies.items():
             for copy in copies:
@@ -381,7 +381,7 @@ class RecordedMap(InstallMap):
             self._proven.discard(name)
             for module in self.modules([name]):
                 for other in names[module] - self._opaque.keys():
-                    self._opaque[other] = f"{module} is also filled from {name!r}, which stays with the loader"
+                    self._opaque[other] = f"{module} is also filled from {name!r}, which goes through the loader"
                     pending.append(other)
         mapped = (copy for name, copies in self._copies.items() if name not in self._opaque for copy in copies)
         self._is_looked_up = False
@@ -390,12 +390,12 @@ class RecordedMap(InstallMap):
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module under each of its names."""
+    """Return every module under each of its names."""
     return dict(model.named_modules(remove_duplicate=False))
 
 
 def is_tied(model: nn.Module, name: str, owner: str) -> bool:
-    """Return whether two names of parameters are of the same memory."""
+    """Return whether two parameter names refer to the same memory."""
     first, second = _parameter(model, name), _parameter(model, owner)
     if first is None or second is None:
         return False
@@ -413,7 +413,7 @@ def _parameter(model: nn.Module, name: str) -> torch.Tensor | None:
 def held_weights(
     run: str, weight_version: str, ranks: Mapping[int, Sequence[HeldTensor]], *, with_blocks: bool
 ) -> HeldWeights:
-    """Return the weights that the ranks of an engine hold together; each rank lists the same tensors."""
+    """Return an engine's weights, combined from its ranks, which all list the same tensors."""
     found = HeldWeights(run, weight_version, [], {})
     for of_ranks in zip(*ranks.values(), strict=True):
         spec = of_ranks[0].spec
@@ -437,9 +437,9 @@ def held_weights(
 
 
 def whole_digest(ranks: Mapping[int, HeldTensor]) -> str:
-    """The digest of a tensor, from what each rank of an engine holds of it: replicas are compared, not added.
+    """Return the digest of a tensor, added up over the engine ranks' regions; replicas are compared, not added.
 
-    Raises IntegrityError, naming the ranks and the block, where replicas differ; UnsupportedError where it is unknown.
+    Raises IntegrityError, naming the ranks and the block, if replicas differ; UnsupportedError if a part is unknown.
     """
     found: dict[Region, tuple[str, int]] = {}
     spec = next(iter(ranks.values())).spec
@@ -450,12 +450,12 @@ def whole_digest(ranks: Mapping[int, HeldTensor]) -> str:
             digest, first = found.setdefault(part.region, (part.digest, rank))
             if digest != part.digest:
                 place = f"at {list(part.region.offsets)}, sizes {list(part.region.sizes)}"
-                ranks_found = f"rank {first} holds {digest}, rank {rank} holds {part.digest}"
-                raise IntegrityError(f"{spec.name!r} is not the same everywhere, {place}: {ranks_found}")
+                ranks_found = f"rank {first} has digest {digest}, rank {rank} has {part.digest}"
+                raise IntegrityError(f"replicas of {spec.name!r} differ {place}: {ranks_found}")
     try:
         check_tiling(list(found), spec.shape, spec.name)
     except ManifestError as exc:
-        raise UnsupportedError(f"its ranks do not hold all of it: {exc}") from exc
+        raise UnsupportedError(f"the engine's ranks together do not have all of it: {exc}") from exc
     return functools.reduce(add, (digest for digest, _ in found.values()), "0" * 32)
 
 
@@ -468,7 +468,7 @@ def _module(target: str) -> str:
 
 
 def _same_bits(live: torch.Tensor, source: torch.Tensor | str) -> bool:
-    """Return whether a copy of `source`, a tensor or its digest, would leave `live` as it is. A NaN equals itself."""
+    """Return whether `live` equals `source`, a tensor or its digest, bit by bit. A NaN equals itself."""
     if isinstance(source, str):
         return tensor_digest(live) == source
     made = source.to(live.device, live.dtype)
@@ -479,7 +479,10 @@ def _same_bits(live: torch.Tensor, source: torch.Tensor | str) -> bool:
 
 
 def _as_region(source: StridedBlock, live: torch.Tensor, shape: Sequence[int]) -> tuple[Region, torch.Tensor]:
-    """Which region of a tensor of that shape a block is, and the live elements in its form. Raises ManifestError."""
+    """Return the block as a region of a tensor of this shape, and the live elements in the region's dims.
+
+    Raises ManifestError if the block is not a region.
+    """
     found = source.region(shape, row_major(tuple(shape)))
     if found is not None:
         region, order = found
@@ -488,11 +491,13 @@ def _as_region(source: StridedBlock, live: torch.Tensor, shape: Sequence[int]) -
         runs = list(runs_as_blocks(shape, source.offset, source.offset + math.prod(source.sizes)))
         if len(runs) == 1:
             return runs[0], live.reshape(runs[0].sizes)
-    raise malformed("shape", f"a block of sizes {list(source.sizes)} is no region of a tensor of shape {list(shape)}")
+    raise malformed(
+        "shape", f"a block of sizes {list(source.sizes)} is not a region of a tensor of shape {list(shape)}"
+    )
 
 
 def _entangled(copies: Iterable[RecordedCopy], targets: Mapping[str, TargetForm]) -> dict[str, str]:
-    """The names of which copies overlap in a parameter, or are no regions of it, with the reason."""
+    """Return, with the reason, the names whose copies overlap in a parameter or are not regions of it."""
     regions: dict[str, list[Region]] = {}
     names: dict[str, set[str]] = {}
     found: dict[str, str] = {}
@@ -501,7 +506,7 @@ def _entangled(copies: Iterable[RecordedCopy], targets: Mapping[str, TargetForm]
         names.setdefault(copy.target, set()).add(copy.name)
         region = copy.block.region(target.shape, target.strides)
         if region is None:
-            found[copy.name] = f"the loader copies it to what is no region of {copy.target}"
+            found[copy.name] = f"the loader copies it to elements of {copy.target} that are not a region"
         else:
             regions.setdefault(copy.target, []).append(region[0])
     for name, parts in regions.items():

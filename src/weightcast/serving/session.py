@@ -1,4 +1,4 @@
-"""A run's hold on a worker: its link and its receivers, connected in the background, and what it has sent."""
+"""A run's session with a worker: its link and its receivers, connected in the background, and its layouts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class PublisherSession:
-    """A run's hold on the worker: its link, its receivers, the layouts it has sent."""
+    """One run's claim on the worker, with its link, its receivers and the layouts that it has sent."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class PublisherSession:
         """`device`: of the engine's weights. `is_alone`: the engine has no other ranks."""
         self.info = info
         self.ended: ErrorRecord | None = None
-        """Why it has ended, once it has."""
+        """The error with which the session has ended; None before that."""
         self.offering = threading.Lock()
-        """Held while an offer is tried and opened: the next one comes after it, also where it comes at once."""
+        """Serialises offers: each is checked and opened before the next one."""
         self.update: Update | None = None
         self.last_offered = -1
         self.install: Install | None = None
-        """Of the layout that was offered last."""
+        """The install of the layout that was offered last."""
         self.receiver: Receiver | None = None
         self._keeps_versions = registry.transport(info.transport).keeps_versions
         self._link: WorkerLink | None = None
@@ -68,12 +68,12 @@ class PublisherSession:
 
     @functools.cached_property
     def stream(self) -> Any:
-        """Of its receiving threads, one after another: torch has few streams, and gives each of them out again."""
+        """The stream of its receiving threads, made once: torch hands out its few streams again and again."""
         return host_device.stream(self.device)
 
     @property
     def is_abandoned(self) -> bool:
-        """True if the session's publisher has gone, noticed or not yet, and none of its updates is being installed."""
+        """True if the session's publisher is gone, also before the link has noticed it, and no install is running."""
         return self._has_lost_its_publisher and not (self.update is not None and self.update.is_writing)
 
     @property
@@ -81,36 +81,36 @@ class PublisherSession:
         return self._link is not None and self._link.has_ended
 
     def require_going_on(self) -> None:
-        """Raises why it has ended."""
+        """Raise the error with which the session has ended, if it has."""
         if self.ended is not None:
             raise from_record(self.ended)
 
     def is_of(self, secret: Secret) -> bool:
-        """Return whether this is the secret of the publisher that holds the worker."""
+        """Return whether this is the secret of the session's publisher."""
         return secret is not UNSET and hmac.compare_digest(secret, self.info.secret)
 
     def require_publisher(self, info: UpdateInfo) -> None:
-        """Raises RefusedError unless it is the publisher that sent this: the run's id is no secret."""
+        """Raise RefusedError unless the session's publisher sent this. The secret shows that; a run's id is public."""
         if not self.is_of(info.secret):
             raise RefusedError(
-                f"this {type(info).__name__.lower()} of version {info.version} does not have the secret of run "
-                f"{info.run}: only the publisher that holds this engine may send it"
+                f"this {type(info).__name__.lower()} of version {info.version} lacks the secret of run {info.run}: "
+                "only the publisher that holds this engine may send it"
             )
 
     def who(self) -> str:
-        """Who holds the worker, since when, and what ends that; for a publisher that wants it instead."""
+        """Describe the holder of the worker, since when, and what ends the session, for a publisher that is refused."""
         info, since = self.info, self._began_at.isoformat(" ", "seconds")
         where = "" if info.publisher is UNSET else f" ({info.publisher})"
-        begin = f"run {info.run}{where} holds this engine since {since}, for {time.monotonic() - self._began:.0f} s now"
+        begin = f"run {info.run}{where} has held this engine since {since}, for {time.monotonic() - self._began:.0f} s"
         if self._has_lost_its_publisher:
-            return f"{begin}; its publisher has gone, and the engine is free once the install under way has ended"
-        lives = "While that publisher lives, open or forgotten, the lease does not end"
+            return f"{begin}; its publisher is gone, and the engine is free once the install in progress has ended"
+        lives = "While that publisher's process lives, also if the publisher is not used, the lease does not end"
         if self._link is None:
-            return f"{begin}, and is connecting; {lives}"
+            return f"{begin}, and is still connecting. {lives}"
         silent, lease = self._link.silent_seconds, info.lease_seconds
         return (
-            f"{begin}; its publisher sent its last message {silent:.1f} s ago. {lives}: it ends by itself at most "
-            f"{max(0.0, lease - silent):.0f} s from now if no message follows"
+            f"{begin}; its publisher sent its last message {silent:.1f} s ago. {lives}; without another message it "
+            f"ends in at most {max(0.0, lease - silent):.0f} s"
         )
 
     def connect_in_background(self) -> None:
@@ -120,7 +120,7 @@ class PublisherSession:
         info, rank = self.info, self._engine_rank
         failure: str | None = None
         try:
-            # The receivers first: a hello on the link means that this worker is ready for an offer.
+            # The receivers come first: a hello on the link means that this worker is ready for an offer.
             receivers: list[Receiver] = []
             with on_failure(lambda: _for_all([receiver.close for receiver in receivers])):
                 for address in (info.transport, *info.origins):
@@ -129,14 +129,14 @@ class PublisherSession:
                         peer=f"{info.engine}#{rank}" if rank else info.engine,
                         run=info.run,
                         device=self.device,
-                        # A publisher that is silent may itself wait for another peer: it is the first to give up.
+                        # At least this long, so that a publisher which waits for another peer times out first.
                         deadline_seconds=max(info.deadline_seconds, 60.0),
                     )
                     receivers.append(receiver)
             self.receiver = OriginReceivers(receivers) if info.origins else receivers[0]
             memory = "" if self._is_alone else self.receiver.common_memory()
             if self.ended is None:
-                # Not once it is over: a late hello would be taken for that of the hold in its place.
+                # Not after the session has ended: a late hello would be taken for that of the next session.
                 self._link = WorkerLink(
                     info.link,
                     Hello(info.run, info.engine, rank, info.secret, host=host_identity(), memory=memory),
@@ -146,23 +146,23 @@ class PublisherSession:
                 )
         except Exception as exc:
             failure = str(exc) if isinstance(exc, WeightcastError) else f"{type(exc).__name__}: {exc}"
-            logger.warning("the publisher of run %s could not be reached: %s", info.run[:8], exc)
+            logger.warning("could not connect to the publisher of run %s: %s", info.run[:8], exc)
         if failure is not None:
-            self._on_end(self, f"its publisher could not be reached: {failure}")
+            self._on_end(self, f"the connection to its publisher failed: {failure}")
         self._connected.set()
         if self.ended is not None:
             self.close()
 
     def _on_message(self, message: LinkMessage) -> None:
         if isinstance(message, ReleaseMemory):
-            # Not in the link's thread: memory of a GPU goes once all that is queued there is over.
+            # Not in the link's thread, since freeing GPU memory waits for all queued work.
             awaited_at_exit(self.release, "weightcast-release")
 
     def release(self) -> None:
-        """Give back memory that is kept for the next update, unless one is under way."""
+        """Release the memory that is kept for the next update, unless an update is in progress."""
         if self.update is not None and not self.update.has_ended():
             return
-        # Which relaxes the thread's capture mode: memory of a GPU goes while an engine may capture a graph.
+        # `own_stream` relaxes the thread's capture mode: GPU memory is freed while an engine may capture a graph.
         with host_device.own_stream(self.device), contextlib.suppress(WeightcastError):
             if self.install is not None:
                 self.install.forget_views()
@@ -170,16 +170,19 @@ class PublisherSession:
                 self.receiver.release()
 
     def require_receiver(self) -> Receiver:
-        """The connected receiver. Raises why the session has ended, ClosedError if it is still connecting."""
-        # The hello may have been answered with an offer before the connecting thread has returned from saying it.
+        """Return the connected receiver.
+
+        Raises the error with which the session has ended, ClosedError if it is still connecting.
+        """
+        # The publisher may answer the hello with an offer before the connecting thread has returned from sending it.
         if not self._connected.wait(GRACE_SECONDS):
-            raise ClosedError("the link to the publisher is not up yet; wait for the worker's hello before an offer")
+            raise ClosedError("the link to the publisher is not connected yet: wait for the worker's hello, then offer")
         self.require_going_on()
         assert self.receiver is not None
         return self.receiver
 
     def require_origins(self, manifest: Manifest) -> None:
-        """Raises ManifestError unless there is an address for each origin, or one of all: of a place of versions."""
+        """Raise ManifestError unless there is an address for each origin, or one address of a store for all."""
         self.require_receiver()
         if self._keeps_versions:
             return
@@ -187,11 +190,11 @@ class PublisherSession:
         if found > known:
             raise malformed(
                 "origin",
-                f"buckets of {found} origins were offered, expected at most {known}: init named so many addresses",
+                f"buckets of {found} origins were offered, but init named {known} addresses: offer as many origins",
             )
 
     def send(self, message: LinkMessage) -> None:
-        """Send over the link; a publisher that has gone is noticed by the link itself."""
+        """Send over the link. Errors are ignored: the link itself notices that the publisher is gone."""
         if self._link is not None:
             with contextlib.suppress(OSError):
                 self._link.send(message)
@@ -200,18 +203,21 @@ class PublisherSession:
         self._receiving = awaited_at_exit(receive, "weightcast-receive")
 
     def abort_update(self, error: WeightcastError) -> None:
-        """Abort an update that is in progress, and say so over the link."""
+        """Abort an update in progress, and report the error over the link."""
         if self.update is not None and self.update.abort(error):
             self.send(Failed(self.update.version.number, to_record(error)))
 
     def end_update(self, error: WeightcastError) -> None:
-        """Abort an update that is in progress, and see that its thread has left the receiver."""
+        """Abort an update in progress, and wait until its thread no longer uses the receiver."""
         if self.update is not None:
             self.update.abort(error)
         if self._receiving is not None:
             self._receiving.join(timeout=GRACE_SECONDS)
             if self._receiving.is_alive():
-                raise ClosedError("the former update is still receiving; connect again")
+                raise ClosedError(
+                    "the former update was aborted but its thread still uses the receiver: publish again, which "
+                    "connects again"
+                )
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
@@ -219,20 +225,20 @@ class PublisherSession:
             self._link.close()
         if self.receiver is not None:
             self.receiver.close()
-        # Views keep the transport's memory mapped; this object may be part of a cycle and live on until a collection.
+        # Views keep the transport's memory mapped, and this object may be part of a reference cycle.
         if self.install is not None:
             self.install.forget_views()
 
 
 class OriginReceivers(Receiver):
-    """Implements `Receiver` for an update that leaves from several origins, over one receiver for each.
+    """Implements `Receiver` for an update from several origins, with one receiver for each.
 
-    A bucket has the manifest's own number, and is valid until the next one of its origin is asked for. An error of any
-    origin is raised when that origin's turn comes.
+    A bucket has its number in the whole manifest, and is valid until the next bucket of its origin is requested. An
+    origin's error is raised when its next bucket is due.
     """
 
     def __init__(self, receivers: Sequence[Receiver]) -> None:
-        """`receivers[o]` is connected to the sender of origin o. An update of fewer origins uses the first ones."""
+        """`receivers[o]`: connected to the sender of origin o. An update of fewer origins uses the first ones."""
         self._receivers = receivers
         self._manifest: Manifest | None = None
 
@@ -246,14 +252,14 @@ class OriginReceivers(Receiver):
         return all(receiver.read_together(manifest, portion) for receiver in self._receivers)
 
     def __iter__(self) -> Iterator[Bucket]:
-        """Every bucket once, the next of each origin in turn."""
+        """Yield every bucket once: in each round the next bucket of each origin."""
         manifest = self._manifest
         assert manifest is not None, "open() comes first"
         origins, spans = manifest.bucket_origins, manifest.spans
         arriving = [_numbered(*pair) for pair in zip(self._receivers, spans, strict=False)]
         for index in manifest.rounds:
             yield from itertools.islice(arriving[origins[index]], 1)
-        # Each is asked once more: that releases its last bucket, and finds a sender that has gone meanwhile.
+        # Each receiver is advanced once more: that releases its last bucket, and raises if its sender was lost.
         for rest in arriving:
             yield from rest
 
@@ -274,14 +280,14 @@ class OriginReceivers(Receiver):
 
 
 def _numbered(receiver: Receiver, span: range) -> Iterator[Bucket]:
-    """The buckets of one origin under the numbers that they have in the whole manifest."""
+    """Yield the buckets of one origin, with their numbers in the whole manifest."""
     for bucket in receiver:
         yield Bucket(span.start + bucket.index, bucket.buffer)
         del bucket
 
 
 def _for_all(calls: Sequence[Callable[[], None]]) -> None:
-    """Make every call, whatever one of them raises."""
+    """Make every call, also after one has raised."""
     with contextlib.ExitStack() as stack:
         for call in calls:
             stack.callback(call)

@@ -1,8 +1,8 @@
 """One update on the engine's side, a state machine: offered -> receiving -> received -> sealed -> installed | aborted.
 
-Invariants: nothing reaches the engine before its bucket was checked; staged, nothing reaches it before the seal; an
-unsealed update can't be installed; whichever way it ends, the receiver's buckets are released and the engine either
-serves one whole version or is torn and says so.
+Invariants: no bucket is loaded before it was checked, staged ones not before the seal; an unsealed update can't be
+installed; when the update has ended, the receiver's buckets are released and the engine either serves one whole version
+or is torn and refuses to serve.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from weightcast.serving.install import Install
 logger = logging.getLogger(__name__)
 
 Agree: TypeAlias = Callable[[ErrorRecord | None], ErrorRecord | None]
-"""Called once per step on every rank of an engine with its own error or None; returns one for all if any had one."""
+"""Agreement of an engine's ranks on one step: each rank passes its error or None, and all get the same one back."""
 
 
 def alone(error: ErrorRecord | None) -> ErrorRecord | None:
-    """The agreement of an engine of one rank."""
+    """Return `error`: the agreement of an engine with one rank."""
     return error
 
 
 class _AgreedStep:
-    """A context for one step of all ranks. If the step raises on one rank, it raises the same error on all."""
+    """Context of one step that all ranks take. If the step raises on one rank, the same error is raised on all."""
 
     def __init__(self, agree: Agree) -> None:
         self._agree = agree
@@ -79,7 +79,10 @@ _ENDED = (State.INSTALLED, State.ABORTED)
 
 
 class Update:
-    """One version's way into one engine. `receive` has a thread of its own; the other calls come from the worker."""
+    """The update of one engine to one version.
+
+    `receive` runs in a background thread; the worker makes the other calls.
+    """
 
     def __init__(
         self,
@@ -93,11 +96,11 @@ class Update:
         portion: Portion | None = None,
         agree: Agree = alone,
     ) -> None:
-        """`deadline_seconds`: how long a step of generation may take that the update has to wait for.
+        """`deadline_seconds`: limit of each wait for the engine's current step of generation.
 
-        `settles`: the undo copy is kept after the install, until `settle`. `portion`: what this rank is to check of a
-        staged version; it is installed only when all ranks have received theirs. `agree`: how the ranks of an engine
-        make each step of an install fail on all of them alike.
+        `settles`: keep the undo copy after the install, until `settle`. `portion`: the part of a staged version that
+        this rank checks; the version is installed only when all ranks have received theirs. `agree`: the agreement by
+        which a step of an install fails on all ranks of the engine alike.
         """
         self.offer = offer
         self.version = WeightVersion(offer.run, offer.version)
@@ -119,7 +122,7 @@ class Update:
         self._settles = settles
         self._portion = portion
         self.read_bytes = 0
-        """Of the payloads that were checked here."""
+        """Bytes of the payloads that this worker has read and checked."""
         self._device = install.device
         self._former: tuple[WeightVersion | None, str] = (None, "")
         self._restore: Callable[[], None] | None = None
@@ -127,12 +130,12 @@ class Update:
         self._has_begun = False
         self._assembly = install.assembly(is_staged=not self._streaming)
         self._root = ""
-        # Held while the engine is being written, so that an abort waits for it.
+        # Locked while the engine's weights are written, so that an abort waits for the end of the write.
         self._writing = threading.Lock()
 
     @property
     def installed_bytes(self) -> int:
-        """Of what an install puts into place here."""
+        """Bytes that this worker installs."""
         return self._install.installed_bytes
 
     @property
@@ -142,17 +145,17 @@ class Update:
 
     @property
     def is_writing(self) -> bool:
-        """True while this update is written to the engine, or installed."""
+        """True while this update is being written to the engine, or installed."""
         return self._writing.locked()
 
     def has_ended(self) -> bool:
-        """Wait for a write or install that is under way; return whether the update was installed or given up."""
+        """Wait for a write or install in progress; return whether the update was installed or aborted."""
         with self._writing:
             return self.state in _ENDED
 
     @contextlib.contextmanager
     def aborted_on_failure(self) -> Iterator[None]:
-        """Abort the update if the body raises anything; the body's exception goes on."""
+        """Abort the update if the block raises; the exception is raised on."""
         try:
             yield
         except BaseException as exc:
@@ -170,11 +173,11 @@ class Update:
             self._portion = None
         if self._streaming:
             self._gate.begin_writing(self._writer, deadline_seconds=self._deadline_seconds)
-            # The kernels of the last step may still run, and read the weights. Waited for before the receiver is open:
-            # with NCCL the device is then busy until the publisher has sent.
+            # Kernels of the last step may still read the weights. Wait for them before the receiver is open: with NCCL
+            # the device is busy from then on until the publisher has sent.
             self._await_device()
         with self._writing:
-            if self.state is State.ABORTED:  # before there was anything here that an abort ends
+            if self.state is State.ABORTED:  # aborted before the receiver was open
                 self._gate.end_writing(self._writer)
             else:
                 self._receiver.open(self._manifest, self.version, staged=not self._streaming)
@@ -182,20 +185,20 @@ class Update:
     def receive(self) -> str:
         """Receive and check every bucket, in the order of the manifest's rounds; return the root digest.
 
-        Streaming: load each as it comes. Staged: put together what straddles origins, as its pieces come.
+        Streaming: load each bucket as it comes. Staged: join the tensors with pieces from several origins.
 
-        Raises IntegrityError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, or what the engine's `load` raised
-        as InstallError. The caller aborts then.
+        Raises IntegrityError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, or InstallError from an exception of
+        the engine's `load`. The caller then aborts the update.
         """
         self._move(State.OFFERED, State.RECEIVING)
         digests: dict[int, bytes] = {}
         order, origins = iter(self._manifest.rounds), self._manifest.bucket_origins
-        # An abort may come while this thread holds a bucket, and have released the others already.
+        # If an abort came while this thread used a bucket, it could not release that one.
         with on_failure(self._clear):
             for bucket in self._receiver:
                 index = next(order, self.num_buckets)
                 if bucket.index != index or index == self.num_buckets:
-                    raise IntegrityError(f"bucket {bucket.index} arrived, bucket {index} was expected")
+                    raise IntegrityError(f"received bucket {bucket.index}, expected bucket {index}: publish again")
                 header = self._check(bucket, origins[index])
                 digests[index] = header.digest
                 payload = decoded(bucket.buffer, header)
@@ -203,16 +206,16 @@ class Update:
                     self._install.stage(index, payload, self._assembly, is_here=self._portion is None)
                     continue
                 with self._loading(), Translated(Exception, self._raise_as_install):
-                    # Once a bucket is here: until then the model's tensors may be exchanged.
+                    # Only with the first bucket: until then the model's tensors may be replaced.
                     self._begin()
                     self._install.load_bucket(index, payload, self._assembly)
             if len(digests) != self.num_buckets:
-                raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
+                raise IncompleteUpdateError(f"received {len(digests)} of {self.num_buckets} buckets: publish again")
             if self._streaming:
                 with self._loading(), Translated(Exception, self._raise_as_install):
                     self._begin()
                     self._install.load_end(self._assembly)
-                    # On this thread's stream; the thread that commits has another.
+                    # Wait for this thread's stream, since the committing thread uses another.
                     self._await_device()
             self._root = root_digest(
                 self._install.manifest_digest, [digests[index] for index in range(self.num_buckets)]
@@ -229,7 +232,7 @@ class Update:
         try:
             header = check_bucket(bucket.buffer, num_bytes, self.version, index, origin, only_header=others)
         except IntegrityError:
-            # A loader that writes into the tensors it is given may have spoilt this process's view of the bucket.
+            # A loader that writes into the tensors that it gets may have changed this process's copy of the bucket.
             if not self._receiver.reread(bucket):
                 raise
             header = check_bucket(bucket.buffer, num_bytes, self.version, index, origin, only_header=others)
@@ -238,7 +241,7 @@ class Update:
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
-        """Streaming: one write into the live model, which is paused for the whole update."""
+        """Streaming: context of one write to the live model, which is paused for the whole update."""
         with self._writing:
             if self.state is not State.RECEIVING:
                 raise self._ended("the update was aborted")
@@ -250,7 +253,7 @@ class Update:
         raise InstallError(what, torn=not self._undo) from error
 
     def _begin(self) -> None:
-        """Look where the live tensors are, right before the first of them is written. Idempotent."""
+        """Bind the install to the live tensors, right before the first of them is written. Idempotent."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -264,9 +267,9 @@ class Update:
             self._engine.begin(install.copied)
 
     def _touch(self) -> None:
-        """From here on the live weights change. Call while no step of generation runs."""
+        """Note that the live weights change from now on, and keep the undo copy. No step of generation may run."""
         if not self._touched:
-            if not self._streaming:  # else `open` has waited
+            if not self._streaming:  # streaming, `open` has waited already
                 self._await_device()
             if self._undo:
                 assert isinstance(self._engine, Undoable)
@@ -274,29 +277,30 @@ class Update:
             self._touched = True
 
     def seal(self, seal: Seal) -> None:
-        """Accept the publisher's word that this is all of it. Never waits.
+        """Accept the publisher's seal, after which the update can be installed. Never waits. Idempotent.
 
-        Raises IncompleteUpdateError if buckets are missing, IntegrityError if the roots differ. Idempotent.
+        Raises IncompleteUpdateError if buckets are missing, IntegrityError if the root digests differ.
         """
         if self.state in (State.SEALED, State.INSTALLED):
             return
         if self.state is not State.RECEIVED:
             raise IncompleteUpdateError(
-                f"version {self.version.number} is {self.state.value}, not received: seal it after its last bucket"
+                f"version {self.version.number} is {self.state.value}, not received: send the seal after the last "
+                "bucket"
             )
         if (seal.num_buckets, seal.root) != (self.num_buckets, self._root):
             raise IntegrityError(
-                f"the seal names {seal.num_buckets} buckets with root {seal.root}, "
-                f"received were {self.num_buckets} with root {self._root}"
+                f"the seal names {seal.num_buckets} buckets with root digest {seal.root}, but {self.num_buckets} with "
+                f"root digest {self._root} were received: publish again"
             )
         self._move(State.RECEIVED, State.SEALED)
 
     def install(self) -> float:
-        """Make the version serve, between two steps of generation; return the seconds the engine was paused for it.
+        """Install the version between two steps of generation; return the seconds for which the engine was paused.
 
-        Raises IncompleteUpdateError if it is not sealed, PeerTimeoutError if a step does not end by the deadline
-        (nothing happens then), InstallError if loading failed: the former version is restored if an undo was asked
-        for, else the engine is torn.
+        Raises IncompleteUpdateError if it is not sealed, PeerTimeoutError (with nothing changed) if a step does not end
+        by the deadline, InstallError if loading failed: with `undo` the former version is restored, otherwise the
+        engine is torn.
         """
         with self._writing:
             if self.state is not State.SEALED:
@@ -331,16 +335,16 @@ class Update:
         return seconds
 
     def settle(self, *, keep: bool) -> None:
-        """After an install that others took part in: keep the version, or go back to the one before.
+        """Second phase of a two-phase install: keep the version, or roll back since another worker failed.
 
-        Going back needs an undo copy; without one the engine is torn. Idempotent: only the first call that returns
-        counts. Raises PeerTimeoutError, with nothing done, if a step does not end by the deadline: call it again.
+        Without an undo copy a roll-back leaves the engine torn. Idempotent: only the first call that returns counts.
+        Raises PeerTimeoutError, with nothing changed, if a step does not end by the deadline: call it again.
         """
         with self._writing:
             if self.state is State.INSTALLED and self._settles:
                 if not keep:
                     with self._gate.exclusive(deadline_seconds=self._deadline_seconds):
-                        reason = f"version {self.version.number} was taken back: it was not installed everywhere"
+                        reason = f"version {self.version.number} was rolled back: another worker did not install it"
                         self.error, self.state = to_record(UpdateAbortedError(reason)), State.ABORTED
                         logger.warning("%s", reason)
                         if self._go_back(reason):
@@ -352,7 +356,7 @@ class Update:
             self._restore = None
 
     def describe(self, install_seconds: float) -> str:
-        """Return the log's text on an install: its version and sizes, and how long it took."""
+        """Return the log line of an install: version, seconds, sizes."""
         of = f"version {self.version.number} of run {self.version.run[:8]}"
         num_tensors, num_bytes = len(self._manifest.tensors), self._manifest.num_bytes
         tensors = f"{num_tensors} tensor{'s' * (num_tensors != 1)}, {num_bytes:,} bytes"
@@ -360,39 +364,39 @@ class Update:
         return f"installed {of} in {install_seconds:.3f} s: {tensors}, {whole:.3f} s after its offer"
 
     def unsealed(self) -> IncompleteUpdateError:
-        """Why it can't be installed now."""
+        """Return the error for an update that is not sealed."""
         return IncompleteUpdateError(
-            f"version {self.version.number} is {self.state.value}, not sealed: it can't be installed"
+            f"version {self.version.number} can't be installed yet, because it is {self.state.value}, not sealed: send "
+            "its seal first"
         )
 
     def abort(self, error: Exception) -> bool:
-        """Give the update up, after a write that is under way. False if it had ended before.
+        """Abort the update, after a write in progress. Returns False if it had ended before.
 
-        An InstallError's `torn` becomes what the engine then is.
-
-        Frees everything; a thread that is receiving is woken and raises.
+        Sets an InstallError's `torn` to the resulting state of the engine. Frees everything; a thread that is receiving
+        wakes up and raises.
         """
         with self._writing:
             if self.state in _ENDED:
                 return False
             self.error, self.state = to_record(error), State.ABORTED
             try:
-                # First, since going back waits for the device: a broadcast that runs there ends with its group only.
+                # First, because the roll-back waits for the device, where a running broadcast ends only with its group.
                 self._receiver.end()
             finally:
-                is_whole = self._go_back(f"version {self.version.number} was given up half-way: {self.error.message}")
+                is_whole = self._go_back(f"version {self.version.number} was aborted half-way: {self.error.message}")
                 if isinstance(error, InstallError):
                     error.torn = not is_whole
                     self.error = to_record(error)
-                # Before another call that aborts it can return: the publisher resumes the engine then.
+                # Before a concurrent abort can return, after which the publisher resumes the engine.
                 self._release()
         return True
 
     def _go_back(self, reason: str) -> bool:
-        """Undo what was written; without an undo copy the engine is torn. True if a whole version is there."""
+        """Undo the writes; without an undo copy the engine is torn. Returns True if the engine has a whole version."""
         try:
             if self._touched:
-                # Copies that another thread has queued would come after what is restored.
+                # Copies that another thread has queued would otherwise run after the restore.
                 self._await_device()
             self._engine.discard()
             if self._restore is not None:
@@ -431,5 +435,5 @@ class Update:
             self.state = state
 
     def _ended(self, otherwise: str) -> WeightcastError:
-        """Why it was given up."""
+        """Return the error with which the update was aborted, or UpdateAbortedError with this text."""
         return UpdateAbortedError(otherwise) if self.error is None else from_record(self.error)

@@ -1,9 +1,9 @@
-"""One worker of an engine: which publisher holds it, the update in progress, and what every control call does.
+"""One worker of an engine: the publisher's session, the update in progress, and the control calls.
 
 Invariants: at most one run holds the worker, at most one update is in progress; no call waits for the publisher
-(background threads do); however a hold ends (shutdown, takeover, the publisher's death, the end of its lease), its
-update is aborted and its pause lifted, after an install that has begun. Errors are raised to the caller and sent over
-the link.
+(background threads do); however a session ends (shutdown, takeover, the publisher's death, the end of its lease), its
+update is aborted and its pause lifted, after an install in progress. Errors are raised to the caller and sent over the
+link.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ logger = logging.getLogger(__name__)
 
 
 class StageMetrics(Protocol):
-    """Metrics of a worker's offers, receives, seals, installs and whole updates, each a value of the label `stage`.
+    """Metrics of a worker's offers, receives, seals, installs and whole updates, by the label `stage`.
 
-    `stage_seconds`: prometheus_client's Histogram, or an object with its methods; `stage_failures`: Counter.
+    `stage_seconds`: a prometheus_client Histogram, or an object with its methods. `stage_failures`: a Counter,
+    likewise.
     """
 
     stage_seconds: Any
@@ -79,11 +80,11 @@ class StageMetrics(Protocol):
 
 
 class Worker:
-    """Serves the control protocol for one `Engine`. Every method may be called from any thread.
+    """Implements the control protocol for one `Engine`. Every method may be called from any thread.
 
-    `installs` are the ways of installing that the engine has. `settles`: an install can be taken back until `settle`;
-    until then its undo copy is kept. `engine_rank` and `world_size` may be changed as long as no run
-    holds the worker. Raises TypeError for what is no engine.
+    `installs`: the install modes that the engine supports. `settles`: an install can be rolled back until `settle`, and
+    its undo copy is kept until then. `engine_rank` and `world_size` may be changed while no run holds the worker.
+    Raises TypeError if `engine` is not an engine.
     """
 
     def __init__(
@@ -141,13 +142,15 @@ class Worker:
         )
 
     def init(self, info: InitInfo) -> None:
-        """Let a run hold this worker; it connects in the background. A run's second init replaces its first.
+        """Begin a run's session, which connects in the background. A run's second init replaces its first session.
 
-        Raises UnsupportedError (protocol, transport), EngineBusyError if another run holds it and `takeover` is off.
+        Raises UnsupportedError (protocol, transport), EngineBusyError if another run holds the worker and `takeover` is
+        False.
         """
         if info.protocol != PROTOCOL:
             raise UnsupportedError(
-                f"the publisher speaks protocol {info.protocol}, this engine speaks {PROTOCOL}: update one end"
+                f"the publisher speaks protocol {info.protocol}, this engine speaks {PROTOCOL}: install the same "
+                "version of weightcast in the trainer and the engine"
             )
         try:
             for address in (info.transport, *info.origins):
@@ -161,10 +164,10 @@ class Worker:
                 PublisherSession(info, self.engine_rank, device, self._on_end, is_alone=self.world_size == 1),
             )
             if former is not None:
-                # Its secret as well: `info` gives the run's id to every client.
+                # The secret must be equal, too: every client can read the run's id in `info`.
                 is_same = info.run == former.info.run and former.is_of(info.secret)
                 if is_same:
-                    error: WeightcastError = UpdateAbortedError("its publisher connected again")
+                    error: WeightcastError = UpdateAbortedError("the update's publisher connected again")
                 elif info.takeover or former.is_abandoned:
                     error = EngineBusyError(f"run {info.run} took the engine over")
                 else:
@@ -184,9 +187,10 @@ class Worker:
         session.connect_in_background()
 
     def update(self, info: UpdateInfo) -> None:
-        """Take an offer, a seal or an abort. Returns at once; raises what is wrong and sends it over the link.
+        """Handle an offer, a seal or an abort. Returns at once. An error is raised, and sent over the link as well.
 
-        Raises RefusedError, with nothing done, if it does not have the secret of the publisher that holds the worker.
+        Raises RefusedError, with nothing changed, if the message lacks the secret of the publisher that holds the
+        worker.
         """
         match info:
             case Offer():
@@ -201,13 +205,13 @@ class Worker:
                 session = self._require_session(info.run)
                 session.require_publisher(info)
                 if session.update is not None and session.update.version.number == info.version:
-                    session.update.abort(UpdateAbortedError(f"the publisher gave it up: {info.reason}"))
+                    session.update.abort(UpdateAbortedError(f"the publisher aborted the update: {info.reason}"))
 
     def finish(self, number: int, run: str = "") -> WeightVersion:
-        """Install the sealed update of that number. Idempotent; waits for the current step of generation only.
+        """Install the sealed update of this number. Idempotent; waits only for the current step of generation.
 
-        Any client may call it: what is sealed is to be installed. Raises IncompleteUpdateError (not sealed),
-        InstallError, StaleVersionError (another number, or not of `run`, which holds the engine where none is named).
+        Any client may call it, since a sealed update may be installed. `run`: by default the one that holds the engine.
+        Raises IncompleteUpdateError (not sealed), InstallError, StaleVersionError (another number or another run).
         """
         session = self._require_session(run or None)
         version = WeightVersion(session.info.run, number)
@@ -219,18 +223,18 @@ class Worker:
                 try:
                     seconds = update.install()
                 except Exception as exc:
-                    # A caller that asks too early gets the error alone: the update goes on.
+                    # If the update goes on (the caller was too early), only the caller gets the error.
                     if (record := update.error) is not None:
                         session.send(Failed(number, record))
                         logger.warning("version %d was not installed: %s%s", number, record.message, trace_of(exc))
                     raise
                 self._unsettled = update if self._settles else None
                 self._observe("update", time.perf_counter() - update.offered_at)
-                # One line for an engine: its other ranks install the same.
+                # One INFO line per engine: its other ranks install the same version.
                 logger.log(logging.DEBUG if self.engine_rank else logging.INFO, "%s", update.describe(seconds))
                 session.send(Installed(number, seconds, update.installed_bytes))
         except IncompleteUpdateError:
-            # Another caller's install of it may have ended while this one waited.
+            # Another caller may have installed it while this one waited.
             if not self._serves(version):
                 raise
         return version
@@ -239,24 +243,26 @@ class Worker:
         return self.gate.version == version and not self.gate.torn
 
     def installable(self) -> WeightVersion:
-        """The update in progress, if `finish` can install it now or has done so.
+        """Return the version of the update in progress, if `finish` can install it or has installed it.
 
-        Raises what `finish` would, with nothing done: ClosedError, UpdateAbortedError, IncompleteUpdateError.
+        Raises what `finish` would raise, with nothing changed: ClosedError, UpdateAbortedError, IncompleteUpdateError.
         """
         session = self._require_session()
         if session.update is None:
-            raise IncompleteUpdateError("nothing was offered: there is no update to install")
+            raise IncompleteUpdateError("there is no update to install: offer a version first (start_weight_update)")
         update = self._current(session, session.update.version.number)
         if update.state not in (State.SEALED, State.INSTALLED):
             raise update.unsealed()
         return update.version
 
     def settle(self, version: WeightVersion, *, keep: bool) -> None:
-        """Keep a version that was installed everywhere, or else go back to the one before. Needs `settles`.
+        """Second phase of a two-phase install: keep a version that all workers installed, or roll back.
 
-        Idempotent: only the first call for a version that returns counts, and a next offer keeps it. Going back without
-        an undo copy tears the engine. An engine that did not install the version has nothing to go back from. Raises
-        PeerTimeoutError, with nothing done, if a step does not end by the deadline: call it again.
+        Needs `settles`.
+
+        Idempotent: only the first call for a version that returns counts. The next offer keeps the version, too.
+        Without an undo copy a roll-back leaves the engine torn. Does nothing if this worker did not install the
+        version. Raises PeerTimeoutError, with nothing changed, if a step does not end by the deadline: call it again.
         """
         update = self._unsettled
         if update is not None and update.version == version:
@@ -265,13 +271,13 @@ class Worker:
 
     @property
     def unsettled(self) -> WeightVersion | None:
-        """The version that is installed and not settled, if there is one."""
+        """Return the version that is installed and not settled yet, if there is one."""
         update = self._unsettled
         return None if update is None else update.version
 
     @property
     def failure(self) -> WeightcastError | None:
-        """Why the update in progress was given up, or else why its publisher's hold has ended."""
+        """Return the error with which the update in progress was aborted, or its session has ended; else None."""
         session = self._session
         if session is None:
             return None
@@ -279,35 +285,38 @@ class Worker:
         return None if record is None else from_record(record)
 
     def send_failed(self, version: WeightVersion, error: WeightcastError) -> None:
-        """Say on the link what became of a version, where others than this worker decided it."""
+        """Report over the link that a version has failed, if another worker's error has decided that."""
         session = self._session
         if session is not None and session.info.run == version.run:
             session.send(Failed(version.number, to_record(error)))
 
     def pause(self, mode: str, run: str = "") -> None:
-        """Close the gate for a run, whose pause ends with its hold, or for a person (empty). `gate.resume` ends it."""
+        """Close the gate for a run, whose pause ends with its session, or for a person (empty `run`).
+
+        `gate.resume` opens it again.
+        """
         if run:
             self._require_session(run)
         self.gate.pause(mode, owner=run, deadline_seconds=self._install_deadline_seconds)
         session = self._session
         if run and (session is None or session.info.run != run):
             self.gate.resume(owner=run)
-            raise ClosedError(f"the hold of run {run} ended while it paused")
+            raise ClosedError(f"the session of run {run} ended while it paused the engine, so the pause was lifted")
 
     def abort_streaming(self, error: WeightcastError) -> None:
-        """Give up the update in progress if it is loaded as it comes, also once all of it has come."""
+        """Abort the update in progress if it is streaming, also after all of it has come."""
         session = self._session
         if session is not None and session.update is not None and session.update.is_streaming:
             session.abort_update(error)
 
     def shutdown(self) -> None:
-        """End the hold of whichever run has it. Idempotent; the engine serves on."""
+        """End the session of the run that holds the worker. Idempotent; the engine goes on serving."""
         session = self._session
         if session is not None:
             self._on_end(session, "the engine was asked to end the transfer")
 
     def close(self) -> None:
-        """The engine ends, and with it the waits for its gate. Idempotent."""
+        """End the session and every wait for the gate, before the engine exits. Idempotent."""
         with self._lock:
             self._closed = True
         self.shutdown()
@@ -346,9 +355,12 @@ class Worker:
     def _require_session(self, run: str | None = None) -> PublisherSession:
         session = self._session
         if session is None:
-            raise ClosedError("no publisher holds this engine: call /init_weight_transfer_engine first")
+            raise ClosedError("no publisher holds this engine: send /init_weight_transfer_engine first")
         if run is not None and session.info.run != run:
-            raise StaleVersionError(f"the update is of run {run}, this engine is held by run {session.info.run}")
+            raise StaleVersionError(
+                f"the update is from run {run}, but run {session.info.run} holds this engine: publish from that run "
+                "only"
+            )
         return session
 
     def _current(self, session: PublisherSession, number: int) -> Update:
@@ -364,24 +376,31 @@ class Worker:
         receiver = session.require_receiver()
         served = self.gate.version
         has_served = served is not None and served.run == offer.run and not self.gate.torn
-        # A publisher that has connected again since may offer its last version again: nothing of it is on its way then.
+        # A publisher that has connected again may offer its last version again, of which nothing is in transit any
+        # more.
         was_offered = session.last_offered if session.update is not None else session.last_offered - 1
         newest = max(was_offered, served.number if served is not None and has_served else -1)
         if session.update is not None and session.update.offer == offer and not session.update.has_ended():
             session.require_publisher(offer)
-            return  # once more, as by a client or a proxy whose connection was closed
+            return  # the same offer, sent again by a client or a proxy whose connection was closed
         if offer.version <= newest:
-            raise StaleVersionError(f"version {offer.version} was offered, version {newest} has been seen: replayed?")
+            raise StaleVersionError(
+                f"version {offer.version} was offered after version {newest} (a replayed request?): offer a higher "
+                "version"
+            )
         if offer.install not in self._installs:
             raise UnsupportedError(
-                f"install={offer.install!r} was asked for, which {type(self.engine).__name__} does not do; "
-                f"use {' or '.join(map(repr, self._installs))}"
+                f"install={offer.install!r} was requested, but {type(self.engine).__name__} does not support it: "
+                f"publish with install={' or '.join(map(repr, self._installs))}"
             )
         if offer.base is not None:
-            raise UnsupportedError(f"a delta on version {offer.base} was offered; this engine takes full updates only")
+            raise UnsupportedError(
+                f"a delta on version {offer.base} was offered, but this engine takes only full updates: offer all "
+                "weights"
+            )
         session.require_publisher(offer)
         if session.update is not None and session.update.is_streaming:
-            # To try an offer may need the model, which that one still writes to.
+            # Checking an offer may use the model, to which the former update still writes.
             session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
         install = self._install(session, offer)
         if offer.undo:
@@ -402,13 +421,13 @@ class Worker:
         )
         with update.aborted_on_failure():
             update.open()
-            # The thread that ended the hold may have looked before there was an update to end.
+            # If the session ended before this update was there, nobody has aborted the update.
             session.require_going_on()
         session.send(Accepted(offer.version))
         session.receive_in_background(functools.partial(self._receive, session, update))
 
     def _install(self, session: PublisherSession, offer: Offer) -> Install:
-        """The install of an offer; a layout that this run has sent before is not checked again."""
+        """Return the install of an offer. A layout that this session has used before is not checked again."""
         known, specs = session.install, self.engine.specs()
         if known is not None and known.manifest_digest != offer.manifest_digest:
             known = None
@@ -416,18 +435,23 @@ class Worker:
             return known
         manifest = offer.manifest if known is None else known.layout.manifest
         if manifest is None:
-            raise ManifestError("the offer has no manifest, and its digest is not one that this link has been sent")
+            raise ManifestError(
+                "the offer has no manifest, and this session has not received one with its digest: send the manifest"
+            )
         if known is None:
             manifest.check()
             if (digest := manifest.digest()) != offer.manifest_digest:
-                raise ManifestError(f"the manifest's digest is {digest}, the offer says {offer.manifest_digest}")
+                raise ManifestError(
+                    f"the manifest has digest {digest}, but the offer names {offer.manifest_digest}: send the offer "
+                    "again"
+                )
         session.require_origins(manifest)
         session.install = admit(manifest, offer.manifest_digest, self.engine, specs)
         return session.install
 
     def _receive(self, session: PublisherSession, update: Update) -> None:
         number, device = update.version.number, session.device
-        # On a stream of its own: what waits for buckets keeps no kernel of the engine waiting.
+        # On a separate stream, so that waits for buckets do not delay the engine's kernels.
         own_stream = (
             contextlib.nullcontext() if device.type == "cpu" else host_device.own_stream(device, session.stream)
         )
@@ -435,12 +459,12 @@ class Worker:
             with self._observed("receive"), update.aborted_on_failure(), own_stream:
                 root = update.receive()
         except Exception as exc:
-            # Where this side ended it before, its reason: the receiver only knows that it was ended.
+            # If this side has aborted the update, its reason counts: the receiver's error says only that it was ended.
             record = update.error or to_record(exc)
             session.send(Failed(number, record))
             logger.warning("version %d was not received: %s%s", number, record.message, trace_of(exc))
             if session.ended is not None:
-                # Again: this thread may have had a bucket in hand, and have made views of it since.
+                # Closed again, since this thread may have made views of a bucket after the first close.
                 session.close()
             return
         session.send(Received(number, update.num_buckets, root, update.read_bytes))
@@ -448,30 +472,30 @@ class Worker:
     # --- the end of a hold ---
 
     def _on_end(self, session: PublisherSession, reason: str) -> None:
-        # Released first: while its install is under way no other run may hold the engine, and write into it.
-        self._release(session, UpdateAbortedError(f"the publisher of run {session.info.run[:8]} has gone: {reason}"))
+        # Released first: while an install is in progress no other run may hold the engine and write into it.
+        self._release(session, UpdateAbortedError(f"the publisher of run {session.info.run[:8]} is gone: {reason}"))
         with self._lock:
             if self._session is session:
                 self._session = None
         self._lift_pause(session)
 
     def _release(self, session: PublisherSession, error: WeightcastError) -> None:
-        """Abort what the hold had begun, lift its pause, disconnect. An install under way is finished first."""
+        """Abort the session's update, lift its pause, disconnect. An install in progress is finished first."""
         session.ended = session.ended or to_record(error)
         session.abort_update(error)
         session.close()
         self._lift_pause(session)
 
     def _lift_pause(self, session: PublisherSession) -> None:
-        """A run's pause ends with its hold; a run that has connected again keeps it."""
+        """Lift the run's pause at the end of its session, unless the run has connected again."""
         current = self._session
         if current is None or current is session or current.info.run != session.info.run:
             self.gate.resume(owner=session.info.run)
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
-        """The dtype in which the engine has each of these tensors that it knows, by record name.
+        """Return, by record name, the engine's dtype of each of these tensors that it knows.
 
-        Generation waits meanwhile where the engine's loader has to be tried. Raises UnsupportedError.
+        If the engine's loader has to be recorded for that, generation waits. Raises UnsupportedError.
         """
         held = self.engine.specs()
         if held is not None:
@@ -480,16 +504,16 @@ class Worker:
                 s.name: next(by_name[n] for n in s.names if n in by_name) for s in specs if by_name.keys() & s.names
             }
         if not isinstance(self.engine, SaysDtypes):
-            what = f"{type(self.engine).__name__} can't say which dtypes its weights have, as dtype='engine' asks"
-            raise UnsupportedError(f"{what}: give the source a dtype, or none")
+            what = f"{type(self.engine).__name__} can't say which dtypes its weights have, which dtype='engine' needs"
+            raise UnsupportedError(f"{what}: give the source a dtype such as dtype=torch.bfloat16, or no dtype")
         with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):
             return dict(self.engine.dtypes(specs))
 
     def held(self, names: Collection[str] = (), start: int = 0, limit_bytes: int = MAX_BYTES) -> HeldWeights:
-        """The digest of each tensor (or of those named), from number `start` on, up to `limit_bytes` of them.
+        """Return digests of the engine's tensors (or of those in `names`), from index `start` on, up to `limit_bytes`.
 
-        All of one version: generation waits meanwhile. Raises UnsupportedError, EngineTornError; ValueError for names
-        that the engine does not have.
+        All are of one version, since generation waits meanwhile. Raises UnsupportedError, EngineTornError; ValueError
+        for names that the engine does not have.
         """
         install_map = self.engine.install_map if isinstance(self.engine, Mapped) else None
         if isinstance(install_map, RecordedMap):
@@ -514,20 +538,25 @@ class Worker:
                 weights.digests[name] = tensor_digest(tensor)
         unknown = sorted(set(names) - weights.digests.keys())
         if unknown and not start:
-            raise ValueError(f"this engine has no tensor {', '.join(unknown[:8])} ({len(unknown)} unknown names)")
+            raise ValueError(
+                f"this engine has no tensor {', '.join(unknown[:8])} ({len(unknown)} unknown names): ask for names of "
+                "the model"
+            )
         return weights
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[ExposesTensors]:
-        """The engine between two steps of generation, so that one version is read whole. Raises UnsupportedError."""
+        """Context between two steps of generation, in which the weights are of one version. Raises UnsupportedError."""
         if not isinstance(self.engine, ExposesTensors):
-            raise UnsupportedError(f"the weights of {type(self.engine).__name__} can't be read")
+            raise UnsupportedError(
+                f"the weights of {type(self.engine).__name__} can't be read: give it the methods of ExposesTensors"
+            )
         with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):
             yield self.engine
 
 
 def _portion(offer: Offer, manifest: Manifest, engine_rank: int) -> Portion | None:
-    """Return this rank's portion of a version to read and check; None unless the offer lists this rank and its host."""
+    """Return the portion of a version that this rank reads and checks; None unless the offer lists this rank's host."""
     local = None if offer.ranks is UNSET else offer.ranks.get(host_identity())
     if local is None or engine_rank not in local.ranks:
         return None

@@ -1,4 +1,4 @@
 """The trainer's side: the publisher, one publish run, its fleet of engines and its report.
 
-Here belongs what runs beside training. It knows sources and transports by their seams only. Several ranks: `group`.
+This code runs in the training process. It uses sources and transports only through `seams`. `group`: several ranks.
 """

@@ -15,7 +15,7 @@ from weightcast.seams.source import CollectiveSource
 
 
 def integer(name: str, value: Any) -> int:
-    """`value` as an int; also one of numpy's integers or a tensor of one integer. Raises TypeError for others."""
+    """Return `value` as an int. Accepts numpy integers and tensors of one integer; raises TypeError for other types."""
     kind = str(getattr(value, "dtype", type(value).__name__))
     if "bool" not in kind and not getattr(value, "is_meta", False):
         try:
@@ -26,7 +26,7 @@ def integer(name: str, value: Any) -> int:
 
 
 def require_source(source: object) -> None:
-    """Raises TypeError unless it is a source of weights."""
+    """Raise TypeError unless `source` is a `Source` or a `StreamSource`."""
     if _has(source, "specs", "regions") or _has(source, "specs", "stream"):
         return
     remedy = "pass an object with specs() and regions(), such as ModuleSource(model)"
@@ -42,16 +42,17 @@ def require_source(source: object) -> None:
 
 
 def require_tensors(specs: Sized) -> None:
-    """Raises ValueError if a source has no tensors: what is kept of it would be read later as if it were a model."""
+    """Raise ValueError for a source without tensors: a store or checkpoint would keep it as an empty model."""
     if not len(specs):
         raise ValueError(
-            "the source has no tensors: pass the weights themselves (a state dict that FSDP gathers is empty on all "
-            "ranks but the first: publish there, with trainer_group=None, or ModuleSource(model) on every rank)"
+            "the source has no tensors; pass a source with weights. A state dict that FSDP gathers is empty on all "
+            "ranks but the first: publish it there with trainer_group=None, or publish ModuleSource(model) on every "
+            "rank"
         )
 
 
 def require_alone(source: object) -> None:
-    """Raises ValueError if some of a source's values can only be computed by several trainer ranks together."""
+    """Raise ValueError if some of the source's tensors can only be computed by several trainer ranks together."""
     if isinstance(source, CollectiveSource) and source.num_gathers:
         raise ValueError(
             "the model has PEFT adapters in layers that are sharded over ranks, and one rank can't merge them alone: "
@@ -60,14 +61,14 @@ def require_alone(source: object) -> None:
 
 
 def require_engines(engines: object) -> None:
-    """Raises TypeError unless it is a list of engines, whatever they are."""
+    """Raise TypeError unless `engines` is a sequence. Its items are checked by `require_client`."""
     if isinstance(engines, (str, Mapping, nn.Module)) or not isinstance(engines, Iterable):
         example = f"engines=[{engines!r}]" if isinstance(engines, str) else "engines=['http://127.0.0.1:8000']"
         raise TypeError(f"engines is {shown(engines)}; it must be a list of URLs or engine clients: {example}")
 
 
 def require_client(engine: object) -> None:
-    """Raises TypeError unless it is a client of an engine."""
+    """Raise TypeError unless `engine` is an `EngineClient`."""
     if _has(engine, "name", "connect", "info", "init", "update", "finish", "close"):
         return
     remedy = "pass its URL, such as 'http://127.0.0.1:8000', or a client, such as LocalEngine(engine)"
@@ -80,18 +81,19 @@ def require_client(engine: object) -> None:
     elif _has(engine, "specs", "load", "commit", "discard"):
         remedy = "pass LocalEngine(engine) for this process, or the URL of the server that serves it"
     elif isinstance(getattr(type(engine), "url", None), property):
-        remedy = "pass its `url`"
+        remedy = "pass the server's URL, its `url` attribute"
     elif hasattr(engine, "collective_rpc"):
         remedy = "pass a client for it, such as LLMEngine(llm) of weightcast.integrations.vllm"
     raise TypeError(f"{shown(engine)} is not the URL or the client of an engine: {remedy}")
 
 
 def require_trainer_group(group: object) -> None:
-    """Raises TypeError or ValueError unless it is "auto", None or a group of torch.distributed."""
+    """Raise TypeError or ValueError unless `group` is "auto", None or a process group of torch.distributed."""
     if group is None or (isinstance(group, str) and group == "auto"):
         return
     if dist.is_available():
-        # What `new_group` returns on a rank outside of it is refused when the ranks are looked at.
+        # `new_group` returns this value on a rank outside the new group; `Publisher` raises for it at the first
+        # publish.
         is_outside = isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
         if is_outside or isinstance(group, dist.ProcessGroup):
             return
@@ -102,12 +104,12 @@ def require_trainer_group(group: object) -> None:
 
 
 def _has(value: object, *names: str) -> bool:
-    """Return whether it is an object (not a class) with these attributes, its own or those of what it wraps."""
+    """Return whether `value` is an instance (not a class) that has, or wraps an object that has, these attributes."""
     return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
 def shown(value: object) -> str:
-    """A short value with its type, only the type of any other."""
+    """Return a value's type for a message, with the value itself if that is short."""
     if value is None:
         return "None"
     name = value.__name__ if isinstance(value, type) else type(value).__name__
@@ -117,8 +119,8 @@ def shown(value: object) -> str:
 
 
 def require_call(wait_ready_seconds: object, on_progress: object) -> None:
-    """Raise TypeError or ValueError for what a publish can't wait for, or call."""
+    """Raise TypeError or ValueError for a wrong `wait_ready_seconds` or `on_progress` of a publish."""
     if wait_ready_seconds != 0:
         number_of_seconds("wait_ready_seconds", wait_ready_seconds)
     if on_progress is not None and not callable(on_progress):
-        raise TypeError(f"on_progress is {on_progress!r}; it must be a function of two numbers of bytes")
+        raise TypeError(f"on_progress is {on_progress!r}; it must be a function (done_bytes, total_bytes)")

@@ -1,7 +1,7 @@
-"""A publish in the background: its progress, its handle, and whose turn it is to use a publisher.
+"""A publish in the background: its progress, its handle, and the lock that lets one thread at a time use a publisher.
 
-Invariants: one thread at a time uses a publisher; weights may change once `Flight.packed` was called, on every trainer
-rank; a publish is cancelled before its first install or not at all.
+Invariants: one thread at a time uses a publisher; on every trainer rank, weights may change once `Flight.packed` has
+been called; a publish is cancelled before its first install or not at all.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Overlap = Literal["wait", "skip", "raise"]
 
 
 class Flight:
-    """How far one publish has come, for the thread that called it. Thread-safe."""
+    """Progress of one publish, for the thread that waits for it or cancels it. Thread-safe."""
 
     def __init__(self, *, is_background: bool = False, can_cancel: bool = False) -> None:
-        """`is_background`: the caller waits until all is packed only. `can_cancel`: until engines install."""
+        """`is_background`: the caller waits only until all is packed. `can_cancel`: until engines install."""
         self.is_background = is_background
         self.began_at = time.perf_counter()
         self.version: int | None = None
         """The version's number, once it is known."""
         self.stall_seconds = 0.0
-        """How long the caller had to leave the weights alone, once all is packed."""
+        """Time from the call until all was packed, during which the weights must not change; 0 before that."""
         self._condition = threading.Condition()
         self._is_packed = False
         self._is_over = False
@@ -39,7 +39,7 @@ class Flight:
     # --- the publish ---
 
     def packed(self) -> None:
-        """Say that the source is not read any more. Idempotent."""
+        """Mark the end of packing: the source is not read any more. Idempotent."""
         with self._condition:
             if not self._is_packed:
                 self._is_packed = True
@@ -52,7 +52,7 @@ class Flight:
             self._condition.notify_all()
 
     def require_wanted(self, *, installs: bool = False) -> None:
-        """Raise UpdateAbortedError if the publish was cancelled. `installs`: from now on it can't be."""
+        """Raise UpdateAbortedError if the publish was cancelled. `installs`: refuse to cancel it from now on."""
         with self._condition:
             if self._is_cancelled:
                 raise UpdateAbortedError("the publish was cancelled before any engine had installed the version")
@@ -90,48 +90,48 @@ class PublishHandle:
 
     @property
     def stall_seconds(self) -> float:
-        """How long `start` had the trainer wait: until all was packed, with the wait for a publish before."""
+        """Time that `start` blocked the trainer: until all was packed, including the wait for an earlier publish."""
         return self._flight.stall_seconds
 
     def packed(self) -> bool:
-        """Return True once the weights may change again; always for a handle that `start` has returned."""
+        """Return True once the weights may change again, which is the case when `start` returns the handle."""
         return self._flight.is_packed
 
     def done(self) -> bool:
-        """Return True once the publish has ended: `result` does not wait any more."""
+        """Return True once the publish has ended, so that `result` does not block."""
         return self._future.done()
 
     def result(self, timeout_seconds: float | None = None) -> PublishReport:
         """Wait until every engine serves the version; return the report, or raise what `Publisher.publish` raises.
 
-        Raises TimeoutError after `timeout_seconds`: the publish goes on. Without it the wait ends with the publish,
-        whose own waits end by `PublishOptions.deadline_seconds`.
+        Raises TimeoutError after `timeout_seconds`; the publish goes on. Without a timeout it blocks until the publish
+        ends; each wait inside the publish is limited by `PublishOptions.deadline_seconds`.
         """
         report = self._future.result(timeout_seconds)
         assert report is not None, "a handle is of a publish that was not skipped"
         return report
 
     def cancel(self) -> bool:
-        """Give the publish up, unless engines have begun to install it; return whether it is given up.
+        """Cancel the publish unless engines have begun to install it; return whether it is cancelled.
 
-        Does not wait: the publish ends with its present step, at most a deadline later, and `result` raises
-        UpdateAbortedError then. Every engine keeps what it has. With several trainer ranks the publishing rank cancels
-        for all; elsewhere this returns False.
+        Does not wait: the publish ends after its present step, at most one deadline later, and then `result` raises
+        UpdateAbortedError. Every engine keeps its version. With several trainer ranks the publishing rank cancels
+        for all; on the other ranks this returns False.
         """
         return self._flight.cancel()
 
     def add_done_callback(self, call: Callable[[PublishHandle], object]) -> None:
-        """Call `call(handle)` when the publish has ended, in its thread; at once if it has ended already."""
+        """Call `call(handle)` in the publish's thread when the publish has ended; at once if it has ended already."""
         self._future.add_done_callback(lambda _: call(self))
 
     def __await__(self) -> Generator[Any, None, PublishReport]:
-        """Wait as `result` does, without blocking the event loop. A cancelled wait leaves the publish alone."""
+        """Wait as `result` does, without blocking the event loop. Cancelling the wait does not cancel the publish."""
         yield from asyncio.wrap_future(self._future).__await__()
         return self.result()
 
 
 class Turn:
-    """Whose turn it is to use a publisher: one thread's at a time."""
+    """A lock that lets one thread at a time use a publisher, and that knows whether that thread publishes."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -141,9 +141,9 @@ class Turn:
 
     @contextlib.contextmanager
     def acquired(self, *, publishes: bool = False) -> Iterator[None]:
-        """Wait for this thread's turn, and have it inside. `publishes`: for a publish, which others may not wait for.
+        """Acquire the lock for the block. `publishes`: the block publishes, so others may decline to wait for it.
 
-        Raises ValueError if this thread has it already.
+        Raises ValueError if this thread has the lock already.
         """
         self.acquire(publishes=publishes)
         try:
@@ -152,7 +152,7 @@ class Turn:
             self.release()
 
     def acquire(self, *, publishes: bool, waits: bool = True) -> bool:
-        """Take the turn. False, unless it `waits`, while another thread publishes."""
+        """Acquire the lock. Without `waits`, return False while another thread publishes."""
         with self._condition:
             if self._thread == threading.get_ident():
                 raise ValueError(
@@ -166,7 +166,7 @@ class Turn:
             return True
 
     def acquire_unless_declined(self) -> Overlap | None:
-        """On a rank that follows: take the turn, or return how the publishing rank has declined this publish."""
+        """On a following rank: acquire the lock, or return the `overlap` for which rank 0 has declined this publish."""
         with self._condition:
             self._condition.wait_for(lambda: self._declined or not self._thread)
             if self._declined:
@@ -175,7 +175,7 @@ class Turn:
             return None
 
     def decline(self, overlap: Overlap) -> None:
-        """On a rank that follows: the publishing rank has declined one publish more."""
+        """On a following rank: note that the publishing rank has declined one more publish."""
         with self._condition:
             self._declined.append(overlap)
             self._condition.notify_all()
@@ -187,7 +187,7 @@ class Turn:
 
 
 def require_skip(overlap: Overlap) -> None:
-    """Raise PublishInFlightError unless a publish is to be skipped while another one is in flight."""
+    """Raise PublishInFlightError if `overlap` is "raise"; return if the publish is to be skipped."""
     if overlap == "raise":
         raise PublishInFlightError(
             "a publish of this publisher is in flight: wait for its handle's result(), or pass overlap='wait' or 'skip'"

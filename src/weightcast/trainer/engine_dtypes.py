@@ -1,7 +1,7 @@
-"""The dtypes that a fleet's engines have tensors in, for a source that is cast to them.
+"""The dtypes of the engines' weights, for a source with dtype="engine", which is cast to them.
 
-Invariants: every engine has said what it has before anything is offered to it; engines of one publisher have the same
-dtypes, and one that differs has failed, by name, before any byte moves.
+Invariants: every engine has reported its dtypes before a version is offered to it; all engines of one publisher have
+the same dtypes, and an engine that differs fails, by name, before any byte moves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weightcast.trainer.fleet import Fleet, FleetMember
 
 
 class EngineDtypes:
-    """The dtypes that a publisher's engines have named, kept from publish to publish."""
+    """The dtypes that a publisher's engines have reported, kept from publish to publish."""
 
     def __init__(self) -> None:
         self.by_name: Mapping[str, str] = {}
@@ -25,29 +25,29 @@ class EngineDtypes:
         self._cast: tuple[Sequence[TensorSpec], Mapping[str, str], Sequence[TensorSpec]] = ((), {}, ())
 
     def ask(self, fleet: Fleet, specs: Sequence[TensorSpec], *, is_again: bool) -> None:
-        """Ask the engines that have not been asked since they were connected; note those that differ as failed.
+        """Ask the engines that have not been asked since they connected; mark those that differ as failed.
 
-        `specs`: the source's own. `is_again`: a version goes out that other engines have, in its dtypes. Raises
-        ValueError for a fleet without engines.
+        `specs`: the source's own. `is_again`: the version was sent to other engines before, so its dtypes are fixed.
+        Raises ValueError for a fleet without engines.
         """
         if not len(fleet):
             raise ValueError(
-                "dtype='engine' casts to what engines have, and there is no engine to ask: a store has none; give the "
-                "source a dtype (dtype=torch.bfloat16), or none"
+                "the source has dtype='engine', which casts to the engines' dtypes, but this publisher has no engine "
+                "to ask (a store has none): give the source a dtype such as dtype=torch.bfloat16, or no dtype"
             )
         fleet.each(lambda member: member.ask_dtypes(specs))
         first: FleetMember | None = None
         found = {spec.name: self.by_name.get(spec.name, spec.dtype) for spec in specs} if is_again else {}
-        # Those that serve this publisher's last version come first: one that comes late does not change it for them.
+        # Engines that serve this publisher's last version come first, so that a newcomer can't change their dtypes.
         for member in sorted(fleet.healthy(), key=lambda member: not member.is_joined):
             differing = [n for n, dtype in member.dtypes.items() if n in found and _both(dtype, found[n])]
             if differing:
-                whose = "the version that it is to be brought to" if first is None else first.name
+                whose = "the version to install" if first is None else first.name
                 problems = [f"{n!r} is {member.dtypes[n]} in {member.name}, {found[n]} in {whose}" for n in differing]
                 member.fail(
                     IncompatibleWeightsError(
-                        f"{listed(problems)}: with dtype='engine' the engines of a publisher have the same dtypes; "
-                        "start this one with the same dtype, or publish to it by another publisher",
+                        f"{listed(problems)}: with dtype='engine' all engines of a publisher must have the same "
+                        f"dtypes; start {member.name} with the same dtype, or publish to it from another publisher",
                         problems,
                     )
                 )
@@ -61,14 +61,14 @@ class EngineDtypes:
             self.by_name = self.by_name if by_name == self.by_name else by_name
 
     def cast(self, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-        """The specs with these dtypes; the same object for the same specs and dtypes."""
+        """Return the specs with the engines' dtypes. Equal inputs give the same object."""
         if self._cast[0] is not specs or self._cast[1] is not self.by_name:
             self._cast = specs, self.by_name, cast_by_name(specs, self.by_name)
         return self._cast[2]
 
 
 def cast_by_name(specs: Sequence[TensorSpec], dtypes: Mapping[str, str]) -> Sequence[TensorSpec]:
-    """The specs, with these dtypes in place of their own; the same object for none."""
+    """Return the specs with these dtypes in place of their own; `specs` itself if there are none."""
     if not dtypes:
         return specs
     return tuple(msgspec.structs.replace(spec, dtype=dtypes.get(spec.name, spec.dtype)) for spec in specs)

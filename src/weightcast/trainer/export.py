@@ -1,4 +1,4 @@
-"""Writes a source as a checkpoint directory that stock loaders read: safetensors shards by size, and their index."""
+"""Export a source to a checkpoint directory that stock loaders read: safetensors shards by size, and their index."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from weightcast.trainer.packer import tiling
 def export(
     source: Source, directory: Path, *, max_shard_bytes: int = 5_000_000_000, config_from: Path | None = None
 ) -> list[str]:
-    """Write every tensor under its first name, tied ones once; return the names of the files.
+    """Write every tensor under its first name, tied tensors once; return the names of the files.
 
-    `config_from`: a model's directory, whose configuration and tokenizer are copied as they are. The directory appears
-    complete or not at all. Raises FileExistsError if it is there, FileNotFoundError if `config_from` has no
-    config.json, ValueError if a tensor is not whole on this rank or there is none, UnsupportedError for a dtype that
-    the format does not have. Memory: what is held in several regions, or cast, of one shard at a time.
+    `config_from`: a model directory whose configuration and tokenizer files are copied unchanged. The directory appears
+    complete or not at all. Raises FileExistsError if the directory exists, FileNotFoundError if `config_from` has no
+    config.json, ValueError if this rank does not have all of a tensor or the source has no tensors, UnsupportedError
+    for a dtype that safetensors lacks. Extra memory: copies of one shard's tensors, if they are cast or in several
+    regions.
     """
     if directory.exists():
-        raise FileExistsError(f"{directory} is there already: name another directory, or remove it first")
+        raise FileExistsError(f"{directory} exists already: name another directory, or remove this one first")
     if config_from is not None and not (config_from / "config.json").is_file():
         raise FileNotFoundError(f"{config_from} has no config.json: give the directory that save_pretrained wrote")
     unfinished = UnfinishedDirectory(directory)
@@ -52,14 +53,18 @@ def _write(source: Source, directory: Path, max_shard_bytes: int) -> list[str]:
     arguments.require_alone(source)
     if casts_to_engines(source):
         raise ValueError(
-            "dtype='engine' casts to what engines have, and a checkpoint has none: give the source a dtype"
+            "the source has dtype='engine', which casts to the engines' dtypes, but an export has no engine: give the "
+            "source a dtype such as dtype=torch.bfloat16"
         )
     specs, held = source.specs(), dict[str, list[Held]]()
     try:
         for part in tiling(specs, source.regions()):
             held.setdefault(specs[part.tensor].name, []).append((part.region, part.data))
     except IncompatibleWeightsError as exc:
-        raise ValueError(f"not every tensor is whole on this rank: export from a store ({exc})") from exc
+        raise ValueError(
+            f"this rank does not have all of every tensor ({exc}): publish to a store (file:///DIR) from all ranks, "
+            "and export that with `weightcast export`"
+        ) from exc
     shards = list(_shards(specs, max_shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -75,7 +80,7 @@ def _write(source: Source, directory: Path, max_shard_bytes: int) -> list[str]:
 
 @torch.no_grad()
 def _joined(spec: TensorSpec, parts: Sequence[Held]) -> torch.Tensor:
-    """A contiguous tensor of what lies in its parts, of the spec's dtype: its own memory if that is just so."""
+    """Return one contiguous tensor of the spec's dtype, joined from its parts; not a copy if none is needed."""
     dtype = TORCH_DTYPES[spec.dtype]
     if len(parts) == 1:
         return parts[0][1].reshape(spec.shape).to(dtype).contiguous()
@@ -86,7 +91,7 @@ def _joined(spec: TensorSpec, parts: Sequence[Held]) -> torch.Tensor:
 
 
 def _shards(specs: Sequence[TensorSpec], max_bytes: int) -> Iterator[list[TensorSpec]]:
-    """In order; a tensor that is larger has a shard of its own."""
+    """Yield the specs of each shard, in order. A tensor larger than `max_bytes` has a shard of its own."""
     shard: list[TensorSpec] = []
     for spec in specs:
         if shard and sum(s.num_bytes for s in shard) + spec.num_bytes > max_bytes:

@@ -1,7 +1,7 @@
-"""The engines of one publisher, and the steps of an update that each takes on its own.
+"""The engines of one publisher, and the steps of an update for each of them.
 
-Invariants: one engine's failure is its own result and never another's; a pause that was asked for is lifted on every
-path, by this process or, where the engine has no lease, by the watchdog.
+Invariants: one engine's failure is noted in its own result and fails no other engine; a requested pause is lifted on
+every path, by this process or, for an engine without a lease, by the watchdog.
 """
 
 from __future__ import annotations
@@ -56,32 +56,32 @@ _MAX_PARALLEL = 64
 
 
 class Connection(enum.Enum):
-    """How far this publisher has come with the engine that a client reaches now."""
+    """State of this publisher's connection to one engine."""
 
     LOST = enum.auto()
-    """It has to be asked what it is, and its workers have to connect."""
+    """The next publish asks the engine for its `info`, and its workers have to connect."""
     JOINED = enum.auto()
     PAUSED = enum.auto()
-    """Joined, and it has confirmed a pause that was not lifted since."""
+    """Joined, and the engine has confirmed a pause that has not been lifted since."""
 
 
 class PauseEnd(enum.Enum):
-    """The request that an engine which was asked to pause must still get, also over a new connection."""
+    """The request that still has to end an engine's pause, also over a new connection."""
 
     NONE = enum.auto()
-    """No pause was asked for, or it was lifted."""
+    """No pause was requested, or it was lifted."""
     RESUME = enum.auto()
     QUARANTINE = enum.auto()
-    """Its workers may hold parts of two versions, and only the pause keeps it from serving them."""
+    """Its workers may have different versions, and only the pause keeps the engine from serving them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineState:
-    """One engine, as far as a publisher knows.
+    """State of one engine, as far as the publisher knows it.
 
-    `version`: the number of the version that it had when the publisher heard of it last, None if there was none.
-    `state`: "new" (no publish has asked it yet), "connected", "failed" (it did not take its last update, `last_error`
-    says why) or "lost" (its connection has ended; the next publish connects it again).
+    `version`: number of the version that the engine last reported, None if it had none. `state`: "new" (no publish has
+    contacted it yet), "connected", "failed" (it did not install its last update, `last_error` says why) or "lost" (its
+    connection has ended; the next publish connects it again).
     """
 
     name: str
@@ -94,11 +94,11 @@ class FleetMember:
     """One engine: its client, the links of its workers, and its result in the update in progress."""
 
     def __init__(self, client: EngineClient, *, owned: bool) -> None:
-        """Raises TypeError for a client that can pause its engine, but would not be asked to."""
+        """Raise TypeError for a client that has `pause` but lacks the rest of `ServesTraffic`, so is never paused."""
         if callable(getattr(client, "pause", None)) and not isinstance(client, ServesTraffic):
             raise TypeError(
-                f"{type(client).__name__} has pause() but lacks resume() or recovery_requests(): derive "
-                "it from weightcast.seams.client.ServesTraffic, or its engine would generate during installs"
+                f"{type(client).__name__} has pause() but lacks resume() or recovery_requests(), so its engine would "
+                "generate during installs: derive it from weightcast.seams.client.ServesTraffic"
             )
         self.client = client
         self._given = client
@@ -106,19 +106,19 @@ class FleetMember:
         self.owned = owned
         self.links: list[Link] = []
         self.sender: ClientSender | None = None
-        """The sender of its client, if it has no workers of ours; None: it takes the publisher's transport."""
+        """The client's own sender, for an engine without weightcast workers; None: the publisher's transport."""
         self.info: WeightInfo | None = None
         self.result = EngineResult()
         self.version = -1
-        """The version that was offered in the update in progress; -1 before that."""
+        """The version offered in the update in progress; -1 before the offer."""
         self.serves: int | None = None
-        """The number of the version that it had when it was heard of last."""
+        """Number of the version that the engine last reported; None if it had none."""
         self.instance = ""
-        """The engine itself, however it is called; empty for one that does not say."""
+        """Id of the engine, equal for two URLs of one engine; empty if the engine reports none."""
         self.has_proven = False
-        """True once its weights were compared with the sent ones since it connected, and were equal."""
+        """True if its weights have been compared with the sent ones since it connected, and were equal."""
         self.dtypes: Mapping[str, str] = {}
-        """By a tensor's name, of those that it was asked for last."""
+        """The engine's dtypes by tensor name, for the specs of the last `ask_dtypes`."""
         self._dtypes_of: Sequence[TensorSpec] | None = None
         self._connection = Connection.LOST
         self._pause_end = PauseEnd.NONE
@@ -128,7 +128,7 @@ class FleetMember:
         self._deadline_seconds = 0.0
         self._watchdog: Watchdog | None = None
         self._is_guarded = False
-        """True while the watchdog has requests to send to it."""
+        """True while the watchdog has recovery requests for this engine."""
 
     @property
     def is_joined(self) -> bool:
@@ -148,16 +148,16 @@ class FleetMember:
 
     @property
     def is_absent(self) -> bool:
-        """True if nothing answered when it was asked: it may be starting."""
+        """True if nothing answered at its URL: the engine may be starting."""
         return self.result.error is not None and self.result.error.kind == PeerDiedError.__name__
 
     def begin(self, run: str, deadline_seconds: float, watchdog: Watchdog) -> None:
-        """Begin another update, of which nothing is known yet. `watchdog` ends its pauses where no lease does."""
+        """Begin another update with an empty result. `watchdog` resumes an engine without a lease if we die."""
         self._run, self._deadline_seconds, self._watchdog = run, deadline_seconds, watchdog
         self.result, self.version = EngineResult(), -1
 
     def ask(self, listener: LinkListener) -> None:
-        """Drop what was connected, and ask what the engine is now; again if it was absent before."""
+        """End the engine's links and ask for its `info`. May be called again for an engine that did not answer."""
         self.result = EngineResult()
         listener.end_links("the publisher connects again", self.name)
         self.links, self._offered_manifest, self._dtypes_of = [], "", None
@@ -166,26 +166,30 @@ class FleetMember:
         self.info = self.client.info()
         if self.info.protocol != PROTOCOL:
             found = f"{self.name} speaks protocol {self.info.protocol}, this publisher speaks {PROTOCOL}"
-            raise UnsupportedError(f"{found}: update one end")
+            raise UnsupportedError(f"{found}: install the same version of weightcast in the trainer and the engine")
         self.instance = "" if self.info.instance is UNSET else self.info.instance
         self.serves = self.info.version
 
     def ask_dtypes(self, specs: Sequence[TensorSpec]) -> None:
-        """Ask what the engine has these tensors in, unless it has said so since `ask`. Raises UnsupportedError."""
+        """Ask for the engine's dtypes of these tensors, once per connection.
+
+        Raises UnsupportedError if the engine can't report them.
+        """
         if self._dtypes_of is specs:
             return
         dtypes = self.client.dtypes(specs)
         if dtypes is None:
             raise UnsupportedError(
-                f"{self.name} can't say which dtypes its weights have, as dtype='engine' asks: give the source a dtype "
-                "(dtype=torch.bfloat16) or none, or serve the engine with weightcast's plugin"
+                f"{self.name} can't say which dtypes its weights have, which the source's dtype='engine' needs: give "
+                "the source a dtype such as dtype=torch.bfloat16, or install weightcast's plugin in the engine"
             )
         self.dtypes, self._dtypes_of = dtypes, specs
 
     def join(self, listener: LinkListener, init: InitInfo) -> None:
-        """Have the workers of an engine that was asked connect, and wait for their hellos.
+        """Have the engine's workers connect, and wait for their hellos. `ask` comes first.
 
-        Raises EngineBusyError or ClosedError if the engine is not this run's any more: its workers don't come then.
+        Raises EngineBusyError if another run has taken the engine over, ClosedError if the engine has ended the
+        session; in both cases no worker would connect.
         """
         assert self.info is not None
         num_unheld = 0
@@ -196,27 +200,31 @@ class FleetMember:
             with contextlib.suppress(PeerError):
                 holder = self.client.info().holder
             self._require_ours(holder)
-            # Twice in a row: workers of one engine that are asked in between may not agree yet.
+            # Only the second answer in a row counts: one engine's workers may not have agreed when the first came.
             num_unheld = 0 if holder else num_unheld + 1
             if num_unheld > 1:
                 is_memory = init.transport.startswith("memory:")
                 raise ClosedError(
-                    f"{self.name} ended this publisher's session while it connected: it could not reach the publisher, "
-                    "was asked to end the transfer, or another run took it over and has ended too; its log says which"
-                    + ("; memory:// joins ends of one process only: use ipc://" if is_memory else "")
+                    f"{self.name} ended this publisher's session while its workers connected: they could not reach the "
+                    "publisher, the engine was asked to end the transfer, or another run took the engine over and has "
+                    "ended since; see the engine's log"
+                    + ("; memory:// works only within one process: use ipc://" if is_memory else "")
                 )
 
         self.client.init(init)
         self.links = listener.wait(self.name, self.info.world_size, self._deadline_seconds, ask=require_session)
-        # Again: a takeover waits for an install of the former run, whose version counts.
+        # Asked again: a takeover waits for an install of the former run, and this publish must be above its version.
         self.info = self.client.info()
         self._require_ours(self.info.holder)
         self._connection = Connection.JOINED
 
     def _require_ours(self, holder: str) -> None:
-        """Raises EngineBusyError if another run has taken the engine since."""
+        """Raise EngineBusyError if another run has taken the engine over since."""
         if holder not in ("", self._run):
-            raise EngineBusyError(f"run {holder} took {self.name} over while this publisher connected to it")
+            raise EngineBusyError(
+                f"run {holder} took {self.name} over while this publisher connected to it: publish to an engine from "
+                "one publisher at a time"
+            )
 
     def offer(self, offer: Offer) -> None:
         """Offer a version and wait until every worker has accepted."""
@@ -230,7 +238,7 @@ class FleetMember:
         self._offered_manifest = offer.manifest_digest
 
     def _local_ranks(self) -> dict[str, LocalRanks] | UnsetType:
-        """The ranks of this engine by host, where a host has several."""
+        """Return the engine ranks by host, for hosts with several ranks."""
         by_host: dict[str, list[Link]] = {}
         for link in self.links:
             by_host.setdefault(link.host, []).append(link)
@@ -242,17 +250,20 @@ class FleetMember:
         return several or UNSET
 
     def received(self, num_buckets: int, root: str) -> None:
-        """Wait until every worker has everything. Raises IntegrityError if one has something else."""
+        """Wait until every worker has received all buckets. Raises IntegrityError if a root digest differs."""
         read_bytes = []
         for link in self.links:
             got = link.wait(Received, self.version, self._deadline_seconds)
             if (got.num_buckets, got.root) != (num_buckets, root):
-                raise IntegrityError(f"{link.peer} has {got.num_buckets} buckets of root {got.root}, sent was {root}")
+                raise IntegrityError(
+                    f"{link.peer} received {got.num_buckets} buckets with root digest {got.root}, but {num_buckets} "
+                    f"with root digest {root} were sent: publish again"
+                )
             read_bytes.append(got.read_bytes)
         self.result.read_bytes = read_bytes
 
     def pause(self) -> None:
-        """Have the engine stop serving; where no lease ends that, have the watchdog ready to."""
+        """Pause the engine. For an engine without a lease, first register its recovery with the watchdog."""
         is_paused = self._connection is Connection.PAUSED
         if is_paused or not isinstance(self.client, ServesTraffic):
             return
@@ -264,33 +275,39 @@ class FleetMember:
         self._connection = Connection.PAUSED
 
     def _guard(self, client: ServesTraffic) -> None:
-        """Have the watchdog end the pause if this process dies, where no lease does."""
+        """Register the requests by which the watchdog resumes an engine without a lease if this process dies."""
         assert self._watchdog is not None
         if requests := client.recovery_requests(self._run):
             self._is_guarded = True
             self._watchdog.keep(self.name, requests)
 
     def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
-        """Return the digests of the offered version. Raises ControlError if the engine serves another one by now."""
+        """Return the engine's digests of the offered version. Raises ControlError if it serves another one by now."""
         held = self.client.held(names)
         if held is not None and (held.run, held.weight_version) != (self._run, str(self.version)):
             found = f"version {held.weight_version} of run {held.run or 'none'}"
-            raise ControlError(f"{self.name} serves {found} by now: what was sent can't be proven", peer=self.name)
+            raise ControlError(
+                f"{self.name} now serves {found}, so the digests of version {self.version} can't be compared: publish "
+                "to an engine from one publisher at a time",
+                peer=self.name,
+            )
         return held
 
     def quarantine(self, reason: str) -> None:
-        """It holds other weights than it should. A Ctrl-C is raised once it is done."""
+        """Have an engine with wrong weights refuse to serve. A Ctrl-C meanwhile is raised afterwards."""
         self.fail(IntegrityError(reason))
         try:
             to_its_end(functools.partial(self.client.quarantine, reason), name="weightcast-quarantine")
         except WeightcastError as exc:
-            raise IntegrityError(f"{reason}; it may serve that, since it was not reached to refuse it: {exc}") from exc
+            raise IntegrityError(
+                f"{reason}; {self.name} may serve these weights, since it was not reached to refuse them: {exc}"
+            ) from exc
 
     def resume(self) -> None:
-        """Lift the pause, but for an engine that can't refuse to serve what an install has left torn.
+        """Lift the pause, or quarantine a two-phase engine whose workers may have different versions.
 
-        Raises WeightcastError unless the engine has failed already: what went wrong first says more, and the next
-        publish resumes it.
+        Raises WeightcastError unless the engine has failed already: the first error says more, and the next publish
+        resumes the engine.
         """
         if self._pause_end is PauseEnd.NONE:
             return
@@ -298,7 +315,7 @@ class FleetMember:
         error = self.result.error
         try:
             if self._pause_end is PauseEnd.QUARANTINE and isinstance(self.client, TwoPhaseInstall):
-                self.client.quarantine("not all of its workers went back" if error is None else error.message)
+                self.client.quarantine("not all of its workers rolled back" if error is None else error.message)
             else:
                 self.client.resume(self._run)
                 self._pause_end = PauseEnd.NONE
@@ -315,10 +332,10 @@ class FleetMember:
             self._is_guarded = False
 
     def install(self, *, resumes: bool) -> None:
-        """Pause the engine, have it install the version that was offered, resume it. A failure is noted, not raised.
+        """Pause the engine, have it install the offered version, resume it. A failure is noted, not raised.
 
-        A lost reply is made good by asking. Without `resumes` the engine stays paused: it has installed what it was
-        paused for, and its recovery requests are asked for again.
+        If the reply is lost, ask the engine for its version. Without `resumes` the engine stays paused after the
+        install, and its recovery requests are fetched again, since they may have changed.
         """
         try:
             if self.client.paused_seconds is None:
@@ -350,11 +367,11 @@ class FleetMember:
                 self.resume()
 
     def _await_installed(self, link: Link) -> None:
-        """Wait for a worker's word; a link that was lost on the way is made good by asking."""
+        """Wait until a worker reports the install; if its link is lost, ask the engine for its version."""
         try:
             installed = link.wait(Installed, self.version, self._deadline_seconds)
         except (PeerTimeoutError, PeerDiedError):
-            # Where workers can't agree by themselves, what one says of itself says nothing of another.
+            # The workers of a two-phase engine install separately: one worker's version is no proof for another's.
             if isinstance(self.client, TwoPhaseInstall) or not self._serves():
                 raise
             self.result.installed_bytes.append(0)
@@ -363,12 +380,12 @@ class FleetMember:
             self.result.installed_bytes.append(installed.installed_bytes)
 
     def _go_back(self) -> None:
-        """Have all workers go back if one did not install, in engines whose workers can't agree by themselves."""
+        """Second phase of a two-phase install: roll all workers back if one did not install."""
         if not isinstance(self.client, TwoPhaseInstall):
             return
         is_paused = self._pause_end is not PauseEnd.NONE
         if is_paused:
-            # Until each worker has said on its link what became of it.
+            # Reset below, once every worker has reported over its link.
             self._pause_end = PauseEnd.QUARANTINE
         with contextlib.suppress(WeightcastError):
             self.client.settle(self.version, keep=False)
@@ -381,35 +398,35 @@ class FleetMember:
             self._pause_end = PauseEnd.RESUME
 
     def fail(self, error: Exception) -> None:
-        """Note why this engine does not take the version: its worker's error, if there is one, before a lost peer's.
+        """Note why this engine failed. A worker's own error takes precedence over the loss of a peer.
 
-        A peer that died or stalled loses its links: should it wake, it learns from that to give the update up.
+        The links of a peer that died or stalled are ended: if the peer wakes up, it aborts the update.
         """
         version_error = next((f for link in self.links for f in link.failures(self.version)), None)
         is_explained = isinstance(error, PeerError) and version_error is not None
         self.result.error = version_error if is_explained else to_record(error)
         self.result.ok = False
         if not self.links:
-            # Without a link whose end would show it, the next update asks it again what it is.
+            # No link would show that the engine has died: have the next update ask it again.
             self._connection = Connection.LOST
         if isinstance(error, (PeerTimeoutError, PeerDiedError)):
             for link in self.links:
-                link.end(f"the publisher gave this engine up: {error}")
+                link.end(f"the publisher dropped this engine from the update: {error}")
 
     def close(self) -> None:
-        """Close the client, if it is the publisher's own: the one that was given, which closes what it has found."""
+        """Close the client if the publisher made it from a URL. It closes the client that `connect` returned, too."""
         if self.owned:
             self._given.close()
 
     def notice(self, version: int) -> None:
-        """If the engine serves this version of the run already, that is its result in the update in progress."""
+        """Mark the engine as done if it serves this version of the run already."""
         self.version = version
         self.result.ok = self._serves(is_settled=True)
 
     def _serves(self, *, is_settled: bool = False) -> bool:
-        """Return whether the engine says that it has `version`. With `is_settled` it must answer requests with it.
+        """Return whether the engine reports `version`. With `is_settled` it must also be serving.
 
-        Workers that can't agree by themselves refuse to until they have heard that all others have it too.
+        The workers of a two-phase engine serve a version only after they were told that all of them have it.
         """
         with contextlib.suppress(PeerError):
             info = self.client.info()
@@ -418,12 +435,12 @@ class FleetMember:
 
 
 class Fleet:
-    """All members, driven concurrently: a call on each, the failures sorted out."""
+    """All engines of a publisher. `each` calls them concurrently and notes failures in their results."""
 
     def __init__(self) -> None:
         self._members: dict[str, FleetMember] = {}
         self._everybody = self._members
-        """Also where this is a part of a fleet."""
+        """All members of the publisher, also if this fleet has only one of them (see `only`)."""
         self._pool = ThreadPoolExecutor(max_workers=_MAX_PARALLEL, thread_name_prefix="weightcast-fleet")
         self._calls: list[Future[None]] = []
 
@@ -434,19 +451,19 @@ class Fleet:
         return len(self._members)
 
     def add(self, member: FleetMember) -> None:
-        """Raises ValueError if an engine of that name is there already."""
+        """Raise ValueError if the fleet has an engine of that name already."""
         if member.name in self._members:
-            raise ValueError(f"{member.name} is in the fleet already: each engine is named once, by a name of its own")
+            raise ValueError(f"{member.name} is in the fleet already: name each engine once, each by its own name")
         self._members[member.name] = member
 
     def only(self, name: str) -> Fleet:
-        """The member of that name alone, for an update of its own. Raises ValueError if there is none."""
+        """Return a fleet of only the member of that name. Raises ValueError if there is none."""
         part = copy.copy(self)
         part._members = {name: self._named(name)}
         return part
 
     def pop(self, name: str) -> FleetMember:
-        """Raises ValueError if there is none of that name."""
+        """Remove and return the member of that name. Raises ValueError if there is none."""
         member = self._named(name)
         del self._members[name]
         return member
@@ -457,25 +474,26 @@ class Fleet:
         return self._members[name]
 
     def refuse_doubles(self, newcomers: Sequence[FleetMember]) -> None:
-        """One engine under two names has one place: each init would end the other's. The first name has it."""
+        """Fail the second name of an engine that is named twice: each name's init would end the other's session."""
         known = {member.instance: member for member in self._everybody.values() if member.is_joined and member.instance}
         for member in newcomers:
             if member.result.error is None and member.instance:
                 first = known.setdefault(member.instance, member)
                 if first is not member:
-                    what = f"{member.name} and {first.name} are one and the same engine: name it once in `engines`"
+                    what = f"{member.name} and {first.name} are the same engine: name it once in `engines`"
                     member.fail(RefusedError(what))
 
     def healthy(self) -> list[FleetMember]:
-        """The members that are still to take this update: neither have they failed, nor do they serve it."""
+        """Return the members that have not failed and do not serve the version yet."""
         return [member for member in self if member.result.error is None and not member.result.ok]
 
     def each(
         self, call: Callable[[FleetMember], None], members: Iterable[FleetMember] | None = None, *, notes: bool = True
     ) -> None:
-        """Run `call` on each healthy member at once; an error becomes that member's result, or without `notes` nothing.
+        """Run `call` on these members (by default the healthy ones) concurrently.
 
-        A client of the caller's own may raise anything; only that engine has failed then.
+        An error becomes that member's result; without `notes` it is ignored. A caller's own client may raise any
+        exception: only its engine fails.
         """
         todo = self.healthy() if members is None else list(members)
         if len(todo) > 1:
@@ -491,12 +509,12 @@ class Fleet:
                     member.fail(exc)
 
     def wait(self) -> None:
-        """Wait for the calls that a Ctrl-C has left in threads: what they do to a member must not come later."""
+        """Wait for calls that a Ctrl-C has left running in threads, so that none changes a member afterwards."""
         wait(self._calls)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
         with contextlib.ExitStack() as stack:
-            # Each, whatever another one's client raises.
+            # Close every member, also after one member's client has raised.
             for member in self:
                 stack.callback(member.close)

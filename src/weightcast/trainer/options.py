@@ -1,4 +1,4 @@
-"""How a publisher updates its engines: the same for every publish of its run."""
+"""Options of a publisher: how it updates its engines, for every publish of its run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Phase: TypeAlias = Literal["offered", "packed", "received", "installed"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PublishEvent:
-    """A phase of a publish has ended, for one engine, or for the publish.
+    """The end of a phase of a publish, for one engine or for the whole publish.
 
-    `phase`: "offered" (the engine has accepted the version), "packed" (the weights may change; of the publish alone),
-    "received" (the engine has checked all of it), "installed" (it serves it). `engine`: its name; None: the phase has
-    ended for all engines. `error`: why the engine takes no further part, in the phase in which it failed.
-    `seconds`: since the publish began.
+    `phase`: "offered" (the engine has accepted the version), "packed" (the weights may change; has no engine),
+    "received" (the engine has received and checked all buckets), "installed" (the engine serves the version).
+    `engine`: its name; None if the phase has ended for all engines. `error`: the error with which the engine failed in
+    this phase, after which it takes no further part. `seconds`: time since the publish began.
     """
 
     version: int
@@ -34,27 +34,28 @@ class PublishEvent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PublishOptions:
-    """How a publisher updates its engines. Raises ValueError or TypeError for other values than these.
+    """Options of a publisher: how it updates its engines. Raises ValueError or TypeError for unsupported values.
 
     `install`: "staged" (the old version serves until the whole update has arrived) or "streaming" (bounded memory; the
     engine is paused during the transfer and must be healed by a complete update if it fails).
     `bucket_size_bytes`: by default an eighth of the model, at most the transport's choice for the device.
-    `undo`: engines keep a copy of their weights while they install, and go back to it if the install fails.
-    `takeover`: take engines that another run holds.
-    `check_finite`: before anything is offered, look for NaN and infinity in all weights, and in what a cast makes of
-    them: if there are any, the publish raises NotFiniteError, which names the tensors and the trainer rank, and engines
-    keep their weights. It reads each weight once. Of a source that streams its tensors each is looked at when its turn
-    comes: an engine with `install="streaming"` then refuses to serve until it is healed.
-    `verify`: "installed" compares the digest of every tensor in the engines' live memory with that of what was sent: an
-    engine in which one differs has failed, and refuses to serve until it is healed; what an engine can't prove is in
-    the report.
-    `verify_every`: compare after this publisher's first publish and each n-th after it, whatever the versions' numbers;
-    a publish that failed before all was sent doesn't count. In between, an engine that has connected since (it was
-    added or started again) is compared once: after the first publish that it takes.
-    `on_event`: called with a `PublishEvent` for each phase and engine, in the publish's thread: it must not wait. An
-    exception of it ends the publish. With several trainer ranks, on the publishing one.
-    `on_failure`: whether a publish that an engine did not take raises PublishError or returns its report.
-    `deadline_seconds`: of each single wait. `lease_seconds`: how long an engine stays held by a silent publisher.
+    `undo`: engines keep a copy of their weights while they install, and roll back to it if the install fails.
+    `takeover`: take over engines that another run has.
+    `check_finite`: before the offer, check all weights for NaN and infinity, before and after the cast. If there are
+    any, the publish raises NotFiniteError, which names the tensors and the trainer rank, and engines keep their
+    weights. The check reads each weight once. A source that streams its tensors is checked tensor by tensor while it is
+    packed: with `install="streaming"` the engine then refuses to serve until a complete update.
+    `verify`: "installed" compares the digest of every tensor in the engines' live memory with that of the sent tensor.
+    An engine in which one differs has failed and refuses to serve until a complete update. The report names the tensors
+    of which an engine can't compute the digest.
+    `verify_every`: compare after this publisher's first publish and every n-th after it, counting publishes that sent a
+    whole version. Besides, an engine that has connected since (it was added or started again) is compared after its
+    first publish.
+    `on_event`: called with a `PublishEvent` for each phase and engine, in the publish's thread, so it must not block.
+    An exception that it raises ends the publish. With several trainer ranks it is called on the publishing rank.
+    `on_failure`: if an engine did not install the version, "raise" raises PublishError, "report" returns the report.
+    `deadline_seconds`: limit of each single wait. `lease_seconds`: time after which another publisher may take an
+    engine whose publisher is silent.
     """
 
     bucket_size_bytes: int | None = None
@@ -90,4 +91,4 @@ class PublishOptions:
             size = integer("bucket_size_bytes", self.bucket_size_bytes)
             if size < ALIGNMENT_BYTES:
                 raise ValueError(f"bucket_size_bytes is {size}; it must be at least {ALIGNMENT_BYTES}")
-            object.__setattr__(self, "bucket_size_bytes", size)  # of numpy's integers none goes into a message
+            object.__setattr__(self, "bucket_size_bytes", size)  # an int: messages can't encode numpy's integers

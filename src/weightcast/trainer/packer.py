@@ -1,7 +1,7 @@
-"""The parts of tensors that a rank holds, and their copy into buckets, cast to the manifest's dtypes and digested.
+"""Packing: a rank's shards of tensors are copied into buckets, cast to the manifest's dtypes and digested.
 
-Invariants: what is packed tiles every tensor, each element once; packing a bucket is a few calls however many tensors
-it holds, and digests it in the same pass; on a GPU nothing waits for the device.
+Invariants: the packed regions tile every tensor, each element once; packing a bucket takes a few calls however many
+tensors it has, and digests it in the same pass; on a GPU nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -50,20 +50,21 @@ from weightcast.seams.source import Held, LookedAtRegions, Regions
 from weightcast.trainer.sent_digests import SentDigests
 
 _CACHED_BYTES = 8 << 20
-"""A bucket of at most so many bytes is read again while it is in a cache; a larger one is written past the caches."""
+"""Largest bucket that is likely in a CPU cache when it is read again; a larger one is written past the caches."""
 _MAX_INNER = 16
-"""The second of two dims in place of one (see `Held`) divides this: buckets are cut at multiples of 256 bytes, which
-are 16 elements or more."""
+"""A last dim may be split in two (see `Held`) if the second one divides this: buckets are cut at multiples of 256
+bytes, which are at least 16 elements."""
 _ALONE = (
-    "this rank publishes alone and does not hold all of these: a model that is sharded over ranks (FSDP, HSDP, tensor "
-    "parallelism) is published by all of them; call publish on every rank, with trainer_group='auto' or their group"
+    "this rank publishes alone and does not hold all of these tensors: publish a model that is sharded over ranks "
+    "(FSDP, HSDP, tensor parallelism) from all of them; call publish on every rank, with trainer_group='auto' or their "
+    "group"
 )
 
 
 class Fill(Protocol):
-    """Writes the raw payloads of buckets: a Packer, or with several trainer ranks the publishing one.
+    """Writes the raw payloads of buckets: a Packer or, with several trainer ranks, the PublishingRank.
 
-    `sent`: to which the digests of tensors in each bucket are added, where engines are to prove what they hold.
+    `sent`: collects the digests of tensors of each bucket, for `verify="installed"`; else None.
     """
 
     sent: SentDigests | None
@@ -72,7 +73,7 @@ class Fill(Protocol):
         """Write the raw payload of bucket `index` to the beginning of `payload`; return its digest."""
 
     def others(self) -> Sequence[Digest]:
-        """The digests of the buckets of other origins, once all were sent."""
+        """Return the digests of the other origins' buckets. Called once all were sent."""
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
@@ -81,16 +82,16 @@ class Fill(Protocol):
 def pack(
     fill: Fill, codec: Codec, manifest: Manifest, version: WeightVersion, index: int, buffer: BucketBuffer
 ) -> tuple[int, Digest]:
-    """Make bucket `index` ready to be sent: fill it, and `finish` it; on a GPU this is queued."""
+    """Fill bucket `index` and `finish` it, so that it can be sent. On a GPU the work is queued."""
     return finish(fill.fill(index, buffer.payload, version), codec, manifest, version, index, buffer)
 
 
 def finish(
     digest: Digest, codec: Codec, manifest: Manifest, version: WeightVersion, index: int, buffer: BucketBuffer
 ) -> tuple[int, Digest]:
-    """Encode a payload that was filled, and write its header. `digest`: of the raw payload.
+    """Encode a filled payload and write its header. `digest`: that of the raw payload.
 
-    Returns how many bytes of `buffer` are to be sent, and the digest that the header names.
+    Returns the number of bytes of `buffer` to send, and the digest in the header.
     """
     raw_bytes = manifest.buckets[index]
     encoded_bytes = codec.encode(index, buffer.payload, raw_bytes)
@@ -110,7 +111,7 @@ def finish(
 
 
 class PackPlan:
-    """A layout and the packer for the source's present views. Several trainer ranks may give it another layout."""
+    """A layout, and the packer for the source's present views. Several trainer ranks agree on the layout."""
 
     def __init__(self, specs: Sequence[TensorSpec], layout: Layout, bucket_size_bytes: int) -> None:
         self.specs = specs
@@ -120,22 +121,22 @@ class PackPlan:
         self.lay_out(layout)
 
     def lay_out(self, layout: Layout) -> None:
-        """Pack as this layout says from now on."""
+        """Pack into this layout from now on."""
         self.layout = layout
         self.manifest_digest = layout.manifest.digest()
         self.num_bytes = layout.manifest.num_bytes
 
     def cast(self, specs: Sequence[TensorSpec]) -> None:
-        """Pack the same tensors in other dtypes from now on, in one origin's buckets; the packer is made again."""
+        """Pack the same tensors in other dtypes from now on, planned for one origin; drop the packer."""
         self.specs, self._packer = specs, None
         self.lay_out(Layout(plan(specs, self.bucket_size_bytes)))
 
     def is_of(self, regions: Regions) -> bool:
-        """Return whether the packer was made for these very views. The specs have not changed either, then."""
+        """Return whether the packer was made for these views; then the specs have not changed either."""
         return self._regions is not None and self._regions.is_of(regions)
 
     def use(self, regions: Regions, packer: Fill) -> None:
-        """Have `packer` pack these regions, which other trainer ranks complete."""
+        """Use `packer` for these regions. With several trainer ranks the other ranks pack the rest."""
         self._regions, self._packer = SeenRegions(regions), packer
 
     def forget_views(self) -> None:
@@ -145,7 +146,10 @@ class PackPlan:
             self._packer.forget_views()
 
     def packer(self, regions: Regions) -> Fill:
-        """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
+        """Return the packer for these regions.
+
+        Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor.
+        """
         if self._packer is None or self._regions is None or self._regions.regions is not regions:
             self.use(regions, Packer(self.layout, regions))
             assert self._packer is not None
@@ -155,7 +159,7 @@ class PackPlan:
 class Packer:
     """Implements `Fill` for a rank that has all of every tensor.
 
-    Holds views of the sources only; make a new one when a source's storage has changed.
+    It keeps views of the source's memory; make a new one if a tensor's storage has changed.
     """
 
     def __init__(self, layout: Layout, regions: Regions) -> None:
@@ -178,9 +182,10 @@ class Packer:
 
 
 class ShardSlice(msgspec.Struct, frozen=True, gc=False):
-    """A rank's part of one piece: `region` of the tensor, from part number `part`, at byte `start` of the payload.
+    """A rank's part of one piece: `region` of the tensor, read from shard number `part`, at byte `start` of the
+    payload.
 
-    `entry`: the piece's number in its bucket. `is_run`: its elements follow one another there.
+    `entry`: the piece's number in its bucket. `is_run`: the region is contiguous in the payload.
     """
 
     entry: int
@@ -193,7 +198,10 @@ class ShardSlice(msgspec.Struct, frozen=True, gc=False):
 
 
 class ShardSlices:
-    """One rank's parts, cut at the pieces of each bucket; the same there and on the one that digests the rest."""
+    """One rank's regions, cut at the pieces of each bucket.
+
+    The rank and its origin's leader compute the same slices.
+    """
 
     def __init__(self, layout: Layout, parts: Sequence[HeldRegion]) -> None:
         self._layout = layout
@@ -202,19 +210,19 @@ class ShardSlices:
         counts = Counter(part.tensor for part in parts)
         numbers = range(len(layout.manifest.tensors))
         self._starts = list(itertools.accumulate((counts[number] for number in numbers), initial=0))
-        """Number of the first part of each tensor in that order."""
+        """Index in that order of each tensor's first part."""
         self._last: tuple[int, list[ShardSlice]] | None = None
 
     def of(self, index: int) -> list[ShardSlice]:
-        """The cuts of bucket `index`, in the order of their places. Only the last bucket's are kept: all are many."""
+        """Return the slices of bucket `index`, by offset. Only those of the last bucket are cached, to save memory."""
         if self._last is None or self._last[0] != index:
             self._last = index, sorted(self._found(index), key=operator.attrgetter("start"))
         return self._last[1]
 
     def unfilled(self, index: int) -> Chunks:
-        """The chunks of bucket `index` that this rank does not fill alone, with the gaps.
+        """Return the chunks of bucket `index` that this rank does not fill alone. It fills the gaps, too.
 
-        A gap is shorter than the alignment, and so than a chunk: no chunk is filled by gaps alone, and by two ranks.
+        A gap is shorter than the alignment, hence than a chunk, so no chunk consists of gaps only.
         """
         runs = ((cut.start, cut.start + cut.num_bytes) for cut in self._found(index) if cut.is_run)
         spans = spans_of(itertools.chain(runs, self._layout.gaps(index)))
@@ -236,9 +244,9 @@ class ShardSlices:
 
 
 class PartPacker:
-    """Copies one rank's shards to their places in buckets, cast to the manifest's dtypes.
+    """Copies one rank's shards into buckets, cast to the manifest's dtypes.
 
-    In host memory it digests, in the same pass, the chunks of a bucket that it fills alone.
+    In host memory the same pass digests the chunks of a bucket that the rank fills alone.
     """
 
     def __init__(self, layout: Layout, shards: Sequence[Shard]) -> None:
@@ -247,13 +255,13 @@ class PartPacker:
         self._shards = shards
         self._sources: dict[int, list[torch.Tensor]] = {}
         self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        """Of each bucket that torch fills, with the payload."""
+        """By bucket, for those that torch fills: the payload, and the views to copy to."""
         self._tables: dict[int, tuple[torch.Tensor, PackTable, PreparedCopies]] = {}
-        """Of each bucket, with the payload that it was made for, and what is copied before."""
+        """By bucket: the payload, the pack table that was made for it, and the copies that precede the table's."""
         self._fused: dict[int, tuple[torch.Tensor, CopyAndDigest]] = {}
 
     def rebind(self, shards: Sequence[Shard]) -> None:
-        """The same regions lie in other memory now, with other dims in two than before, if any (see `Held`)."""
+        """Take over new views of the same regions. Other dims may be split in two than before (see `Held`)."""
         self._shards = shards
         self._sources.clear()
         self.forget_views()
@@ -268,7 +276,7 @@ class PartPacker:
     def pack(self, index: int, payload: torch.Tensor) -> tuple[Sums, Chunks]:
         """Fill this rank's part of bucket `index`, and the gaps, in host memory.
 
-        Returns what the chunks that it fills alone bring to the digest, and marks of the other chunks.
+        Returns the partial digest of the chunks that it fills alone, and the marks of the other chunks.
         """
         known = self._tables.get(index)
         if known is None or known[0] is not payload:
@@ -283,10 +291,10 @@ class PartPacker:
 
     @torch.no_grad()
     def fill(self, index: int, payload: torch.Tensor) -> Digest:
-        """Fill bucket `index`, all of which this rank packs; return its digest, on a GPU as two int64 still to come.
+        """Fill bucket `index`, all of which this rank packs; return its digest, on a GPU a tensor of two int64.
 
-        On a CPU each byte is read once, on a GPU with a kernel too. On a GPU everything is queued on the current stream
-        and nothing waits.
+        Each byte is read once, on a GPU if the digest kernel is available. On a GPU all work is queued on the current
+        stream and nothing waits.
         """
         num_bytes = self._layout.manifest.buckets[index]
         if not payload.is_cuda:
@@ -308,12 +316,12 @@ class PartPacker:
         return known[1].run()
 
     def _views(self, index: int, payload: torch.Tensor) -> list[torch.Tensor]:
-        """The places of this rank's cuts in a payload."""
+        """Return views of a payload, one for each of this rank's slices."""
         views = bucket_views(self.slices.of(index), self._layout.entries[index], payload)
         return list(map(split_like, views, self.sources(index)))
 
     def sources(self, index: int) -> list[torch.Tensor]:
-        """Views of this rank's own memory, one for each cut of bucket `index`."""
+        """Return views of this rank's shards, one for each slice of bucket `index`."""
         views = self._sources.get(index)
         if views is None:
             pairs = [(self._shards[cut.part], cut.region) for cut in self.slices.of(index)]
@@ -325,8 +333,8 @@ class PartPacker:
 
 
 def bucket_views(slices: Sequence[ShardSlice], entries: Sequence[Entry], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """One view for each cut into a bucket's payload."""
-    # The widest element has 16 bytes.
+    """Return one view of a bucket's payload for each slice."""
+    # Cut to a multiple of 16 bytes, the widest element, so that any dtype can view it.
     whole_buffer = buffer[: buffer.numel() // 16 * 16]
     typed = {dtype: whole_buffer.view(TORCH_DTYPES[dtype]) for dtype in {cut.dtype for cut in slices}}
     starts = {dtype: int(of_dtype.storage_offset()) for dtype, of_dtype in typed.items()}
@@ -349,13 +357,13 @@ class HeldRegion(msgspec.Struct, frozen=True, gc=False):
 
 
 class Shard(HeldRegion, frozen=True, gc=False):
-    """A part that this rank holds, and its memory."""
+    """A region that this rank has, and its memory."""
 
     data: torch.Tensor
 
 
 class SeenRegions:
-    """Regions that a source gave, and where the memory of their views was."""
+    """Regions that a source returned, and the addresses of their views at that time."""
 
     def __init__(self, regions: Regions) -> None:
         self.regions = regions
@@ -365,7 +373,10 @@ class SeenRegions:
             self._addresses = [view.data_ptr() for _, view in self._held]
 
     def is_of(self, regions: Regions) -> bool:
-        """Return whether the source gives the same object again. Raises IncompatibleWeightsError for moved views."""
+        """Return whether the source returned the same object again.
+
+        Raises IncompatibleWeightsError if it did but its views have moved or changed.
+        """
         if regions is not self.regions or isinstance(regions, LookedAtRegions):
             return regions is self.regions
         held = list(itertools.chain.from_iterable(regions.values()))
@@ -380,10 +391,10 @@ class SeenRegions:
                 for name, address, former in zip(names, addresses, formers, strict=True)
                 if address != former
             ]
-            raise _misfit(moved, "where tensors move, have regions() return another object")
+            raise _misfit(moved, "when tensors move, have regions() return a new object")
         if are_kept or [*map(_read_as, held)] != [*map(_read_as, self._held)]:
             problem = "found other regions, or views of other shapes, strides or dtypes, in the same object"
-            raise _misfit([problem], "where tensors change, have regions() return another object")
+            raise _misfit([problem], "when tensors change, have regions() return a new object")
         return True
 
 
@@ -393,9 +404,9 @@ def _read_as(held: Held) -> tuple[object, ...]:
 
 
 def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
-    """Return the shards that a rank holds, without empty regions, in the order of the specs.
+    """Return a rank's shards, without empty regions, in the order of the specs.
 
-    Raises IncompatibleWeightsError for regions that are not of these specs.
+    Raises IncompatibleWeightsError for regions that do not fit the specs.
     """
     problems = [f"{name!r} is not in the specs" for name in regions.keys() - {spec.name for spec in specs}]
     is_looked_at = isinstance(regions, LookedAtRegions)
@@ -403,7 +414,7 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
     for number, spec in enumerate(specs):
         dtype = TORCH_DTYPES.get(spec.dtype)
         for region, data in regions.get(spec.name, ()):
-            # Plain floating point is cast to plain floating point.
+            # Only a plain floating point dtype is cast, and only to another one.
             is_cast = data.dtype is dtype or (
                 dtype is not None and all(d.is_floating_point and d.itemsize > 1 for d in (dtype, data.dtype))
             )
@@ -414,7 +425,7 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
             if not is_inside(region, spec.shape):
                 problems.append(
                     f"{spec.name!r}: found a region at {list(region.offsets)} of sizes {list(region.sizes)}, expected "
-                    f"one inside of the shape {list(spec.shape)}"
+                    f"one inside the shape {list(spec.shape)}"
                 )
             elif not is_fitting:
                 problems.append(
@@ -432,7 +443,7 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
 def tiling(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
     """Return the shards of a rank that publishes alone, equal regions once, in the order of the specs.
 
-    Raises IncompatibleWeightsError unless it tiles every tensor.
+    Raises IncompatibleWeightsError unless they tile every tensor.
     """
     shards = list({(shard.tensor, shard.region): shard for shard in held_shards(specs, regions)}.values())
     found: list[tuple[Region, ...]] = [()] * len(specs)
@@ -443,7 +454,7 @@ def tiling(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
 
 
 def require_tiling(specs: Sequence[TensorSpec], found: Sequence[Iterable[Region]], remedy: str) -> None:
-    """Raises IncompatibleWeightsError unless the regions that were found of each tensor tile it."""
+    """Raise IncompatibleWeightsError unless the regions found for each tensor tile it."""
     problems = []
     for spec, of_tensor in zip(specs, found, strict=True):
         regions = list(of_tensor)

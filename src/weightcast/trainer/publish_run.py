@@ -1,7 +1,7 @@
 """One publish: the steps of an update, over the whole fleet. Made for one version and used once.
 
-Invariants: bytes are packed once for each route; an engine that fails is out of this update, and not waited for again;
-every pause is lifted before `run` returns or raises, and whatever was begun on an engine is aborted there.
+Invariants: bytes are packed once for each route; an engine that fails takes no further part in this update; every pause
+is lifted before `run` returns or raises, and an update that was begun on a failed engine is aborted there.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class Connections:
-    """The connections of a publisher with its engines: with their workers, and the senders of their clients."""
+    """A publisher's connections: the listener for workers' links, its sender, and the senders of engines' clients."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Connections:
         keeps_versions: bool = False,
         has_several_ranks: bool = False,
     ) -> None:
-        """`keeps_versions`: as of `Transport`. `has_several_ranks`: as of `SenderContext`."""
+        """`keeps_versions`: see `Transport`. `has_several_ranks`: see `SenderContext`."""
         self.sender = sender
         self.keeps_versions = keeps_versions
         self.listener = listener
@@ -82,19 +82,19 @@ class Connections:
         self.has_several_ranks = has_several_ranks
         self.client_senders: list[ClientSender] = []
         self.origins: tuple[str, ...] = ()
-        """The addresses of the senders of other trainer ranks' origins."""
+        """Addresses of the other trainer ranks' senders, one for each origin."""
         self._senders_lock = threading.Lock()
         self._stream = host_device.stream(device) if device.type == "cuda" else None
 
     def packing_stream(self) -> contextlib.AbstractContextManager[None]:
-        """On a GPU: a side stream that starts where the trainer's is now, so that packing overlaps with its work.
+        """On a GPU, use a side stream that waits for the trainer's stream, so that packing overlaps with later work.
 
-        At the end the trainer's waits for it: what `optimizer.step()` writes next was packed before.
+        At the end the trainer's stream waits for the side stream, so `optimizer.step()` writes only after packing.
         """
         return contextlib.nullcontext() if self._stream is None else host_device.beside(self._stream, self.device)
 
     def add_client_sender(self, member: FleetMember, context: SenderContext) -> None:
-        """Have the member's client bring the sender that it needs, if it needs one."""
+        """Get the sender of the member's client, if the client has one."""
         with self._senders_lock:
             sender = (
                 member.client.sender(self.client_senders, context) if isinstance(member.client, BringsSender) else None
@@ -104,16 +104,16 @@ class Connections:
                 self.client_senders.append(sender)
 
     def release(self) -> None:
-        """Give back the transport's memory, and have workers do so."""
+        """Release the transport's memory, and have workers release theirs."""
         self.sender.release()
         message = frame(ReleaseMemory())
         for link in self.listener.links():
-            # Without room for it, that worker is stopped: its memory stays for now, and its link.
+            # A worker that is stopped does not read: if its link is full, it keeps its memory for now.
             link.put(message)
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
-            # Each, whatever another one's GPU raises.
+            # Close every sender, also after one has raised.
             for sender in (*self.client_senders, self.sender):
                 stack.callback(sender.close)
             self.listener.close()
@@ -121,10 +121,10 @@ class Connections:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PublishedVersion:
-    """A version that was sent whole: what an engine that takes it later must get.
+    """A version of which every bucket was sent, so that it can be sent again to an engine that comes later.
 
-    `digests`: of its buckets, on a GPU as tensors. `is_stored`: the transport keeps it, and readers can have it.
-    `sent`: each tensor's digest, where engines are to prove what they have installed.
+    `digests`: of its buckets, on a GPU as tensors. `is_stored`: the transport keeps the version for readers. `sent`:
+    each tensor's digest, with `verify="installed"`.
     """
 
     number: int
@@ -136,12 +136,12 @@ class PublishedVersion:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PublishInputs:
-    """The inputs of a publish on the rank that publishes. `start`: when it began, by `time.perf_counter`.
+    """The inputs of a publish on the publishing rank. `start`: time at which it began, by `time.perf_counter`.
 
-    `fleet`: the engines that are to take it. `again`: not a new version, but this one once more. `url`: the
-    transport's. `maps_buckets`: whether trainer ranks of a host can pack into each other's buckets, as far as engines
-    are known. `checks_finite`: look for NaN and infinity before anything is offered. `engine_dtypes`: of a source that
-    is cast to what engines have.
+    `fleet`: the engines to update. `again`: the version to send once more, in place of a new one. `url`: the
+    transport's. `maps_buckets`: True if trainer ranks of one host can pack into each other's buckets, as far as the
+    engines are known. `checks_finite`: check for NaN and infinity before the offer. `engine_dtypes`: set for a source
+    with dtype="engine".
     """
 
     start: float
@@ -158,16 +158,16 @@ class PublishInputs:
 
 
 class FleetRoute:
-    """The engines of a fleet that take the same bytes: from the publisher's transport, or from a sender of clients'.
+    """The engines of a fleet that take the same bytes: from the publisher's transport, or from a client's sender.
 
-    One update: `pause` unless it is staged, the sender's calls for the `peers`, `receive`, `install`, `resume`.
-    An engine's failure is noted at the engine.
+    Call sequence of an update: `pause` unless it is staged, the sender's calls for the `peers`, `receive`, `install`,
+    `resume`. An engine's failure is noted in its result.
     """
 
     def __init__(
         self, fleet: Fleet, sender: Sender, *, is_staged: bool, is_brought: bool, keeps_versions: bool = False
     ) -> None:
-        """`is_staged`: engines serve until the install. `is_brought`: the sender is one of clients'."""
+        """`is_staged`: engines serve until the install. `is_brought`: the sender is a client's."""
         self.sender = sender
         self.is_staged = is_staged
         self.is_brought = is_brought
@@ -176,11 +176,11 @@ class FleetRoute:
         self._brought = sender if is_brought else None
 
     def members(self) -> list[FleetMember]:
-        """Those that take what this sender sends, if they take anything."""
+        """Return the members of this route, failed ones included."""
         return [member for member in self._fleet if member.sender is self._brought]
 
     def healthy(self) -> list[FleetMember]:
-        """Its members without a failure that don't serve the version yet."""
+        """Return the members of this route that have not failed and do not serve the version yet."""
         return [member for member in self._fleet.healthy() if member.sender is self._brought]
 
     def pause(self) -> None:
@@ -188,25 +188,25 @@ class FleetRoute:
 
     @property
     def is_kept(self) -> bool:
-        """True if the version is sent for later readers too: unless all engines have refused it."""
+        """True if the transport keeps the version for later readers, which it does unless all engines have failed."""
         return self._keeps_versions and (not len(self._fleet) or bool(self._fleet.healthy()))
 
     def peers(self) -> list[str]:
-        """Return the sender's names of the receivers that are to take the version."""
+        """Return the names of the receivers that the version is sent to."""
         return [peer for member in self.healthy() for peer in self._peers(member)]
 
     def receive(self, num_buckets: int, root: str) -> None:
-        """Wait until every worker has what was sent."""
+        """Wait until every worker has received all buckets."""
         self._sort_failures()
         if not self.is_brought:
             self._fleet.each(lambda member: member.received(num_buckets, root), self.healthy())
             self._sort_failures()
 
     def install(self, sent: SentDigests | None, *, proves_all: bool) -> None:
-        """Have the engines install, then prove that they hold what was sent, unless `sent` is None.
+        """Have the engines install, then compare their weights with the digests `sent`, if given.
 
-        `proves_all`: else only those that have proven nothing since they connected. An engine of a brought sender stays
-        paused.
+        Without `proves_all`, only engines that have not been compared since they connected. The engines of a client's
+        sender stay paused.
         """
         members = self.healthy()
         self._fleet.each(functools.partial(FleetMember.install, resumes=not self.is_brought), members)
@@ -224,9 +224,9 @@ class FleetRoute:
         return [member.name] if self.is_brought else [link.peer for link in member.links]
 
     def _sort_failures(self) -> None:
-        """Sort the sender's failures, by peer, to the members.
+        """Assign the sender's failures, which are by peer, to the members.
 
-        A receiver that left of its own accord (UpdateAbortedError) is left out: its worker says why over its link.
+        A receiver that aborted by itself (UpdateAbortedError) is skipped: its worker reports the reason over its link.
         """
         failures = self.sender.failures
         for member in self.healthy():
@@ -234,16 +234,16 @@ class FleetRoute:
             lost = [error for error in lost if isinstance(error, PeerError) or self.is_brought]
             if lost:
                 if isinstance(lost[0], PeerDiedError):
-                    # The word of a worker whose receiver has gone comes on another connection.
+                    # A lost receiver's worker may have reported why: that comes over its link.
                     for link in member.links:
                         link.wait_for_failure(member.version, GRACE_SECONDS)
                 member.fail(lost[0])
 
 
 class PublishRun:
-    """One version's way to every engine of a fleet.
+    """One publish of one version to a fleet.
 
-    `number` is the version's, once it is known; `published` is the version, once it was sent whole.
+    `number`: the version's, once it is known. `published`: the version, once all of it was sent.
     """
 
     def __init__(
@@ -258,9 +258,9 @@ class PublishRun:
         on_progress: OnProgress | None,
         flight: Flight,
     ) -> None:
-        """`above`: the number of the publisher's last version. `wait_ready_seconds`: for engines that are starting.
+        """`above`: the number of the publisher's last version. `wait_ready_seconds`: see `Publisher.publish`.
 
-        `proves_all`: with `verify="installed"`, every engine proves this version; else those that have connected since.
+        `proves_all`: with `verify="installed"`, compare every engine; else only those that have connected since.
         """
         self.number = -1
         self.published: PublishedVersion | None = None
@@ -276,7 +276,7 @@ class PublishRun:
         self._sent: SentDigests | None = None
         self._digests: Sequence[bytes | torch.Tensor] | None = None
         self._failed: set[str] = set()
-        """The engines whose failure `on_event` was told."""
+        """Names of the engines whose failure was passed to `on_event`."""
 
     def run(
         self,
@@ -286,13 +286,13 @@ class PublishRun:
     ) -> PublishReport:
         """Publish under the number of the inputs, by default one above the last and above every engine's version.
 
-        A version that is published again keeps its number. It goes out only if its buckets have the digests that they
-        had: those that are staged still, or else the source's weights. Engines that serve it already are left alone.
+        A version that is published again keeps its number. It is sent only if its buckets, still staged or packed again
+        from the source, have the former digests. Engines that serve it already are skipped.
 
-        `on_known` is called when every engine has said what it is, before anything is offered; `on_packed`, by default
-        the flight's own, when the source was read for the last time.
+        `on_known` is called after every engine has reported its `info`, before the offer; `on_packed`, by default the
+        flight's, after the source was read for the last time.
 
-        Returns a report that names each engine's failure. Raises only what ends the update for everybody.
+        Returns a report with each engine's failure. Raises only errors that end the update for all engines.
         """
         self._seconds.gather = time.perf_counter() - inputs.start
         self._connections, self._pack_plan = inputs.connections, inputs.pack_plan
@@ -360,7 +360,7 @@ class PublishRun:
                 self._fleet.each(lambda member: member.offer(offer))
             self._tell("offered", fleet)
             if again is not None and is_stored:
-                # Engines read what is there; it is not written twice.
+                # The store has the version already, and engines read it from there.
                 root = root_digest(again.manifest_digest, again.digests)
                 with self._timed("send"):
                     route.receive(len(manifest.buckets), root)
@@ -392,8 +392,8 @@ class PublishRun:
                         is_stored = True
                     else:
                         sender.abort(f"no engine has installed version {self.number}")
-            # Engines that failed on our side, and may be alive, drop what they hold. Before they are resumed: a worker
-            # that has not failed still waits for buckets to load.
+            # A failed engine may be alive: abort its update before it is resumed, since its workers may wait for
+            # buckets.
             failed = [member for member in self._fleet if member.result.error is not None]
             self._abort(failed, "this engine's update failed at the publisher")
         except BaseException as exc:
@@ -420,7 +420,7 @@ class PublishRun:
         )
 
     def _tell(self, phase: Phase, members: Iterable[FleetMember]) -> None:
-        """Call `on_event`: of these engines, each that took part in the phase, then of the publish."""
+        """Call `on_event` for each of these engines that took part in the phase, then for the publish."""
         if (on_event := self._options.on_event) is None:
             return
         seconds = time.perf_counter() - self.flight.began_at
@@ -441,12 +441,12 @@ class PublishRun:
             setattr(self._seconds, stage, getattr(self._seconds, stage) + time.perf_counter() - start)
 
     def _ask(self) -> list[FleetMember]:
-        """Ask each member that is to be connected what it is; return those.
+        """Ask each member that has to connect for its `info`; return these members.
 
-        They are those that have no link, or whose workers' receivers are not all connected to the sender; for a version
-        that is published again, each that does not serve it: what comes late of the first time comes over a link that
-        was ended. Those that are not there yet are asked again until they are, or the time for all of them together has
-        passed.
+        They are the members without a link, and those with a receiver that is not connected to the sender. For a
+        version that is published again, every member that does not serve it connects again, so that late messages of
+        the first attempt arrive over an ended link. Engines that are not up yet are asked until they are, or until
+        `wait_ready_seconds` have passed.
         """
         sender, listener = self._connections.sender, self._connections.listener
         newcomers = []
@@ -459,7 +459,7 @@ class PublishRun:
                 newcomers.append(member)
         absent = newcomers
         for _ in Deadline(self._wait_ready_seconds).polls(0.05, 1.0):
-            # Waits in the caller's thread, which a Ctrl-C ends at once.
+            # This waits in the caller's thread, so that a Ctrl-C ends it at once.
             self.flight.require_wanted()
             self._fleet.each(lambda member: member.ask(listener), absent)
             was_asked, absent = absent, [member for member in absent if member.is_absent]
@@ -467,7 +467,9 @@ class PublishRun:
                 break
             if was_asked is newcomers and self._wait_ready_seconds:
                 names = ", ".join(member.name for member in absent)
-                logger.info("waiting up to %g s for engines that are starting: %s", self._wait_ready_seconds, names)
+                logger.info(
+                    "waiting up to %g s for engines that do not answer yet: %s", self._wait_ready_seconds, names
+                )
         self._fleet.refuse_doubles(newcomers)
         return newcomers
 
@@ -497,10 +499,10 @@ class PublishRun:
         connections.add_client_sender(member, context)
 
     def _send(self, route: FleetRoute, fill: Fill, *, is_last: bool) -> str:
-        """Pack and send every bucket, and wait until every engine has them; where peers are lost, the others go on.
+        """Pack and send every bucket, and wait until every engine has them. After a loss, continue with the survivors.
 
-        `is_last`: of the routes that are packed for. Returns the root digest; empty if no engine takes the version, or
-        for a sender of clients'.
+        `is_last`: no other route is packed after this one. Returns the root digest; an empty string if no engine takes
+        the version, or for a client's sender.
         """
         num_buckets, peers, is_kept = len(self._manifest.buckets), route.peers(), route.is_kept
         again, root = self._again, ""
@@ -513,12 +515,12 @@ class PublishRun:
                     break
                 except PeersLostError as exc:
                     peers = list(exc.survivors)
-                    # The sender may go on in other memory.
+                    # After a loss, the sender may use other memory.
                     fill.forget_views()
             if self._digests is digests and not route.is_brought:
                 with self._timed("send"):
-                    # Only our own workers say what they have: for others, nothing waits for the digests of a GPU. On
-                    # the stream that makes the digests: another one would not see them yet.
+                    # Only weightcast's workers report a root digest; for others nothing waits for a GPU's digests. This
+                    # runs on the stream that computes them.
                     root = root_digest(self._pack_plan.manifest_digest, digests)
         if is_last:
             self._on_packed()
@@ -530,8 +532,8 @@ class PublishRun:
     def _send_buckets(self, route: FleetRoute, peers: Sequence[str], fill: Fill, digests: list[Digest]) -> bool:
         """Open the update for these peers and send them every bucket. Raises PeersLostError.
 
-        False if not all were sent: all peers were lost, or a version that is published again is no longer the
-        source's, which is the failure of the engines.
+        Returns False if not all were sent: all peers were lost, or the source no longer has the version that is
+        published again, and then the engines have failed.
         """
         sender, version, manifest = route.sender, WeightVersion(self._run, self.number), self._manifest
         own = manifest.spans[0]
@@ -564,56 +566,58 @@ class PublishRun:
         return True
 
     def _fail_other_routes(self) -> None:
-        """Of what is streamed each tensor is packed once, for one route: engines of other routes have failed."""
+        """For a source that streams its tensors, which is packed once, fail the engines of all routes but the first."""
         members = self._fleet.healthy()
         routes = [member.sender for member in members]
         first = None if None in routes else next(iter(routes), None)
         for member in members:
             if member.sender is not first:
-                found = "by its own routes" if first is None else "by routes of another kind"
+                found = "by its server's own routes" if first is None else "by routes of another kind"
                 member.fail(
                     UnsupportedError(
-                        f"{member.name} takes weights {found}, the other engines do not, and a source that streams its "
-                        "tensors is sent once: publish to it by another publisher, or from a source with regions()"
+                        f"{member.name} takes weights {found}, unlike the other engines, but a source that streams its "
+                        "tensors can be sent only once: publish to it from another publisher, or from a source with "
+                        "regions()"
                     )
                 )
 
     def _fail_brought_routes(self) -> None:
-        """A client's sender sends all buckets, and so must have all."""
+        """Fail the engines of clients' senders, which need all buckets on one rank."""
         for member in self._fleet.healthy():
             if member.sender is not None:
                 member.fail(
                     UnsupportedError(
-                        f"{member.name} takes weights by its own routes, from the publishing rank, and other trainer "
-                        "ranks can't pack into that one's memory (another host, container, user or GPU): install "
-                        "weightcast's plugin in that server, or publish to it from ranks of one host, over gloo://"
+                        f"{member.name} takes weights by its server's own routes, from the publishing rank, but other "
+                        "trainer ranks can't pack into that rank's memory (another host, container, user or GPU): "
+                        "install weightcast's plugin in that server, or publish to it from ranks of one host, over "
+                        "gloo://"
                     )
                 )
 
     # --- a version that is published again ---
 
     def _pack_again(self, index: int, buffer: BucketBuffer, version: WeightVersion, fill: Fill) -> int:
-        """Have a buffer hold bucket `index` of the version, where it may be staged still.
+        """Have `buffer` contain bucket `index` of the version: still staged there, or packed again.
 
-        Returns how many bytes are to be sent; 0 if the source's weights are others by now.
+        Returns the number of bytes to send; 0 if the source's weights have changed.
         """
         assert self._again is not None
         manifest, expected = self._manifest, as_bytes(self._again.digests[index])
         with contextlib.suppress(IntegrityError):
             header = check_bucket(buffer, manifest.buckets[index], version, index)
-            # Other trainer ranks pack their origins' buckets in the same rounds, whatever is staged here.
+            # With several origins every rank packs in every round, so this bucket is packed again, too.
             if header.digest == expected and not manifest.origins:
                 return HEADER_BYTES + header.encoded_bytes
         num_bytes, digest = pack(fill, RAW, manifest, version, index, buffer)
         return num_bytes if as_bytes(digest) == expected else 0
 
     def _fail_unstaged(self, route: FleetRoute) -> None:
-        """Engines that are written to bucket by bucket must not get a version whose weights may have changed since."""
+        """Fail engines that install bucket by bucket: part of a changed version could be installed."""
         for member in route.healthy() if self._again is not None else ():
             member.fail(
                 UnsupportedError(
-                    f"{member.name} takes weights bucket by bucket, so that version {self.number} can't be compared "
-                    "with the source's weights before it is changed: publish a new version"
+                    f"{member.name} installs weights bucket by bucket, so the source's weights can't be compared with "
+                    f"version {self.number} before the engine is changed: publish a new version"
                 )
             )
 
@@ -621,16 +625,16 @@ class PublishRun:
         for member in members:
             member.fail(
                 UpdateAbortedError(
-                    f"the source's weights have changed since version {self.number}, which {member.name} was to be "
-                    "brought to; it keeps what it has: publish a new version"
+                    f"the source's weights have changed since version {self.number}, which {member.name} was to "
+                    "install; it keeps its version: publish a new version"
                 )
             )
 
     def _give_up(self, exc: BaseException) -> None:
-        """The publish itself failed: end the update everywhere. A Ctrl-C does not wait for answers."""
+        """Abort the update on every engine, after the publish itself has failed. A Ctrl-C does not wait for replies."""
         reason = f"{type(exc).__name__}: {exc}"[:4000]
         with contextlib.ExitStack() as stack:
-            # Each, whatever another one raises; a pause that came later than the last would not be lifted.
+            # All of these, also after one has raised. `wait` comes last: a call that is still running may pause.
             stack.callback(self._fleet.wait)
             if isinstance(exc, Exception):
                 stack.callback(self._abort, self._fleet, reason)
@@ -641,20 +645,20 @@ class PublishRun:
                 stack.callback(sender.abort, reason)
 
     def _abort(self, members: Iterable[FleetMember], reason: str) -> None:
-        """Have these engines drop what they hold, as far as they can be reached."""
+        """Abort the update on these engines, as far as they can be reached."""
         abort = Abort(self._run, max(self.number, 0), reason, self._connections.listener.secret)
         joined = [member for member in members if member.is_joined]
         self._fleet.each(lambda member: member.client.update(abort), joined, notes=False)
 
 
 def _above(newest: int, last: int) -> int:
-    """The number after `last`, this run's, and `newest`, of whichever run, unless there can be none after that.
+    """Return one above both `last`, of this run, and `newest`, of any run. `newest` is ignored if it is the maximum.
 
     Raises ValueError if this run has no number left.
     """
     if last >= MAX_VERSION:
         raise ValueError(
-            f"no version number is left above {last}, this publisher's last one: make another publisher, whose run may "
-            "begin at any number, and leave the numbers to it"
+            f"no version number is left above {last}, this publisher's last one: make another publisher, and leave "
+            "`version` out when you publish"
         )
     return 1 + max(last, newest if newest < MAX_VERSION else -1)

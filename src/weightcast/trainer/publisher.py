@@ -1,8 +1,9 @@
-"""Publisher: one source of weights, one transport, many engines; each version whole or not at all, engine by engine.
+"""Publisher: sends the weights of one source over one transport to many engines, each version all or nothing per
+engine.
 
 Invariants: versions only grow within this publisher's run; bytes are packed once however many engines take them; a
-failure on one engine leaves the others' update alone; every pause is lifted before `publish` returns or raises; of
-several trainer ranks one knows engines and transport, and all return the same report or raise the same error.
+failure of one engine does not disturb the others' update; every pause is lifted before `publish` returns or raises; of
+several trainer ranks only one talks to the engines, and all return the same report or raise the same error.
 """
 
 from __future__ import annotations
@@ -54,20 +55,21 @@ if TYPE_CHECKING:
     from weightcast.trainer.group.rounds import FollowingRank, PublishingRank
 
 logger = logging.getLogger(__name__)
-_NOTHING_YET = "nothing was published yet: call publish() first"
+_NOTHING_YET = "nothing was published yet by this publisher: call publish() first"
 
 
 class Publisher(ClosedOnExit):
-    """Moves a source's weights into running engines.
+    """Sends a source's weights to running engines.
 
     With several trainer ranks, create one on every rank (several publishers: in the same order everywhere), and call
     `publish` on every rank. Rank 0 of the group talks to the engines; the other ranks ignore `engines` and `transport`.
 
-    Memory on this side: the transport's slots (streaming) or arena (staged), stated there; nothing of the model's size
-    besides. With several trainer ranks: the transport's slots or arena on each rank that sends: one of each host, where
-    ranks can map each other's memory; each rank that can't.
-    One that nothing refers to any more closes itself; a traceback that is kept refers to it. Use `with`, or `close`.
-    Thread-safe: concurrent calls wait for each other.
+    Memory in this process: the transport's slots (streaming: a few buckets) or arena (staged: one model in host
+    memory). With several trainer ranks, each sending rank has these: one per host, or every rank that can't map the
+    memory of its host's sending rank.
+
+    Close it by `with` or `close()`. Garbage collection closes it too, but a saved traceback keeps it alive.
+    Thread-safe: concurrent calls are serialised.
     """
 
     def __init__(
@@ -80,25 +82,25 @@ class Publisher(ClosedOnExit):
         trainer_group: ProcessGroup | Literal["auto"] | None = "auto",
         options: PublishOptions | None = None,
     ) -> None:
-        """Nothing is connected and nothing allocated before the first `publish`, or `prepare`.
+        """Create a publisher. Nothing is connected or allocated before the first `publish` or `prepare`.
 
-        `engines`: URLs, or EngineClient objects; others may be added later. `token`: the bearer token of engines given
-        as URLs. `trainer_group`: the ranks that hold the model together and publish together; "auto" is
-        torch.distributed's default group, if there is one at the first of these; None: this rank publishes alone.
-        `options`: how engines are updated; by default `PublishOptions()`.
+        `engines`: URLs or EngineClient objects; more can be added later. `token`: the bearer token for engines given as
+        URLs. `trainer_group`: the ranks that have the model together and publish together; "auto" stands for
+        torch.distributed's default group, if it is initialised at the first `publish` or `prepare`; None: this rank
+        publishes alone. `options`: how engines are updated; by default `PublishOptions()`.
 
-        Raises ValueError for an unknown transport or an engine named twice, TypeError for what is none of these.
+        Raises ValueError for an unknown transport or an engine named twice, TypeError for arguments of other types.
         """
         arguments.require_source(source)
         arguments.require_engines(engines)
         arguments.require_trainer_group(trainer_group)
         if not isinstance(options, PublishOptions | None):
-            raise TypeError(f"options is a {type(options).__name__}; pass PublishOptions(...)")
+            raise TypeError(f"options is a {type(options).__name__}; it must be a PublishOptions(...) or None")
         self.run = secrets.token_hex(16)
         self._version = -1
         """The number of the last version; -1 before the first."""
         self.last_report: PublishReport | None = None
-        """Of the last publish that had one: not of one that raised another error than PublishError."""
+        """Report of the last publish that returned or raised PublishError; other errors have no report."""
         self._source = source
         self._url = transport
         self._transport = registry.transport(transport)
@@ -111,19 +113,19 @@ class Publisher(ClosedOnExit):
         self._pack_plan: PackPlan | None = None
         self._engine_dtypes = EngineDtypes() if casts_to_engines(source) else None
         self._published: PublishedVersion | None = None
-        """The last version, if it was sent whole."""
+        """The last version, if all of it was sent."""
         self._trainer_group = trainer_group
         self._group: PublishingRank | FollowingRank | None = None
         self._is_joined = False
         self._closed = False
         self._num_published = 0
-        """Versions that were sent whole."""
+        """Number of versions of which all was sent."""
         self._process = 0
-        """The one that has the connections; 0 while there are none."""
+        """Id of the process that has the connections; 0 while there are none."""
         self._owned: list[Closeable] = [self._watchdog]
         """Owners of connections, threads or processes, in the order in which they are closed, the watchdog last.
 
-        Nothing of the caller's, which may refer to this publisher.
+        The caller's objects are not among them: they may refer to this publisher, and would keep it alive.
         """
         self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
         self._drop.atexit = False
@@ -140,17 +142,18 @@ class Publisher(ClosedOnExit):
 
     @property
     def engines(self) -> list[EngineState]:
-        """The state of each engine as far as it is known, also during a publish; empty on a rank that does not publish.
+        """The last known state of each engine, also during a publish; empty on a rank that does not publish.
 
-        Does not wait, and asks no engine.
+        Does not block and contacts no engine.
         """
         return [member.state for member in self._fleet]
 
     def add_engine(self, engine: str | EngineClient, *, sync: bool = False) -> None:
-        """Add an engine; the next publish connects it, or with `sync` this call, which sends it the last version.
+        """Add an engine. The next publish connects it; with `sync`, this call does, and sends it the last version.
 
-        Does nothing on a trainer rank that another one publishes for. Raises ValueError if it is there already,
-        TypeError for what is no engine; with `sync` what `sync` raises: it is in the fleet still.
+        Does nothing on a trainer rank that does not publish. Raises ValueError if the fleet has the engine already,
+        TypeError for an argument of another type. With `sync`, raises what `Publisher.sync` raises, and the engine
+        stays in the fleet.
         """
         with self._turn.acquired():
             self._require_open()
@@ -171,9 +174,9 @@ class Publisher(ClosedOnExit):
         self._fleet.add(FleetMember(client, owned=isinstance(engine, str)))
 
     def remove_engine(self, engine: str | EngineClient) -> None:
-        """Disconnect an engine: it keeps the version it has, and another publisher may take it.
+        """Disconnect an engine. It keeps its version, and another publisher may take it.
 
-        Does nothing on a trainer rank that another one publishes for. Raises ValueError if it is not in the fleet.
+        Does nothing on a trainer rank that does not publish. Raises ValueError if the engine is not in the fleet.
         """
         if not isinstance(engine, str):
             arguments.require_client(engine)
@@ -184,18 +187,19 @@ class Publisher(ClosedOnExit):
             member = self._fleet.pop(name)
             if self._connections is not None:
                 self._connections.listener.end_links("the engine was removed from the fleet", name)
-            # Only one that did not answer is paused still, and this is the last request to it.
+            # An engine that did not answer may still be paused, and this is the last request to it.
             self._fleet.each(FleetMember.resume, [member], notes=False)
             self._watchdog.release(name)
             member.close()
 
     def release(self) -> None:
-        """Give back the memory that is kept for the next publish, which takes it again: here, and in engines' workers.
+        """Release the memory that is kept between publishes, here and in the engines' workers; a publish allocates it
+        again.
 
-        That is the transport's slots (streaming) or arena (staged): on GPUs device memory at both ends, as for the KV
-        cache of an engine beside the trainer; on CPUs host memory. Waits until engines have released it, with the
-        deadline; they let go in the background. With several trainer ranks call it on every rank. Memory of
-        `file://` and of senders that clients bring is kept. Does nothing before the first publish. Raises ClosedError.
+        That is the transport's slots (streaming: device memory on GPUs) or arena (staged: host memory). Use it to give
+        a colocated engine's KV cache the memory between updates. Blocks until the engines' workers have released
+        theirs, at most for the deadline. With several trainer ranks call it on every rank. `file://` and clients' own
+        senders keep their memory. Does nothing before the first publish. Raises ClosedError.
         """
         self._require_here()
         with self._turn.acquired():
@@ -217,12 +221,11 @@ class Publisher(ClosedOnExit):
             self._closed = True
             self._drop.detach()
             with contextlib.ExitStack() as stack:
-                # Each, whatever another one's GPU raises; what is named last is closed first.
+                # All of these, also after one has raised; the last one is called first.
                 stack.callback(self._watchdog.close)
                 stack.callback(self._fleet.close)
                 if self._pack_plan is not None:
-                    # An exception that the caller keeps may refer to the packer, whose views would keep the arena
-                    # mapped.
+                    # A saved exception may refer to the packer, whose views would keep the arena mapped.
                     stack.callback(self._pack_plan.forget_views)
                 if self._connections is not None:
                     stack.callback(self._connections.close)
@@ -231,38 +234,37 @@ class Publisher(ClosedOnExit):
 
     @property
     def _is_following(self) -> bool:
-        """True if another trainer rank publishes and has the engines, as far as torch.distributed says so by now."""
+        """True if another trainer rank publishes and has the engines, as far as it is known at this point."""
         if self._is_joined or self._trainer_group is None or not (dist.is_available() and dist.is_initialized()):
             return self._group is not None and not self._group.is_publishing
         return dist.get_rank(None if self._trainer_group == "auto" else self._trainer_group) > 0
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ClosedError("this publisher was closed")
+            raise ClosedError("this publisher was closed: make another one")
 
     @property
     def _is_copy(self) -> bool:
-        """True in a process that was forked from the publishing one: it has none of its threads and connections."""
+        """True in a child forked from the process that has the connections, whose threads the child lacks."""
         return self._process not in (0, os.getpid())
 
     def _require_here(self) -> None:
         if self._is_copy:
             raise ClosedError(
                 f"this publisher is of pid {self._process}, which this process (pid {os.getpid()}) was forked from: "
-                "publish there, or close that publisher and make one here"
+                "publish in that process, or close the publisher there and make one here"
             )
 
     # --- one publish ---
 
     def prepare(self) -> None:
-        """Make ready for the first publish, while the trainer trains: plan it, and take the memory that it needs.
+        """Prepare the first publish while the trainer trains: plan the buckets and allocate the transport's memory.
 
-        Reads the source's specs and regions, and plans. The transport's memory (see the class; `release` and `close`
-        give it back) is populated in the background, as far as this host or container has room; without this call the
-        first publish begins with that. Connects no engine. It takes no memory where only the first publish knows how
-        much: with several trainer ranks, for a source that streams its tensors or has dtype="engine", and for engines
-        whose clients bring a sender. Raises InsufficientMemoryError if it does not fit; otherwise what `publish` raises
-        before it connects an engine.
+        Reads the source's specs and regions. The memory (see the class; `release` and `close` free it) is populated in
+        the background, as far as this host or container has room; otherwise the first publish does that. Connects no
+        engine. Allocates nothing if only the first publish can know the size: with several trainer ranks, for a source
+        that streams its tensors or has dtype="engine", and for engines whose clients have their own senders. Raises
+        InsufficientMemoryError if the memory does not fit, and what `publish` raises before it connects an engine.
         """
         self._require_here()
         with self._turn.acquired():
@@ -282,27 +284,27 @@ class Publisher(ClosedOnExit):
         wait_ready_seconds: float = 0.0,
         on_progress: OnProgress | None = None,
     ) -> PublishReport:
-        """Make every engine serve the source's weights as they are now; blocks until they do.
+        """Make every engine serve the source's present weights; block until they do.
 
-        `version` must be above this publisher's last, and at most 2^63 - 1; by default it is one above the highest in
-        the fleet and the store. Don't change the weights meanwhile. A version that every engine refused is not the
-        store's newest. Extra memory: see the class. `wait_ready_seconds`: how long, all together, to wait for
-        engines that are starting (nothing listens at their URL yet, or 502, 503 or 504 is answered there); an engine
-        that refuses is not waited for. `on_progress(done_bytes, total_bytes)` is called after each bucket.
+        `version` must be above this publisher's last one and at most 2^63 - 1; by default it is one above the highest
+        version of the engines and the store. Don't change the weights during the call. A version that every engine
+        refused does not become the store's newest. Extra memory: see the class. `wait_ready_seconds`: how long to wait,
+        for all engines together, for engines that are starting (nothing listens at their URL, or it answers 502, 503 or
+        504). `on_progress(done_bytes, total_bytes)` is called after each bucket.
 
-        With several trainer ranks every rank calls it, and each gets the same report or error; the arguments are those
-        of the publishing rank. An error that another rank brought names that rank.
+        With several trainer ranks call it on every rank; all get the same report or error. The arguments of the
+        publishing rank count. An error of another rank names that rank.
 
-        Raises PublishError if an engine did not take it, whose `failures` and `report` say which and why (with
-        `on_failure="report"` the report is returned instead); ValueError for a version that does not grow, where there
-        is no engine and the transport keeps nothing for later, and where a store would keep a version without tensors;
-        IncompatibleWeightsError if the source's tensors are not what its specs say, or not the same on all ranks;
-        InsufficientMemoryError if the transport's arena does not fit; NotFiniteError (`check_finite`);
-        UpdateAbortedError if the source streams its tensors and a bucket is needed again, for the engines that remain
-        when one was lost on the way; PeerError if a trainer rank dies, stalls or does not publish; OSError if there is
-        no file descriptor left to begin with. After any of these the next publish goes to every engine again.
+        Raises PublishError if an engine did not install the version; its `failures` and `report` say which engine and
+        why (with `on_failure="report"` the report is returned instead). ValueError for a version that is not above the
+        last, without engines if the transport keeps no versions, and for a source without tensors if it does.
+        IncompatibleWeightsError if the source's tensors differ from its specs, or among trainer ranks.
+        InsufficientMemoryError if the transport's arena does not fit. NotFiniteError (`check_finite`).
+        UpdateAbortedError if an engine was lost and the source streams its tensors, which can't be sent again to the
+        others. PeerError if a trainer rank dies, stalls or does not publish. OSError if file descriptors run out at the
+        start. After any of these the next publish goes to every engine again.
         """
-        self._require_here()  # first: the turn may be one that a thread of the other process has
+        self._require_here()  # first: in a forked child, the lock may be held by a thread of the parent
         with self._turn.acquired(publishes=True):
             inputs = self._new_version(version, wait_ready_seconds, on_progress)
             return self._publish(inputs, on_progress, wait_ready_seconds)
@@ -335,29 +337,29 @@ class Publisher(ClosedOnExit):
         wait_ready_seconds: float = 0.0,
         on_progress: OnProgress | None = None,
     ) -> PublishHandle | None:
-        """Publish in the background: return once the weights may change again, not once engines have installed them.
+        """Publish in the background: return once the weights may change again; engines install later.
 
         Blocks until all is packed: over `ipc://` into the arena, from which engines read while the trainer trains on;
-        over gloo and NCCL, whose slots hold two buckets, until all is sent; into a store until all is written; for
-        engines whose clients bring a sender, until that has all. `report.seconds.stall` says how long that took. The
-        publish itself, with the source and `on_progress`, runs in a thread of its own.
+        over gloo and NCCL, which have slots for a few buckets, until all is sent; into a store until all is written; to
+        engines whose clients have their own senders until these have all buckets. `report.seconds.stall` is that time.
+        A background thread reads the source, calls `on_progress` and publishes.
 
-        One publish is in flight at a time. `overlap`: what a call does while another one is: "wait" for its end,
-        "skip" this one (return None), or "raise" PublishInFlightError. So versions never queue behind a slow fleet.
-        `with` and `close` wait for a publish in flight.
+        One publish is in flight at a time, so versions never queue behind a slow fleet. `overlap` says what a call does
+        while another publish is in flight: "wait" for its end, "skip" this one (return None), or "raise"
+        PublishInFlightError. `with` and `close` wait for a publish in flight.
 
-        With several trainer ranks every rank calls it, in the place of `publish`, and each returns when the weights of
-        all may change; pass the same `overlap` on each. All skip, raise or publish alike, as the publishing rank does.
+        With several trainer ranks call it on every rank in place of `publish`, with the same `overlap`. It returns when
+        the weights of all ranks may change. All ranks skip, raise or publish as the publishing rank does.
 
-        Raises what `publish` raises if the publish ends before all is packed; later it is raised by the handle's
-        `result`. ValueError with `install="streaming"`, where engines are written to as buckets are packed.
+        Raises what `publish` raises if the publish ends before all is packed; later errors are raised by the handle's
+        `result`. Raises ValueError with `install="streaming"`, which writes to engines while buckets are packed.
         """
         if overlap not in ("wait", "skip", "raise"):
             raise ValueError(f"overlap is {overlap!r}; it must be 'wait', 'skip' or 'raise'")
         if self._options.install == "streaming":
             raise ValueError(
-                "a publish in the background needs install='staged': with install='streaming' engines are paused while "
-                "buckets are packed, so that there is nothing to go on with: call publish"
+                "start() needs install='staged': with install='streaming' engines are paused while buckets are packed, "
+                "so a publish can't go on in the background; call publish()"
             )
         require_no_step("start")
         flight, future = self._fly(overlap, version, wait_ready_seconds, on_progress)
@@ -372,10 +374,11 @@ class Publisher(ClosedOnExit):
         wait_ready_seconds: float = 0.0,
         on_progress: OnProgress | None = None,
     ) -> PublishReport:
-        """Publish as `publish` does, in a thread of its own, without blocking the event loop.
+        """Publish as `publish` does, in a background thread, without blocking the event loop.
 
-        Don't change the weights before it returns. If the awaiting task is cancelled, so is the publish (see
-        `PublishHandle.cancel`), unless `install="streaming"`; it may end later, and the next one waits for that.
+        Don't change the weights before it returns. Cancelling the awaiting task cancels the publish (see
+        `PublishHandle.cancel`), except with `install="streaming"`; the publish may end later, and the next one waits
+        for its end.
         """
         flight, future = self._fly("wait", version, wait_ready_seconds, on_progress)
         with on_failure(flight.cancel):
@@ -388,13 +391,13 @@ class Publisher(ClosedOnExit):
         wait_ready_seconds: float,
         on_progress: OnProgress | None,
     ) -> tuple[Flight, Future[PublishReport | None]]:
-        """Publish in a thread of its own, when its turn comes; the future has None if it was declined."""
+        """Start a publish in a background thread. The future's result is None if it was declined."""
         self._require_here()
-        # A streamed version that ends half-way would leave engines torn.
+        # Cancelling a streamed version half-way would leave engines torn.
         can_cancel = self._options.install == "staged" and not self._is_following
         flight = Flight(is_background=True, can_cancel=can_cancel)
         future = Future[PublishReport | None]()
-        future.set_running_or_notify_cancel()  # so that nobody who awaits it cancels it
+        future.set_running_or_notify_cancel()  # so that cancelling an await does not cancel the future
         present_stream = host_device.present_stream()
 
         def publish() -> PublishReport | None:
@@ -406,7 +409,7 @@ class Publisher(ClosedOnExit):
                 elif self._group is None or self._group.decline(overlap):
                     instead = overlap
                 else:
-                    # The publish in flight has not begun on the other ranks, or ends just now.
+                    # The other ranks can't be told, since the publish in flight begins or ends there: wait for it.
                     self._turn.acquire(publishes=True)
                     instead = None
                 if instead is not None:
@@ -420,8 +423,8 @@ class Publisher(ClosedOnExit):
                     self._turn.release()
             except Exception as exc:
                 if flight.is_packed and not isinstance(exc, UpdateAbortedError):
-                    # Perhaps nobody asks for the result.
-                    logger.warning("version %s was not published in the background: %s", flight.version, exc)
+                    # `result` may never be called.
+                    logger.warning("the publish of version %s in the background failed: %s", flight.version, exc)
                 raise
             finally:
                 flight.over()
@@ -432,7 +435,7 @@ class Publisher(ClosedOnExit):
     def _new_version(
         self, version: SupportsIndex | None, wait_ready_seconds: float, on_progress: OnProgress | None
     ) -> Callable[[], PublishInputs]:
-        """Return a function that refuses wrong arguments and makes the inputs of a new version."""
+        """Return a function that checks the arguments and makes the inputs of a new version."""
 
         def inputs() -> PublishInputs:
             arguments.require_call(wait_ready_seconds, on_progress)
@@ -443,20 +446,21 @@ class Publisher(ClosedOnExit):
     def sync(
         self, engine: str | EngineClient, *, wait_ready_seconds: float = 0.0, on_progress: OnProgress | None = None
     ) -> PublishReport:
-        """Bring one engine of the fleet to the last version now, which gets no new number; blocks until it serves it.
+        """Send the last version again to one engine of the fleet, under its number; block until the engine serves it.
 
-        For an engine that was added since, failed then, or was started again; the others serve on. One that serves the
-        version already is left alone. `wait_ready_seconds`, `on_progress`: as of `publish`. The report is of this
-        engine alone. Its bytes are those that are staged still (or, from a store, the stored version), else the
-        source's weights, which must not have changed since: where they have, the engine's update fails, it keeps what
-        it has, and a new version must be published. Of a source that streams its tensors only bytes that are staged or
-        stored can be sent again: else UpdateAbortedError, the engine keeps what it has, and no stream is taken. An
-        engine that takes weights bucket by bucket by routes of its own (stock SGLang but for its disk route) fails with
-        UnsupportedError: publish a new version.
+        Use it for an engine that was added since, failed then, or was started again; the others are not disturbed. An
+        engine that serves the version already is skipped. `wait_ready_seconds`, `on_progress`: see `publish`. The
+        report has this engine only.
 
-        With several trainer ranks every rank calls it, as `publish`. Raises ValueError before the first publish, for an
-        engine that is not in the fleet, if the last publish sent no whole version, and with `install="streaming"`
-        unless a store keeps the version: publish a new one; otherwise what `publish` raises.
+        The sent bytes are those still staged (from a store: the stored version), else the source's weights. If these
+        have changed since, the engine's update fails and the engine keeps its version: publish a new one. A source that
+        streams its tensors is not read again: if the version is neither staged nor stored, UpdateAbortedError is
+        raised. An engine that installs bucket by bucket over its server's own routes (stock SGLang, except by its disk
+        route) fails with UnsupportedError: publish a new version.
+
+        With several trainer ranks call it on every rank. Raises ValueError before the first publish, for an engine that
+        is not in the fleet, if the last publish did not send a whole version, and with `install="streaming"` unless a
+        store keeps the version. Otherwise raises what `publish` raises.
         """
         self._require_here()
         with self._turn.acquired(publishes=True):
@@ -471,12 +475,12 @@ class Publisher(ClosedOnExit):
             return self._publish(inputs, on_progress, wait_ready_seconds)
 
     def rollback(self, version: SupportsIndex | None = None) -> PublishReport:
-        """Publish a version that the store still holds once more, as a new version; blocks until engines serve it.
+        """Publish an earlier version of the store once more, as a new version; block until engines serve it.
 
-        For a publisher into a store, `file:///DIR`. `version`: its number; by default the one before the newest (see
-        `weightcast.rollback`). It is read whole first: host memory of one version. The source is left alone, and the
-        next publish sends its weights again. Raises VersionNotFoundError if the store does not hold it any more,
-        ValueError for another transport or with several trainer ranks; otherwise what `publish` raises.
+        It needs a publisher into a store, `file:///DIR`. `version`: number of the earlier version, by default the one
+        before the newest (see `weightcast.rollback`). It is first read into host memory, one model. The source is not
+        used; the next publish sends its weights again. Raises VersionNotFoundError if the store no longer has the
+        version, ValueError for another transport or with several trainer ranks, otherwise what `publish` raises.
         """
         self._require_here()
         with self._turn.acquired(publishes=True):
@@ -484,15 +488,16 @@ class Publisher(ClosedOnExit):
             if not self._transport.keeps_versions:
                 raise ValueError(
                     f"{self._url} keeps no versions to go back to: publish into a store (file:///DIR), or publish the "
-                    "old weights from a checkpoint, SafetensorsSource(DIR)"
+                    "old weights from a checkpoint with SafetensorsSource(DIR)"
                 )
             if not self._is_joined:
                 self._join_trainer_group()
             if self._group is not None:
                 raise ValueError(
-                    "several trainer ranks publish together, and a version of a store is read by one: close this "
-                    "publisher on every rank, and on one of them publish StoreSource(url, version=...) by a Publisher "
-                    "with trainer_group=None and the same engines, or call weightcast.rollback where engines follow"
+                    "rollback() is for one trainer rank, but several publish together here: close this publisher on "
+                    "every rank, and on one of them publish StoreSource(url, version=...) with a Publisher that has "
+                    "trainer_group=None and the same engines; for engines that follow the store, call "
+                    "weightcast.rollback"
                 )
             number = None if version is None else arguments.integer("version", version)
             source = StoreSource(self._url, previous=number is None, version=number)
@@ -505,10 +510,10 @@ class Publisher(ClosedOnExit):
         wait_ready_seconds: float = 0.0,
         flight: Flight | None = None,
     ) -> PublishReport:
-        """Have all ranks publish what the publishing rank's inputs say."""
+        """Publish from all ranks, with the publishing rank's inputs."""
         self._require_open()
         if not self._is_joined:
-            # At the first publish, not before: torch.distributed may be initialised after this publisher is made.
+            # Not earlier: torch.distributed may be initialised after this publisher is made.
             self._join_trainer_group()
         group, last = self._group, self._version
         run = PublishRun(
@@ -530,7 +535,7 @@ class Publisher(ClosedOnExit):
         finally:
             self._version = max(last, run.number)
             if isinstance(self._source, StreamSource) and self._pack_plan is not None:
-                # What remains of a stream, after a failure, may be an exporter's that keeps memory until it is freed.
+                # After a failure the rest of the stream is dropped, since its exporter may keep memory alive.
                 self._pack_plan.use({}, StreamPacker(self._pack_plan.layout, None))
             if group is not None:
                 self._version, self.run = max(self._version, group.group.version), group.run or self.run
@@ -542,9 +547,9 @@ class Publisher(ClosedOnExit):
         return report
 
     def _on_engines_asked(self, inputs: PublishInputs) -> None:
-        """When the engines have said what they are, before anything is offered: cast to what they have; look for NaN.
+        """Called after every engine has reported its `info`, before the offer: ask for dtypes, check for NaN.
 
-        Raises ValueError, NotFiniteError.
+        Raises ValueError without engines to ask for dtypes, NotFiniteError.
         """
         if inputs.engine_dtypes is not None:
             specs = self._source.specs()
@@ -555,16 +560,19 @@ class Publisher(ClosedOnExit):
             require_finite(inputs.pack_plan.specs, held_shards(inputs.pack_plan.specs, inputs.regions))
 
     def _join_trainer_group(self) -> None:
-        """Find out whether other ranks publish with this one; nothing is connected yet. Raises ValueError."""
+        """Find out whether other ranks publish with this one. Connects nothing. Raises ValueError."""
         if self._trainer_group is not None and dist.is_available() and dist.is_initialized():
             group = None if self._trainer_group == "auto" else self._trainer_group
             if dist.get_rank(group) < 0:
-                raise ValueError("this rank is not in trainer_group: make the publisher on its ranks only")
+                raise ValueError(
+                    "this rank is not in trainer_group: make the publisher only on the ranks of that group"
+                )
             if dist.get_world_size(group) > 1:
                 if isinstance(self._source, StreamSource):
                     raise ValueError(
-                        f"{type(self._source).__name__} streams its tensors, which one rank publishes: make a "
-                        "Publisher with trainer_group=None there, and have the other ranks only take part in the export"
+                        f"{type(self._source).__name__} streams its tensors, which only one rank can publish: make a "
+                        "Publisher with trainer_group=None on one rank, and have the other ranks only take part in the "
+                        "export"
                     )
                 from weightcast.trainer.group.rounds import FollowingRank, PublishingRank
 
@@ -579,10 +587,9 @@ class Publisher(ClosedOnExit):
     def _inputs(
         self, version: int | None, *, of: str | None = None, stored: StoreSource | None = None
     ) -> PublishInputs:
-        """Return a publish's inputs that this process makes alone: regions, connections, plan. No communication.
+        """Return the inputs of a publish that need no communication: regions, connections, plan.
 
-        `of`: the name of the only engine, which is to have the last version. `stored`: what is published in place of
-        the source.
+        `of`: name of the only engine, which gets the last version again. `stored`: published in place of the source.
 
         The sender and the listener are made at the first publish, when the device of the weights is known.
         """
@@ -590,16 +597,19 @@ class Publisher(ClosedOnExit):
         require_no_step("publish or sync")
         if version is not None:
             if not 0 <= version <= MAX_VERSION:
-                raise ValueError(f"version {version} is not from 0 to {MAX_VERSION}")
+                raise ValueError(f"version is {version}; it must be from 0 to {MAX_VERSION}")
             if version <= self._version:
-                raise ValueError(f"version {version} is not above {self._version}, the last one of this publisher")
+                raise ValueError(
+                    f"version {version} is not above {self._version}, the last one of this publisher: leave `version` "
+                    "out, or pass a higher number"
+                )
         fleet, again = (self._fleet, None) if of is None else (self._fleet.only(of), self._published)
         if of is not None and again is None:
-            raise ValueError(f"version {self.version} was not sent whole to any engine: publish a new version")
+            raise ValueError(f"version {self.version} was not sent completely to any engine: publish a new version")
         if again is not None and self._options.install == "streaming" and not again.is_stored:
             raise ValueError(
-                f"version {self.version} can't be sent again: with install='streaming' an engine is written to before "
-                "all of it is known to be unchanged, and no store keeps it: publish a new version"
+                f"version {self.version} can't be sent again: with install='streaming' an engine is changed before all "
+                "weights were compared with that version, and no store keeps it; publish a new version"
             )
         source = self._source if stored is None else stored
         regions: Regions = {}
@@ -613,7 +623,7 @@ class Publisher(ClosedOnExit):
         if connections is None or not is_known:
             device = _device_of(regions) if stream is None else stream.device
             if stored is not None and not isinstance(self._source, StreamSource):
-                device = _device_of(self._source.regions())  # of what comes after it
+                device = _device_of(self._source.regions())  # the next publish sends these
         if connections is not None:
             device = connections.device
         if pack_plan is None or not is_known:
@@ -625,7 +635,7 @@ class Publisher(ClosedOnExit):
             check = self._options.check_finite
             pack_plan.use(regions, StreamPacker(pack_plan.layout, tensors, check_finite=check))
         elif self._group is None:
-            # Before there is a sender, which may write.
+            # This checks the regions before a sender exists, which may write to a store.
             pack_plan.packer(regions)
         if self._connections is None:
             seconds = self._options.deadline_seconds
@@ -648,7 +658,7 @@ class Publisher(ClosedOnExit):
             )
             self._process = os.getpid()
             self._owned.insert(-1, self._connections)
-            # Again: this process may have been forked since this publisher was made.
+            # Made again with this pid: the process may have been forked since the publisher was made.
             self._drop.detach()
             self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
             self._drop.atexit = False
@@ -659,7 +669,7 @@ class Publisher(ClosedOnExit):
             )
 
         def maps_buckets() -> bool:
-            # Those that clients' own senders give, where no others are packed, are in host memory.
+            # Clients' own senders have their buckets in host memory.
             is_brought = bool(len(fleet)) and all(isinstance(member.client, BringsSender) for member in fleet)
             if device.type == "cpu" or (is_brought and not self._transport.keeps_versions):
                 return True
@@ -684,7 +694,7 @@ class Publisher(ClosedOnExit):
         return any(isinstance(member.client, BringsSender) for member in self._fleet)
 
     def _ready_pack_plan(self, device: torch.device, source: Source | StreamSource) -> PackPlan:
-        """The plan for the source's specs: made once, and again when they have changed."""
+        """Return the plan for the source's specs; it is made again only if the specs have changed."""
         specs = source.specs()
         if self._engine_dtypes is not None and source is self._source:
             specs = self._engine_dtypes.cast(specs)
@@ -706,7 +716,7 @@ def _name_of(engine: str | EngineClient) -> str:
 
 
 def _require_specs(specs: object) -> None:
-    """Raises TypeError unless a source's specs() returned tensors by name, dtype and shape."""
+    """Raise TypeError unless a source's specs() returned a sequence of valid TensorSpecs."""
     what = (
         "specs() of the source must return a sequence of TensorSpec, such as TensorSpec('weight', 'bfloat16', (8, 4))"
     )
@@ -730,20 +740,20 @@ def _device_of(regions: Regions) -> torch.device:
     except (AttributeError, TypeError, ValueError):
         what = "regions() of the source must return a mapping of names to sequences of (Region, tensor)"
         raise TypeError(f"{what}; it returned a {type(regions).__name__}") from None
-    # A view on the meta device is refused by name, when the regions are looked at.
+    # A view on the meta device is refused by name when the regions are checked.
     return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
 def _drop(owned: list[Closeable], process: int) -> None:
-    """Close what a publisher had that was not closed. A forked child has a copy of it only, and does nothing."""
+    """Close what a garbage-collected publisher left open. Does nothing in a forked child, which has only a copy."""
     if process != os.getpid() or sys.is_finalizing():
         return
     for part in owned:
         if isinstance(part, Connections):
-            part.listener.end_links("the publisher was dropped")
-    # In a thread of its own: a collection may come at any point of any thread, also of one that is waited for here.
+            part.listener.end_links("the publisher was garbage-collected without close()")
+    # In a new thread, since a collection can interrupt any thread, also one that closing waits for.
     closing = threading.Thread(target=_close_all, args=(owned,), name="weightcast-dropped", daemon=True)
-    with contextlib.suppress(RuntimeError):  # the interpreter starts no thread any more
+    with contextlib.suppress(RuntimeError):  # at exit the interpreter starts no more threads
         closing.start()
         if not threading.current_thread().name.startswith("weightcast"):
             closing.join(GRACE_SECONDS)

@@ -1,4 +1,4 @@
-"""Passes on to running engines what was read of a store or a directory: one reader for many engines."""
+"""Relay: publishes to running engines what a follower has read from a store or a directory, once for all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weightcast.trainer.publisher import Publisher
 
 
 class RelayedTensors:
-    """A `Source` of the tensors that a relay was given last."""
+    """A `Source` of the tensors that the relay received last."""
 
     def __init__(self) -> None:
         self._specs: Sequence[TensorSpec] = ()
@@ -33,15 +33,15 @@ class RelayedTensors:
         return self.held
 
     def describe(self, specs: Sequence[TensorSpec]) -> None:
-        """The same object for the same specs: a publisher then keeps its plan."""
+        """Set the specs. Equal specs keep the present object, so that the publisher keeps its plan."""
         self._specs = self._specs if tuple(specs) == tuple(self._specs) else specs
 
 
 class Relay:
-    """An `Engine` for a `Follower`, which publishes what it is given.
+    """An `Engine` for a `Follower` that publishes each version to other engines.
 
-    A version keeps its number; the run is the relay's own. Host memory besides the reader's: the transport's arena.
-    `missing`: the names of engines that did not take the last version, where others did.
+    A version keeps its number; the run is the relay's. Extra host memory: the transport's arena. `missing`: names of
+    the engines that did not install the last version although others did.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Relay:
         token: str | None = None,
         options: PublishOptions | None = None,
     ) -> None:
-        """The arguments are those of `Publisher`, which is made here; it connects at the first version.
+        """Create the relay's `Publisher` with these arguments. It connects at the first version.
 
-        An engine that does not take a version raises PublishError, whatever the options' `on_failure`.
+        If an engine does not install a version, PublishError is raised, whatever `options.on_failure` is.
         """
         self.report: PublishReport | None = None
         self.given = RelayedTensors()
@@ -74,10 +74,10 @@ class Relay:
         self._publisher: Publisher | None = self._make_publisher()
 
     def publish(self, number: int) -> PublishReport:
-        """Publish what was given as this version. Raises PublishError if an engine did not take it."""
+        """Publish the loaded tensors as version `number`. Raises PublishError if an engine did not install it."""
         last = None if self._publisher is None else self._publisher.version
         if last is not None and number <= last:
-            self.close()  # the source of the versions counts from below again
+            self.close()  # the followed store or directory has begun again with lower numbers
         if self._publisher is None:
             self._publisher = self._make_publisher()
         self.missing = []
@@ -89,10 +89,10 @@ class Relay:
             return _whole(report)
 
     def catch_up(self) -> PublishReport:
-        """Send what was published last to each that is missing. Raises PublishError that names those that fail."""
+        """Send the last version to the `missing` engines. Raises PublishError that names those that fail again."""
         assert self._publisher is not None
         if self._is_streaming:
-            # The publisher that the others have it from keeps nothing that could be sent again.
+            # With install="streaming" the publisher can't send a version again: use a new publisher.
             with self._make_publisher(engines=[self._engines[name] for name in self.missing]) as publisher:
                 report = publisher.publish(self._publisher.version)
             self.missing = [name for name, result in report.engines.items() if not result.ok]
@@ -106,18 +106,18 @@ class Relay:
         return _whole(msgspec.structs.replace(report, engines=engines))
 
     def _release(self) -> None:
-        """Hold no engine, unless some of them have the version."""
+        """Close the publisher, and so free the engines, unless some of them have the version."""
         if not self.missing:
             self.close()
 
     # --- as an `Engine` ---
 
     def specs(self) -> None:
-        """Declare no specs: every tensor is passed on."""
+        """Declare no specs, so that every tensor is passed on."""
         return
 
     def validate(self, manifest: Manifest) -> None:
-        """Nothing to refuse here: the engines are asked when it is published."""
+        """Accept every manifest; the engines validate it when it is published."""
         self.given.describe(tuple(record.spec for record in manifest.tensors))
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -125,7 +125,10 @@ class Relay:
         self.given.held = {spec.name: ((whole(spec.shape), found[spec.name]),) for spec in self.given.specs()}
 
     def commit(self, version: WeightVersion) -> None:
-        """Publish it, or if it was, send it to those that are missing. Raises PublishError: offer it again then."""
+        """Publish the version, or send it to the `missing` engines if it was published before.
+
+        Raises PublishError; offer the version again then.
+        """
         is_again, self._committed = version == self._committed, version
         try:
             self.report = self.catch_up() if is_again and self.missing else self.publish(version.number)
@@ -136,7 +139,7 @@ class Relay:
         self.given.held = {}
 
     def close(self) -> None:
-        """Disconnect the engines; they keep what they have. Idempotent."""
+        """Disconnect the engines; they keep their versions. Idempotent."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None

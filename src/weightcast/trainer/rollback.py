@@ -1,4 +1,4 @@
-"""Publishes an earlier version of a store once more, as a new version of a new run."""
+"""Rollback of a store: an earlier version is published once more, as a new version of a new run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from weightcast.trainer.publisher import Publisher
 
 
 def rollback(url: str, *, version: int | None = None, deadline_seconds: float = 60.0) -> PublishReport:
-    """Make an earlier version the newest again, under a number one above; followers take it as any other.
+    """Publish an earlier version of a store again, numbered one above the newest; followers install it as any other.
 
-    `version`: the number of one that the store still holds; by default the one before the newest. With `num_slots=2`
-    that is the only one, and it is there until a publisher begins the next version; each slot more keeps one more. It
-    is read whole first: host memory of one version. While a publisher has the store, use `Publisher.rollback`. Raises
-    VersionNotFoundError if it is gone, EngineBusyError if a publisher has the store.
+    `version`: number of the earlier version, by default the one before the newest. With `num_slots=2` the store has
+    only that one, until a publisher begins the next version; each additional slot keeps one more. The version is first
+    read into host memory, one model. While a publisher has the store open, use `Publisher.rollback`. Raises
+    VersionNotFoundError if the store no longer has the version, EngineBusyError if a publisher has the store open.
     """
     source = StoreSource(url, previous=version is None, version=version)
     with Publisher(

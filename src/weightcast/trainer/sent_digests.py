@@ -1,7 +1,7 @@
 """Digests of the sent tensors, and their comparison with an engine's live memory.
 
-Invariant: an engine that holds something else has failed, and refuses to serve until a complete update has healed it;
-what an engine can't prove is in its result, by name.
+Invariant: an engine whose weights differ has failed, and refuses to serve until a complete update; its result names the
+tensors that can't be compared.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ _MAX_LOCATED = 8
 
 
 class SentDigests:
-    """The digest of every tensor of a layout, from its buckets as they are packed, added up by tensor."""
+    """Digests of every tensor of a layout, computed from the packed buckets and added up by tensor."""
 
     def __init__(self, layout: Layout, regions: Regions) -> None:
-        """`regions`: what this rank holds of the source, by which a block that differs is found."""
+        """`regions`: this rank's regions of the source, used to locate a block that differs."""
         self._layout = layout
         self._regions = regions
         self.by_bucket: dict[int, list[str]] = {}
-        """Of the pieces of each bucket that was added, here or by another trainer rank."""
+        """By bucket, the digests of its pieces, computed on this or another trainer rank."""
 
     def add(self, index: int, payload: torch.Tensor) -> None:
-        """Read bucket `index`, which is packed; on a GPU this waits for it. Again for the same one: replaces it."""
+        """Compute the digests of the packed bucket `index`, in place of former ones.
+
+        On a GPU this waits for the bucket.
+        """
         views = zip(self._layout.entries[index], self._layout.views(index, payload), strict=True)
         self.by_bucket[index] = [tensor_digest(view, e.piece.region, e.record.shape) for e, view in views]
-        self._layout.forget_views()  # the transport's memory is not to be kept by them
+        self._layout.forget_views()  # views would keep the transport's memory alive
 
     def by_name(self) -> dict[str, tuple[TensorRecord, str]]:
-        """Each tensor's record and digest, under every name that it has."""
+        """Return each tensor's record and digest, under each of its names."""
         digests: dict[int, list[str]] = {}
         for index, found in self.by_bucket.items():
             for entry, digest in zip(self._layout.entries[index], found, strict=True):
@@ -52,9 +55,9 @@ class SentDigests:
         }
 
     def prove(self, sent: Mapping[str, tuple[TensorRecord, str]], member: FleetMember) -> None:
-        """Compare with what the member's engine holds; one that differs is quarantined. Raises PeerError.
+        """Compare with the weights of the member's engine, and quarantine the engine if they differ. Raises PeerError.
 
-        `sent`: what `by_name` returns, which is the same for all members.
+        `sent`: the result of `by_name`, computed once for all members.
         """
         held = member.held()
         if held is None:
@@ -64,28 +67,28 @@ class SentDigests:
         unproven, wrong, where = dict(held.unproven), dict[str, TensorRecord](), dict[str, str]()
         try:
             for spec in held.tensors:
-                # A tied parameter has the names of the tensor that it is to equal besides its own.
+                # A tied parameter has its own name and those of the tensor that it is tied to.
                 record, digest = next((sent[name] for name in spec.names if name in sent), (None, ""))
                 found = held.digests.get(spec.name)
                 if record is None or found is None:
                     continue
                 if spec.dtype != record.dtype:
-                    unproven[spec.name] = f"it was sent as {record.dtype} and is held as {spec.dtype}"
+                    unproven[spec.name] = f"it was sent as {record.dtype}, the engine has it as {spec.dtype}"
                 elif found != digest:
                     wrong[spec.name] = record
                 proven.update(record.names)
             if wrong:
                 where = self._located(member, dict(itertools.islice(wrong.items(), _MAX_LOCATED)))
         finally:
-            # An engine that is known to differ does not serve on, whatever has kept this from saying where.
+            # Quarantine an engine that differs, even if an error has kept us from locating the difference.
             problems += (f"{name!r} {where.get(name, '')}".rstrip() for name in wrong)
             if problems:
                 member.quarantine(f"its live memory is not what was sent: {listed(problems)}")
-        silent = dict.fromkeys(sent.keys() - proven, "the engine does not say what it holds of it")
+        silent = dict.fromkeys(sent.keys() - proven, "the engine reports no digest of it")
         member.result.unproven = {name: reason for name, reason in (silent | unproven).items() if name in sent}
 
     def _located(self, member: FleetMember, wrong: Mapping[str, TensorRecord]) -> dict[str, str]:
-        """Which ranks and blocks of an engine differ, in words, as far as this rank holds the same elements."""
+        """Return by name, in words, the engine ranks and blocks that differ, as far as this rank has those elements."""
         held = member.held(list(wrong))
         found: dict[str, str] = {}
         for name, record in wrong.items():
@@ -98,7 +101,7 @@ class SentDigests:
         return found
 
     def _digest(self, record: TensorRecord, region: Region) -> str | None:
-        """Of a region of what was sent; None where this rank does not hold all of it."""
+        """Return the digest of a region of the sent tensor; None if this rank does not have all of it."""
         digest, num_elements = "0" * 32, 0
         for held, tensor in self._regions.get(record.name, ()):
             shared = common(region, held)

@@ -1,6 +1,6 @@
-"""Fills buckets from tensors that come one after another, each copied to its places before the next is asked for.
+"""Packing of a `StreamSource`: each tensor is copied into the buckets before the next one is taken from the iterator.
 
-Invariants: what comes is exactly what the specs say, in their order; a bucket is filled once; no tensor is kept once
+Invariants: the tensors are exactly those of the specs, in their order; a bucket is filled once; no tensor is kept once
 the last bucket is filled.
 """
 
@@ -21,18 +21,18 @@ from weightcast.trainer.packer import Shard
 from weightcast.trainer.sent_digests import SentDigests
 
 _MIN_TABLE_BYTES = 1 << 20
-"""A copy of so much is worth a table; for a smaller one that costs more than it saves."""
+"""Smallest copy that is made by a pack table; for smaller ones the table costs more than it saves."""
 
 
 class StreamPacker:
-    """Implements `Fill` for one version of a `StreamSource`. Memory: none besides the tensor that is there."""
+    """Implements `Fill` for one version of a `StreamSource`. It keeps one tensor of the stream at a time."""
 
     def __init__(
         self, layout: Layout, tensors: Iterator[tuple[str, torch.Tensor]] | None, *, check_finite: bool = False
     ) -> None:
-        """`tensors`: None for a version whose stream was taken before: no bucket can be filled again.
+        """`tensors`: None for a version whose stream was read before, of which no bucket can be filled again.
 
-        `check_finite`: look for NaN and infinity in each tensor before it is packed.
+        `check_finite`: check each tensor for NaN and infinity before it is packed.
         """
         self.sent: SentDigests | None = None
         self._checks_finite = check_finite
@@ -45,10 +45,10 @@ class StreamPacker:
 
     @torch.no_grad()
     def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
-        """Write the payload of bucket `index`, return its digest. With the last bucket the stream must be at its end.
+        """Write the payload of bucket `index`, return its digest. After the last bucket the stream must have ended.
 
-        Raises IncompatibleWeightsError for another tensor than the specs name, UpdateAbortedError for a bucket that was
-        filled before, NotFiniteError, and what the iterator raises.
+        Raises IncompatibleWeightsError for a tensor that differs from the specs, UpdateAbortedError for a bucket that
+        was filled before, NotFiniteError, and any exception of the iterator.
         """
         if self._tensors is None or index != self._num_filled:
             raise _gone(version)
@@ -71,7 +71,7 @@ class StreamPacker:
         return queued_digest(payload[: manifest.buckets[index]])
 
     def _read_up_to(self, tensors: Iterator[tuple[str, torch.Tensor]], wanted: TensorRecord | None) -> None:
-        """Take tensors up to this one, past those without elements; None: up to the end of the stream."""
+        """Read tensors up to `wanted`, skipping those without elements; None reads to the end of the stream."""
         for record in self._records:
             name, tensor = next(tensors, ("", None))
             if tensor is None:
@@ -81,14 +81,14 @@ class StreamPacker:
             if found != expected:
                 raise _other(f"found {found}, expected {expected}")
             if tensor.is_meta or not is_memory(tensor):
-                raise _other(f"found {found} on {tensor.device} without memory, or that is computed when it is read")
+                raise _other(f"found {found} on {tensor.device}, which has no memory or computes its values when read")
             if self._checks_finite:
                 require_finite([record], [Shard(0, whole(record.shape), tensor)] if tensor.numel() else [])
             if record is wanted:
                 self._record, self._tensor = record, tensor
                 return
         if (more := next(tensors, None)) is not None:
-            raise _other(f"found {more[0]!r} behind the last tensor")
+            raise _other(f"found {more[0]!r} after the last tensor")
 
     def others(self) -> Sequence[Digest]:
         return ()
@@ -100,10 +100,10 @@ class StreamPacker:
 def _gone(version: WeightVersion) -> UpdateAbortedError:
     return UpdateAbortedError(
         f"version {version.number} was streamed, each tensor once, and some of it is needed again, for an engine that "
-        "came late, or because one was lost on the way: publish the weights again, as a new version"
+        "was added later or because a peer was lost during the transfer: publish the weights again, as a new version"
     )
 
 
 def _other(problem: str) -> IncompatibleWeightsError:
-    remedy = "it must be the same for each version; publish other tensors by another publisher"
+    remedy = "yield the same tensors for each version, or publish other tensors from another publisher"
     return IncompatibleWeightsError(f"the stream of weights is not what its specs say: {problem}; {remedy}", (problem,))

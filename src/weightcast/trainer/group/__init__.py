@@ -1,4 +1,4 @@
-"""Trainer ranks that publish together: how they find each other, who packs which shard, one error for all.
+"""Several trainer ranks that publish together: rendezvous, assignment of shards to ranks, one error for all ranks.
 
-Here belongs what is of no use to a trainer of one rank.
+Code that a trainer of one rank does not need.
 """

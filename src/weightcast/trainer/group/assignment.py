@@ -1,8 +1,10 @@
-"""Which rank packs what for which origin, and the plan of all buckets. No communication: every rank computes the same.
+"""Assignment of regions to ranks and origins, and the plan of all buckets. Every rank computes it without
+communication.
 
-An origin is memory that buckets leave from: of one rank, which leads it, and of all ranks that can map it.
-Invariants: the publishing rank leads origin 0; each element is brought by one rank; a tensor or load group that the
-ranks of one origin hold whole leaves whole from there.
+An origin is the memory that buckets are sent from. One rank leads it: it allocates the memory, and ranks that can map
+that memory pack into it.
+Invariants: the publishing rank leads origin 0; each element is packed by one rank; a tensor or load group of which the
+ranks of one origin have every element is sent from that origin alone.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ _TOGETHER = "the ranks of trainer_group together must hold every element: pass t
 
 
 class AssignedPart(NamedTuple):
-    """A rank's share of the work: `region`, in part number `part` of those that it holds."""
+    """A region that a rank has to pack; it lies in part number `part` of those that the rank has."""
 
     part: int
     region: Region
 
 
 class Assignment(NamedTuple):
-    """The division of work that all ranks have computed alike. `leaders`: of each origin, in order; `origins`: that of
-    each rank; `held`: the regions that each holds; `assigned`: the parts of these that each packs.
+    """The division of work, equal on all ranks.
+
+    `leaders`: the group rank that leads each origin. By group rank: `origins`, the rank's origin; `held`, the regions
+    that it has; `assigned`, the regions that it packs.
     """
 
     layout: Layout
@@ -46,9 +50,9 @@ class Assignment(NamedTuple):
 
 
 def leaders_of(mappable: Sequence[Sequence[int]], *, maps_buckets: bool) -> list[int]:
-    """The group rank that leads each rank's origin: the first that leads one and that it can map, else itself.
+    """Return, by group rank, the leader of its origin: the first leader whose memory it can map, else the rank itself.
 
-    `mappable`: the ranks before it whose memory each rank can map. Without `maps_buckets` each rank is an origin.
+    `mappable`: by rank, the lower ranks whose memory it can map. Without `maps_buckets` each rank is an origin.
     """
     leading: list[int] = []
     for rank, others in enumerate(mappable):
@@ -57,7 +61,7 @@ def leaders_of(mappable: Sequence[Sequence[int]], *, maps_buckets: bool) -> list
 
 
 def require_reach(url: str, assignment: Assignment, hosts: Sequence[str], ranks: Sequence[int]) -> None:
-    """Raises UnsupportedError for origins from which the transport can't send. `ranks`: the trainer ranks."""
+    """Raise UnsupportedError for origins from which the transport can't send. `ranks`: the trainer ranks."""
     scheme, origins = registry.scheme(url), registry.transport(url).origins
     outside = [
         str(rank)
@@ -67,7 +71,7 @@ def require_reach(url: str, assignment: Assignment, hosts: Sequence[str], ranks:
     if outside:
         where = "memory of one trainer rank" if origins == "one" else "one host"
         raise UnsupportedError(
-            f"{scheme}:// sends from {where}, and trainer ranks {', '.join(outside)} can't reach that of rank "
+            f"{scheme}:// sends from {where}, but trainer ranks {', '.join(outside)} can't map the memory of rank "
             f"{ranks[0]} (another host, container, user or GPU): publish over gloo:// or nccl://"
         )
 
@@ -75,7 +79,7 @@ def require_reach(url: str, assignment: Assignment, hosts: Sequence[str], ranks:
 def assign_all(
     specs: Sequence[TensorSpec], held: Sequence[Sequence[HeldRegion]], leading: Sequence[int], bucket_size_bytes: int
 ) -> Assignment:
-    """Return which rank packs what for which origin. Origins without a bucket are left out, but for the first.
+    """Assign every region to a rank and an origin. Origins without a bucket are dropped, except the first.
 
     Raises IncompatibleWeightsError unless the regions, replicas counted once, tile every tensor.
     """
@@ -84,7 +88,10 @@ def assign_all(
     sending = {leading[rank] for rank, parts in enumerate(assigned) if parts}
     leaders = [leader for leader in leaders if leader in sending or leader == leaders[0]]
     if len(leaders) > MAX_ORIGINS:
-        raise UnsupportedError(f"buckets would leave from {len(leaders)} trainer ranks; at most {MAX_ORIGINS} can send")
+        raise UnsupportedError(
+            f"buckets would be sent from {len(leaders)} trainer ranks, at most {MAX_ORIGINS} are supported: publish "
+            "with install='staged' over ipc:// or gloo://, which send from one rank per host"
+        )
     origins = [leaders.index(leader) if leader in leaders else 0 for leader in leading]
     packed: list[defaultdict[str, list[Region]]] = [defaultdict(list) for _ in leaders]
     for origin, parts, regions in zip(origins, assigned, held, strict=True):
@@ -100,9 +107,9 @@ def assign(
 ) -> list[list[AssignedPart]]:
     """Return what each rank packs, by group rank. `origins`: the origin of each rank.
 
-    A load group is brought to one origin where its ranks hold all of it; to that which has the least yet. Of a region
-    that several of them hold, each packs a block; a small region goes to the rank that has the least to pack. Raises
-    IncompatibleWeightsError unless the regions, replicas counted once, tile every tensor.
+    A load group goes to one origin, if one's ranks have all of it: to the one with the fewest bytes so far. If several
+    of them have a region, each packs a block of it; a small region goes to the rank with the fewest bytes so far.
+    Raises IncompatibleWeightsError unless the regions, replicas counted once, tile every tensor.
     """
     holders: list[dict[Region, list[tuple[int, int]]]] = [{} for _ in specs]
     for group_rank, parts in enumerate(held):

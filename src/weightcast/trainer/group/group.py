@@ -1,8 +1,8 @@
-"""The trainer ranks that publish together: how they agree, and how one's failure becomes everyone's.
+"""Exchanges among the trainer ranks that publish together; an error on one rank is raised on all of them.
 
-Invariants: every rank makes the same exchanges in the same order; an error of one rank in an exchange is
-raised there by all; a rank that loses another closes its group at once, which ends the others' waits; nothing but typed
-records and raw bytes travels. Group rank 0 is the publishing rank, which says what is done next.
+Invariants: every rank makes the same exchanges in the same order; an error that one rank puts into an exchange is
+raised by that exchange on all ranks; a rank that loses another closes its group at once, which ends the others' waits;
+only typed records and raw bytes are sent. Group rank 0 is the publishing rank, which gives the instructions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weightcast.trainer.group.records import Failure, Nothing, RankStatus, Recor
 from weightcast.trainer.group.rendezvous import Rendezvous, named
 
 _ROW_BYTES = 512
-"""Of every rank's part of an exchange; longer records go in a second step."""
+"""Size of one rank's row in an exchange; a longer record is sent in a second step."""
 _SIZE_BYTES = 4
 
 
@@ -55,14 +55,14 @@ class Group:
         self.size = len(self.ranks)
         self.is_publishing = self.group_rank == 0
         self.version = -1
-        """On the publishing rank: what it says at each exchange. On the others: what it said last."""
+        """The publisher's version number, sent with each exchange. On the other ranks: the last one received."""
         self.error: BaseException | None = None
-        """This rank's, for its next exchange."""
+        """This rank's error, which its next exchange raises on all ranks."""
         self._deadline_seconds = deadline_seconds
         self._lock = threading.RLock()
         self._group: ProcessGroup | None = None
         self._verdict: BaseException | None = None
-        """How this publish has failed on every rank."""
+        """The error with which this publish has failed on every rank."""
         self._is_kept = False
         self._last_exchange = 0.0
         self._rows = torch.zeros(self.size, _ROW_BYTES, dtype=torch.uint8)
@@ -75,13 +75,13 @@ class Group:
     # --- agree ---
 
     def error_at_next_exchange(self) -> _ErrorAtNextExchange:
-        """An error inside is not raised there: this rank's next exchange raises it, on every rank."""
+        """Catch an error of the block; this rank's next exchange raises it on every rank."""
         return _ErrorAtNextExchange(self)
 
     def start(self, record: Record) -> list[Any]:
-        """The first exchange of a publish; connects where there is no group. Blocks until all ranks publish.
+        """Make the first exchange of a publish; connect if there is no group. Blocks until all ranks publish.
 
-        A group that another rank has given up before is replaced, once.
+        A group that another rank has closed before is replaced, once.
         """
         with self._lock:
             self._verdict = None
@@ -99,9 +99,9 @@ class Group:
     def exchange(self, record: Record) -> list[Any]:
         """Return every rank's record, by group rank; block until all have come.
 
-        Raises on every rank the error of a rank: there its own, elsewhere one that names that rank. An error that all
-        ranks have found alike is raised as it is.
-        Raises PeerError if a rank dies or stalls; the ranks connect again at the next `start`.
+        If a rank has an error, it is raised on every rank: unchanged on that rank, elsewhere with that rank's name. An
+        error that all ranks have alike is raised unchanged. Raises PeerError if a rank dies or stalls; the ranks
+        connect again at the next `start`.
         """
         with self._lock:
             if self._verdict is not None:
@@ -118,7 +118,7 @@ class Group:
                 failing, failure = next(((n, r) for n, r in enumerate(records) if isinstance(r, Failure)), (0, None))
                 if failure is None:
                     return records
-            # In no variable of this frame, to which the error's traceback refers: it would live on until a collection.
+            # No local variable may refer to the raised error: its traceback refers to this frame, which is a cycle.
             if self.error is not None and (failing == self.group_rank or str(self.error) == failure.record.message):
                 self._verdict, self.error = self.error, None
                 raise self._verdict
@@ -127,9 +127,9 @@ class Group:
             raise self._verdict from cause
 
     def _all(self, group: ProcessGroup, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by group rank, by way of the publishing rank.
+        """Return every rank's bytes, by group rank, sent by way of the publishing rank.
 
-        gloo's all-gather goes from rank to rank and takes three times as long.
+        gloo's own all-gather is a ring, whose latency grows with the number of ranks.
         """
         rows = self._rows
         head = len(data).to_bytes(_SIZE_BYTES, "little") + data[: _ROW_BYTES - _SIZE_BYTES]
@@ -138,7 +138,10 @@ class Group:
         found = [row.tobytes() for row in rows.numpy()]
         sizes = [int.from_bytes(row[:_SIZE_BYTES], "little") for row in found]
         if max(sizes) > MAX_MESSAGE_BYTES:
-            raise ManifestError(f"records of {sizes} bytes from the trainer ranks; the limit is {MAX_MESSAGE_BYTES}")
+            raise ManifestError(
+                f"trainer ranks sent records of {sizes} bytes, the limit is {MAX_MESSAGE_BYTES} bytes: publish fewer "
+                "tensors, or from fewer regions per rank"
+            )
         long = [rank for rank, size in enumerate(sizes) if size > _ROW_BYTES - _SIZE_BYTES]
         parts: Mapping[int, torch.Tensor] = {}
         if long:
@@ -154,7 +157,7 @@ class Group:
         ]
 
     def _collect(self, group: ProcessGroup, parts: Mapping[int, torch.Tensor], whole: torch.Tensor) -> None:
-        """Have the parts of `whole` that these ranks have be there on every rank."""
+        """Gather these ranks' parts of `whole` on rank 0, and broadcast `whole` to every rank."""
         if self.is_publishing:
             works = [group.receive(part, rank) for rank, part in parts.items() if rank]
             try:
@@ -167,9 +170,9 @@ class Group:
         wait(group.broadcast(whole, root=0))
 
     def exchange_when_idle(self, instruction: Record) -> list[Any]:
-        """The publishing rank's exchange, repeated until no rank is busy: only then the instruction counts.
+        """Repeat the publishing rank's exchange until no rank is busy; only then the instruction counts.
 
-        Returns the records of that exchange. Blocks as long as a rank is busy: with what, has deadlines of its own.
+        Returns the records of that exchange. Blocks as long as a rank is busy, which that rank's own deadlines limit.
         """
         while True:
             records = self.exchange(instruction)
@@ -177,7 +180,7 @@ class Group:
                 return records
 
     def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> None:
-        """Every rank's bytes, each a row by group rank; `own` is this rank's, and as long as a row on every rank."""
+        """Fill `rows` with every rank's bytes, one row by group rank. `own`: this rank's row, equally long on all."""
         with self._lock:
             group = self._connected()
             with Translated(BaseException, self._break):
@@ -186,18 +189,18 @@ class Group:
     # --- the publishing rank's signs of life ---
 
     def uninterrupted(self) -> contextlib.AbstractContextManager[Any]:
-        """Held for exchanges that follow one another without a sign of life from `keeping_alive` between them."""
+        """Keep `keeping_alive` from making an exchange between those of this block."""
         return self._lock
 
     @contextlib.contextmanager
     def keeping_alive(self) -> Iterator[None]:
-        """On the publishing rank: tell the others to wait on, as often as it takes, in a thread of its own."""
+        """On the publishing rank: during the block, a thread makes keep-alive exchanges, so that the others wait."""
         over = threading.Event()
-        # Other ranks of origins give their receivers a sign of life only when they hear from this one.
+        # A rank that leads another origin sends keep-alives to its receivers only upon an exchange.
         interval = min(self._deadline_seconds / 3, GRACE_SECONDS)
 
         def keep_alive() -> None:
-            # What fails here fails the caller's next exchange.
+            # An error here is raised by the caller's next exchange.
             with self.error_at_next_exchange():
                 while not over.wait(max(0.0, self._last_exchange + interval - time.monotonic())):
                     with self._lock:
@@ -215,21 +218,21 @@ class Group:
     # --- the end ---
 
     def give_up(self) -> None:
-        """Disconnect after a failure that can't be reported to the other ranks, unless all know of one already."""
+        """Disconnect after a failure that can't be reported to the other ranks, unless all have failed already."""
         if self._verdict is None and self.is_connected:
             self.close()
             self._rendezvous.leave()
         self.error = self._verdict = None
 
     def close(self) -> None:
-        """Disconnect, without a word. Idempotent."""
+        """Disconnect without notifying the other ranks. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
     def _connected(self) -> ProcessGroup:
         if self._group is None:
-            raise self._verdict or PeerError("the trainer ranks are not connected")
+            raise self._verdict or PeerError("the trainer ranks are not connected: call publish again on every rank")
         return self._group
 
     def _break(self, error: BaseException) -> None:
@@ -243,7 +246,7 @@ class Group:
             raise self._verdict from error
 
     def _explained(self, exc: PeerError) -> PeerError:
-        """The loss of another rank, with who that was, as far as the others' signs say it."""
+        """Return the error with the names of the lost ranks, as far as the rendezvous store shows them."""
         if self._is_kept and isinstance(exc, PeerDiedError):
             return _GivenUpError(str(exc))
         missing = self._rendezvous.missing(min(GRACE_SECONDS, self._deadline_seconds / 4))
@@ -251,7 +254,7 @@ class Group:
             return self._rendezvous.late(missing)
         names = named(missing or ())
         sign = f"no sign of life from {names}" if missing else "all ranks are alive"
-        lost = "the rendezvous store, usually on trainer rank 0, does not answer" if missing is None else sign
+        lost = "the rendezvous store, usually served by trainer rank 0, does not answer" if missing is None else sign
         return type(exc)(f"connection between trainer ranks lost ({lost}): {exc}", peer=names or "trainer")
 
 

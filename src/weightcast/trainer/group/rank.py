@@ -1,9 +1,9 @@
-"""One trainer rank: what it holds, what of that it packs where, and so what it digests.
+"""One trainer rank: the regions that it has, those that it packs into which buckets, and the digests of these.
 
-Invariants: ranks that differ raise the same error, all of them; nothing is exchanged beyond the first record of a
-publish while nothing has changed on any rank; each element is packed by one rank, straight into its place in a bucket
-of its origin; what a rank fills alone it digests while it packs, the rest is digested by the rank that leads the origin
-once every rank has said that its part is there; once a rank has said so, it writes to that bucket no more.
+Invariants: if ranks differ, all of them raise the same error; if nothing has changed on any rank, a publish needs only
+its first exchange to agree; each element is packed by one rank, straight into a bucket of its origin. Chunks that a
+rank fills alone it digests while it packs; the origin's leader digests the others once every rank has reported its part
+packed, after which no rank writes to that bucket.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _NOTHING = assign_all((), [()], [0], ALIGNMENT_BYTES)
 
 
 class Rank:
-    """One rank's part in publishing together, kept from publish to publish. `run`: the publishing rank's."""
+    """One of several ranks that publish together, with its state between publishes. `run`: the publishing rank's."""
 
     def __init__(self, trainer_group: Any, source: Source, deadline_seconds: float) -> None:
-        """`trainer_group`: None is the default one."""
+        """`trainer_group`: None stands for torch.distributed's default group."""
         self.group = Group(trainer_group, deadline_seconds)
         self.is_publishing = self.group.is_publishing
         self.run = ""
@@ -56,37 +56,37 @@ class Rank:
         self._shards: list[Shard] = []
         self._parts: list[HeldRegion] = []
         self._has_agreed = False
-        """Nothing has changed here since the ranks have agreed."""
+        """True if nothing has changed on this rank since the ranks last agreed."""
         self._assignment = _NOTHING
         self._leader = 0
         self._span = range(0)
         """The buckets of this rank's origin."""
         self._part = PartPacker(_NOTHING.layout, ())
         self._contributors: dict[int, ShardSlices] = {}
-        """The slices that the other ranks pack of the origin that this rank leads."""
+        """By group rank, the slices that other ranks pack into the origin that this rank leads."""
         self._unfilled: dict[tuple[int, int], Chunks] = {}
-        """By rank and bucket, the chunks that another rank does not fill alone."""
+        """By group rank and bucket, the chunks that this other rank does not fill alone."""
         self._mapped: tuple[str, torch.Tensor] | None = None
         """Location and memory of the origin's buckets, if another rank leads the origin."""
         self._payloads: dict[tuple[int, int], torch.Tensor] = {}
-        """Of buckets there, by number and first byte: the same tensor as long as it stays there."""
+        """Views of the mapped buckets, by number and first byte, kept so that packing can be prepared once."""
         self._sums: Sums = 0, 0
         self._missing: Chunks | None = None
-        """Of the bucket that was packed last, in host memory: see `PartPacker.pack`."""
+        """For the last bucket in host memory: its chunks that this rank does not fill alone, from `PartPacker.pack`."""
         self._filled: Digest = b""
-        """Of the bucket that was packed last, on a GPU."""
+        """Digest of the last bucket that was packed on a GPU."""
         self._is_instructing = False
-        """The other ranks wait for this one's instructions, in a publish."""
+        """True while the other ranks wait for this rank's instructions, in a publish."""
 
     def close(self) -> None:
-        """Disconnect from the other ranks, without a word, and drop what refers to buckets. Idempotent."""
+        """Disconnect from the other ranks without notifying them, and drop every view of buckets. Idempotent."""
         self.group.close()
         self.forget_views()
 
     def decline(self, overlap: Overlap) -> bool:
-        """On the publishing rank, while another thread publishes: have the next start of the others publish nothing.
+        """On the publishing rank, while another thread publishes: decline the next `start` of the other ranks.
 
-        False if that publish has not begun on the other ranks, has ended there, or fails just now: they don't hear it.
+        Returns False if they can't be told: the publish in flight has not begun there, has ended there, or is failing.
         """
         with self.group.uninterrupted(), contextlib.suppress(Exception):
             if self._is_instructing:
@@ -96,7 +96,7 @@ class Rank:
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:
-        """Ranks that have lost each other in between agree again when they meet again."""
+        """Have the ranks agree again at the next publish if they lose each other in this block."""
         try:
             yield
         except BaseException as exc:
@@ -108,12 +108,12 @@ class Rank:
                 self._has_agreed = False
 
     def _end_update(self, reason: str) -> None:
-        """The publish has failed."""
+        """End the update on this rank's sender, after the publish has failed."""
 
     # --- what it holds ---
 
     def _read_regions(self, regions: Regions) -> None:
-        """See what this rank holds now. No communication. Raises IncompatibleWeightsError."""
+        """Take over the source's regions on this rank. No communication. Raises IncompatibleWeightsError."""
         if self._regions is not None and self._regions.is_of(regions):
             return
         self._regions = None
@@ -131,7 +131,7 @@ class Rank:
             self._part.rebind(self._own_parts())
 
     def _own_parts(self) -> list[Shard]:
-        """Return the regions that were assigned to this rank, with their memory."""
+        """Return the shards that this rank packs."""
         shards = []
         for part, region in self._assignment.assigned[self.group.group_rank]:
             shard = self._shards[part]
@@ -146,7 +146,7 @@ class Rank:
     # --- agree ---
 
     def _start(self, *, is_changed: bool) -> list[records.Start]:
-        """The first exchange of a publish. Raises on every rank alike unless all have the same specs."""
+        """Make the first exchange of a publish. Raises the same error on every rank unless all specs are equal."""
         group, source = self.group, self._source
         num_gathers = source.num_gathers if isinstance(source, CollectiveSource) else 0
         started: list[records.Start] = group.start(records.Start(is_changed, self._digest, num_gathers))
@@ -160,7 +160,7 @@ class Rank:
         return started
 
     def _agree(self, settings: records.Settings) -> list[records.Agreed]:
-        """Have all ranks know who packs what for which origin, and prepare this rank's part. Raises on all alike."""
+        """Exchange regions, compute the assignment, prepare this rank's part. Errors are the same on all ranks."""
         group, own = self.group, self.group.group_rank
         self._has_agreed = False
         self.forget_views()
@@ -185,8 +185,8 @@ class Rank:
         found: list[records.Agreed] = group.exchange(agreed)
         if len(digests := {each.manifest_digest for each in found}) > 1:
             raise IncompatibleWeightsError(
-                f"the trainer ranks have made {len(digests)} different plans of buckets from equal specs: install "
-                "the same weightcast on every trainer rank"
+                f"the trainer ranks have made {len(digests)} different bucket plans from equal specs: install the same "
+                "version of weightcast on every trainer rank"
             )
         origin = assignment.origins[own]
         self._leader, self._span = assignment.leaders[origin], assignment.layout.manifest.spans[origin]
@@ -199,45 +199,49 @@ class Rank:
         return found
 
     def _prepare(self, settings: records.Settings) -> str:
-        """Make ready to send what was assigned; return the address of this rank's sender, if it leads an origin."""
+        """Make this rank's sender, if it leads an origin; return the sender's address, else an empty string."""
         return ""
 
     def _complete(self, started: Sequence[records.Start]) -> None:
-        """Have every value computed that takes several ranks. Raises on every rank alike."""
+        """Compute the tensors that need several ranks (see `CollectiveSource`). Errors are the same on all ranks."""
         group, counts = self.group, [start.num_gathers for start in started]
         if not any(counts):
             return
         with group.error_at_next_exchange():
             if len(set(counts)) > 1:
                 raise IncompatibleWeightsError(
-                    "the trainer ranks do not have the same adapters in sharded layers (calls to gather them, by rank: "
-                    f"{dict(zip(group.ranks, counts, strict=True))}): have the same adapters active on every rank"
+                    "the trainer ranks do not have the same adapters in sharded layers (number of layers to gather, by "
+                    f"trainer rank: {dict(zip(group.ranks, counts, strict=True))}): activate the same adapters on "
+                    "every rank"
                 )
             assert isinstance(self._source, CollectiveSource)
             self._source.complete(functools.partial(gather_whole, group))
         group.exchange(records.Nothing())
 
     def _check_finite(self) -> None:
-        """Look for NaN and infinity in what this rank packs; the next exchange raises NotFiniteError."""
+        """Check the shards that this rank packs for NaN and infinity; the next exchange raises NotFiniteError."""
         with self.group.error_at_next_exchange():
             require_finite(self._cast_specs, self._own_parts())
 
     # --- pack ---
 
     def _next_bucket(self, payload: torch.Tensor) -> NextBucket:
-        """Return the location of the next bucket for the origin's other ranks. Raises UnsupportedError without one."""
+        """Return the location of the next bucket, for the origin's other ranks.
+
+        Raises UnsupportedError if it is not in a `SharedMemory`.
+        """
         memory = SharedMemory.of(payload)
         if memory is None and self._contributors:
             raise UnsupportedError(
-                "the sender's buckets are not in memory that other ranks can map (`SharedMemory`), which several "
-                "trainer ranks need"
+                "several trainer ranks of one host need buckets in memory that all of them can map (SharedMemory), but "
+                "this transport's sender allocates other memory: publish over ipc://, gloo:// or file://"
             )
         return NextBucket(int(payload.storage_offset()), "" if memory is None else memory.location)
 
     def _pack(self, bucket: NextBucket | None, number: int, payload: torch.Tensor | None = None) -> None:
-        """Write this rank's part of its origin's bucket of this round, if there is one.
+        """Write this rank's part of its origin's bucket of round `number`, if the origin has one.
 
-        `payload`: of the origin that this rank leads. Errors are raised at the next exchange.
+        `payload`: the bucket's memory, if this rank leads the origin. Errors are raised at the next exchange.
         """
         if bucket is None:
             return
@@ -251,7 +255,7 @@ class Rank:
                 self._sums, self._missing = self._part.pack(index, payload)
 
     def _payload(self, index: int, bucket: NextBucket) -> torch.Tensor:
-        """A bucket's payload, in memory of the rank that leads the origin. Raises UnsupportedError."""
+        """Return a view of a bucket's payload in the memory of the origin's leader. Raises UnsupportedError."""
         if self._mapped is None or self._mapped[0] != bucket.memory:
             self.forget_views()
             self._mapped = bucket.memory, SharedMemory.open(bucket.memory).map().tensor()
@@ -261,7 +265,7 @@ class Rank:
         return self._payloads[index, start]
 
     def _digest_of(self, number: int, payload: torch.Tensor, packed: Sequence[Any]) -> Digest:
-        """The digest of a bucket of this rank's origin, once all have packed it, as their statuses `packed` say."""
+        """Return the digest of a bucket of this rank's origin. `packed`: all ranks' statuses after packing it."""
         if payload.is_cuda:
             return self._filled
         assert self._missing is not None
@@ -272,11 +276,11 @@ class Rank:
             sums.append(packed[rank].sums)
             missing = missing & self._unfilled[rank, index]
         payload = payload[: self._assignment.layout.manifest.buckets[index]]
-        # The other ranks wait meanwhile, and their cores with them.
+        # The ranks that wait for this digest leave their cores idle.
         return added(*sums, digest(payload, missing, threads=1 + len(self._contributors)))
 
     def forget_views(self) -> None:
-        """Drop every view of buckets, and unmap other ranks' memory."""
+        """Drop every view of buckets, and unmap the leader's memory."""
         self._part.forget_views()
         self._payloads.clear()
         self._mapped = None
@@ -296,6 +300,6 @@ def _difference(
     number, (their, our) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
     return IncompatibleWeightsError(
         f"the trainer ranks do not describe the same model: tensor {number} is {their or 'missing'} on trainer rank "
-        f"{their_rank} and {our or 'missing'} on trainer rank {our_rank}; specs() must be of the whole model, the same "
-        "on every rank"
+        f"{their_rank} and {our or 'missing'} on trainer rank {our_rank}; have specs() return the tensors of the whole "
+        "model, the same on every rank"
     )

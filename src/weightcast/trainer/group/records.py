@@ -1,7 +1,7 @@
 """Records that trainer ranks exchange: one for each phase of a publish.
 
 A publish begins with `Start`. If anything has changed on any rank, `Settings`, `Held`, `Mappable` and `Agreed` follow.
-Then the publishing rank gives one instruction after the other (`Check` to `End`), to each of which every other rank
+Then the publishing rank sends one instruction after another (`Check` to `End`); in the same exchange every other rank
 sends its `RankStatus`. A round, which is the next bucket of each origin, is `Pack` and `Packed`. Ranks send `Nothing`
 to wait for each other, or for the report of one of them.
 """
@@ -29,13 +29,13 @@ class _Record(msgspec.Struct, frozen=True, tag=True, omit_defaults=True): ...
 
 
 class Nothing(_Record, frozen=True):
-    """Nothing to say, or of the publishing rank: nothing to do."""
+    """An empty record; from the publishing rank a keep-alive."""
 
 
 class Start(_Record, frozen=True):
-    """Every rank's first. `is_changed`: since the ranks have agreed. `specs`: their digest.
+    """Every rank's first record. `is_changed`: regions or settings have changed since the ranks last agreed.
 
-    `num_gathers`: of its source, see `CollectiveSource`.
+    `specs`: digest of the specs. `num_gathers`: number of the source's gathers, see `CollectiveSource`.
     """
 
     is_changed: bool
@@ -44,7 +44,7 @@ class Start(_Record, frozen=True):
 
 
 class Specs(_Record, frozen=True):
-    """The specs of the publishing rank, and of each rank whose specs are others."""
+    """The specs of the publishing rank, and of each rank whose specs differ."""
 
     specs: list[TensorSpec]
 
@@ -53,10 +53,9 @@ class Specs(_Record, frozen=True):
 
 
 class Settings(_Record, frozen=True):
-    """The publishing rank's: what it takes to make the same plan. `url`: of its transport.
+    """The publishing rank's settings, from which every rank makes the same plan. `url`: its transport.
 
-    `maps_buckets`: ranks may pack into each other's buckets. `dtypes`: what tensors are cast to, by name, in the place
-    of the specs' dtypes.
+    `maps_buckets`: ranks may pack into each other's buckets. `dtypes`: by name, the dtype that a tensor is cast to.
     """
 
     run: RunId
@@ -67,7 +66,7 @@ class Settings(_Record, frozen=True):
 
 
 class Held(_Record, frozen=True):
-    """Every rank's regions, by number of the specs; its host; the location of memory that others try to map."""
+    """A rank's regions, by index of the specs; its host; the location of a page that the other ranks try to map."""
 
     parts: list[HeldRegion]
     host: str
@@ -75,13 +74,13 @@ class Held(_Record, frozen=True):
 
 
 class Mappable(_Record, frozen=True):
-    """The group ranks before this one whose memory it can map."""
+    """The lower group ranks whose memory this rank can map."""
 
     ranks: tuple[int, ...]
 
 
 class Agreed(_Record, frozen=True):
-    """Every rank's: the digest of the plan that it has made, and the address of its sender if it leads an origin."""
+    """Digest of the plan that a rank has made, and the address of its sender, if it leads an origin."""
 
     manifest_digest: str
     address: str = ""
@@ -98,11 +97,11 @@ class HeldParts(_Record, frozen=True):
 
 
 class Check(_Record, frozen=True):
-    """Look for NaN and infinity."""
+    """Instruction: check the weights for NaN and infinity."""
 
 
 class Open(_Record, frozen=True):
-    """An update begins, or begins again, for these peers. `join_at`: see `Sender.begin_together`."""
+    """Instruction: open the update, or open it again, for these peers. `join_at`: see `Sender.begin_together`."""
 
     peers: tuple[str, ...]
     staged: bool
@@ -110,14 +109,17 @@ class Open(_Record, frozen=True):
 
 
 class NextBucket(msgspec.Struct, frozen=True):
-    """First byte of the payload of an origin's next bucket in the memory at this location, if any."""
+    """The next bucket of an origin: location of its memory, and the first byte of its payload there."""
 
     offset_bytes: int
     memory: str
 
 
 class Pack(_Record, frozen=True):
-    """Pack your parts of round `number`. `bucket`: the publishing rank's own. `proves`: digest tensors, too."""
+    """Instruction: pack your parts of round `number`.
+
+    `bucket`: the publishing rank's own next bucket. `proves`: compute digests of tensors, too.
+    """
 
     number: int
     bucket: NextBucket | None = None
@@ -125,28 +127,28 @@ class Pack(_Record, frozen=True):
 
 
 class Packed(_Record, frozen=True):
-    """The publishing rank has packed its part; all have, once all have brought a status to this."""
+    """The publishing rank has packed its part of the round. After this exchange all ranks have."""
 
 
 class AskSenders(_Record, frozen=True):
-    """Report what your sender knows, also of these peers; with `digests`, those of the buckets that it has sent."""
+    """Instruction: send an `OriginReport`, on these peers; with `digests`, include those of the sent buckets."""
 
     peers: tuple[str, ...]
     digests: bool
 
 
 class AllPacked(_Record, frozen=True):
-    """No rank reads its weights any more: they may change."""
+    """No rank reads its weights any more: they may change on every rank."""
 
 
 class Declined(_Record, frozen=True):
-    """Every rank's next `Publisher.start` ends without a publish, since this one is in flight."""
+    """Instruction: let your next `Publisher.start` end without a publish, since this one is in flight."""
 
     overlap: Overlap
 
 
 class End(_Record, frozen=True):
-    """The publish is over."""
+    """The publish has ended with this report."""
 
     report: PublishReport
 
@@ -155,10 +157,10 @@ class End(_Record, frozen=True):
 
 
 class RankStatus(_Record, frozen=True):
-    """`sums`: digest of the chunks that this rank alone has filled of the bucket that it packed last.
+    """A rank's status. `sums`: partial digest of the last bucket, of the chunks that this rank alone has filled.
 
-    Of a rank that leads an origin: `is_busy` with what it was told before; `is_lost`: its sender has lost peers;
-    `num_failures` of its sender; `bucket`: its next one, None if all were sent or peers were lost.
+    Of a rank that leads an origin: `is_busy` with an earlier instruction; `is_lost`: its sender has lost peers;
+    `num_failures` of its sender; `bucket`: its next bucket, None if all were sent or peers were lost.
     """
 
     sums: tuple[int, int] = (0, 0)
@@ -171,8 +173,8 @@ class RankStatus(_Record, frozen=True):
 class OriginReport(_Record, frozen=True):
     """State of another origin's sender, from the rank that leads that origin.
 
-    `connected`: the peers that are. `failures`: by peer. `survivors`: those for whom an update that has lost peers can
-    go on, else None. `digests`: of its buckets that were packed last. `sent`: by bucket, its tensors' digests.
+    `connected`: peers with a connection. `failures`: errors by peer. `survivors`: after a loss, the peers for which the
+    update can be opened again, else None. `digests`: of the sent buckets. `sent`: digests of tensors, by bucket.
     """
 
     connected: tuple[str, ...]
@@ -183,7 +185,7 @@ class OriginReport(_Record, frozen=True):
 
 
 class Failure(_Record, frozen=True):
-    """An error of one rank, in the place of what it was to bring."""
+    """An error of one rank, sent in place of its record."""
 
     record: ErrorRecord
     builtin: Literal["", "ValueError", "TypeError"] = ""
@@ -197,7 +199,7 @@ class Failure(_Record, frozen=True):
         return cls(record, "ValueError" if isinstance(error, ValueError) else "TypeError")
 
     def error(self, trainer_rank: int) -> Exception:
-        """The error as the other ranks raise it; `trainer_rank` is where it happened."""
+        """Return the error as the other ranks raise it. `trainer_rank`: the rank on which it happened."""
         record = msgspec.structs.replace(self.record, message=f"trainer rank {trainer_rank}: {self.record.message}")
         if self.builtin:
             return ValueError(record.message) if self.builtin == "ValueError" else TypeError(record.message)
@@ -211,7 +213,7 @@ Record: TypeAlias = Agreement | Instruction | Answer
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's part of an exchange. `version`: the publishing rank's last."""
+    """One rank's part of an exchange. `version`: number of the publishing rank's last version."""
 
     version: int
     record: Record

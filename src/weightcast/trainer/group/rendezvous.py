@@ -1,8 +1,8 @@
-"""Groups of the trainer ranks that publish together, one after the other; the ranks meet by way of the trainer's store.
+"""Rendezvous of the trainer ranks that publish together, over torch.distributed's store; one group per epoch.
 
-Invariants: all ranks of a group have met in one epoch, and an epoch that broke on any rank is over for all, so ranks
-that fell out of step meet again in the next; nothing waits for the store without a deadline, as the process that
-serves it may be the one that stalls.
+Invariants: all ranks of a group have joined in one epoch; if an epoch's group breaks on any rank, the epoch is over for
+all, and the ranks join again in the next; every wait for the store has a deadline, since the process that serves it may
+be the one that stalls.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from weightcast.process_group import ProcessGroup, translated
 
 _SILENT_STORE = (
     "the store of torch.distributed does not answer: the process that serves it, usually trainer rank 0, has ended or "
-    "is blocked; see its log"
+    "is blocked; see that process's log"
 )
 _num_publishers: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-"""By the trainer's store: a process has another store once it has made its default group again."""
+"""Number of publishers made so far, by store and ranks; a default group that is made again has another store."""
 T = TypeVar("T")
 
 
 class Rendezvous:
-    """Meeting point of the ranks of one publisher, epoch after epoch. For use by one thread at a time."""
+    """Rendezvous of the ranks of one publisher, epoch after epoch. Not thread-safe."""
 
     def __init__(self, trainer_group: Any, deadline_seconds: float) -> None:
-        """`trainer_group`: a ProcessGroup of torch, None for the default one. All ranks make these in one order."""
+        """`trainer_group`: a torch ProcessGroup, None for the default one. All ranks create publishers in one order."""
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(trainer_group or dist.group.WORLD))
         self.group_rank: int = dist.get_rank(trainer_group)
-        # Private, and the only way to the store that every trainer rank has already.
+        # A private function, but the only access to the store that every trainer rank has already.
         default_store = cast(Any, dist.distributed_c10d)._get_default_store()
         counts = _num_publishers.setdefault(default_store, Counter())
         number = counts[self.ranks]
@@ -54,12 +54,12 @@ class Rendezvous:
         self._has_met = False
         self._is_unwanted = False
         self._background: futures.Future[Any] | None = None
-        """A call whose result nobody waits for any more."""
+        """A call to the store that has passed its deadline and may still be running."""
 
     def join(self) -> ProcessGroup:
-        """Connect with all other ranks; waits for them, at most for two deadlines.
+        """Connect with all other ranks; wait for them for at most two deadlines.
 
-        Raises PeerTimeoutError that names the ranks which did not come.
+        Raises PeerTimeoutError that names the missing ranks.
         """
 
         def connect() -> ProcessGroup:
@@ -79,11 +79,11 @@ class Rendezvous:
         return group
 
     def leave(self) -> None:
-        """This rank's group is broken: never come back to it. Nothing waits; the others learn it at the next `join`."""
+        """End this rank's epoch, after its group broke. Does not wait; the others notice at their next `join`."""
         self._has_left = True
 
     def missing(self, patience_seconds: float) -> tuple[int, ...] | None:
-        """Which ranks give no sign that they know of this epoch's end; None if the store does not answer either."""
+        """Return the ranks that have not acknowledged the end of this epoch; None if the store does not answer."""
 
         def call_roll() -> tuple[int, ...]:
             with translated("the trainer's store"):
@@ -98,16 +98,16 @@ class Rendezvous:
         return None
 
     def late(self, ranks: Sequence[int]) -> PeerTimeoutError:
-        """The error for ranks that did not come, for those that wait for them."""
-        who = f"{named(ranks)} did not publish" if ranks else "the trainer ranks did not publish at one time"
+        """Return the error for the ranks that did not publish, to be raised on those that waited."""
+        who = f"{named(ranks)} did not publish" if ranks else "the trainer ranks did not publish at the same time"
         what = "call publish on every trainer rank, or pass trainer_group=None to publish from one rank alone"
         if self._has_met:
             each = "each of them" if len(ranks) != 1 else "it"
-            what = f"{each} has published before, and has ended or stalled since, or left the loop; see its log"
+            what = f"{each} has published before, and has died, stalled or left the training loop since; see its log"
         return PeerTimeoutError(f"{who} within {self._deadline_seconds:g} s: {what}", peer=named(ranks))
 
     def _arrive(self) -> int:
-        """Be in the first epoch that has not broken, until all are; return its number."""
+        """Enter the first epoch that has not broken, wait until all ranks have, return the epoch's number."""
         if self._has_left and self._announced >= 0:
             self._store.set(f"{self._announced}/broken", "1")
         self._has_left = False
@@ -124,7 +124,7 @@ class Rendezvous:
                 return self._epoch
             if deadline.has_passed or self._is_unwanted:
                 self._store.set(f"{self._epoch}/broken", "1")
-                # Another rank may have given up just before, and so have moved this one on: it was here all the same.
+                # A rank that gave up just now has moved this rank to a later epoch: any epoch that it entered counts.
                 absences = [self._absent(epoch, "here") for epoch in attended]
                 absent = [rank for rank in self.ranks if all(rank in each for each in absences)]
                 raise self.late(absent)
@@ -140,9 +140,9 @@ class Rendezvous:
         return tuple(rank for rank, sign in zip(self.ranks, signs, strict=True) if not self._store.check([sign]))
 
     def _within(self, seconds: float, call: Callable[[], T], discard: Callable[[T], None]) -> T:
-        """Run `call` in a thread, for `seconds`: a store that does not answer blocks its caller for many minutes.
+        """Run `call` in a thread and wait `seconds` for it: a store that does not answer blocks for many minutes.
 
-        A later result is discarded.
+        A later result is passed to `discard`.
         """
         former = self._background
         if former is not None and not futures.wait([former], seconds).done:
@@ -151,7 +151,7 @@ class Rendezvous:
         future = in_background(call, name="weightcast-meeting")
 
         def discard_result(done: futures.Future[T]) -> None:
-            self._background = None  # its error's traceback has frames of this object's
+            self._background = None  # its error's traceback refers to this object
             if done.exception() is None:
                 discard(done.result())
 

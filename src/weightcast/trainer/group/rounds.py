@@ -1,15 +1,14 @@
 """Several trainer ranks as one publisher: the publishing rank leads, the others follow, all end alike.
 
-In round k each origin sends its bucket k. All ranks pack their parts of it (`Pack`); once all have said that they have
-(`Packed`), the rank that leads an origin digests the bucket and sends it: the publishing rank when its publish run
-calls `send`, another one in a thread of its own. A rank whose sender still waits for workers says that it is busy, and
-no round begins before none is. If a sender has lost peers, the update begins again for the survivors at round 0, on
-every origin but those that have sent all of it.
+In round k each origin sends its bucket k. All ranks pack their parts of it (`Pack`); once all have reported that
+(`Packed`), the leader of each origin digests its bucket and sends it: the publishing rank when its publish run calls
+`send`, another rank in a background thread. A rank whose sender still waits for workers reports that it is busy, and no
+round begins while a rank is busy. If a sender has lost peers, the update begins again for the survivors at round 0, on
+every origin except those that have sent all of it.
 
-Invariants: an error on any rank, the publishing one's engines included, ends the publish on every rank; the publishing
-rank is never silent for longer than a deadline; whichever way a publish ends, the ranks are in step for the next, or
-have disconnected and meet again; a sender that was made is kept, with the workers that are connected to it, as long as
-the run lasts.
+Invariants: an error on any rank, or on the publishing rank's engines, ends the publish on every rank; the publishing
+rank is never silent for longer than a deadline; after every publish the ranks are either ready for the next exchange or
+disconnected, and then they join again; a sender is kept, with its connected workers, for the whole run.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from weightcast.trainer.sent_digests import SentDigests
 
 
 class PublishingRank(Rank, Sender):
-    """The first rank. Implements `Fill` and `Sender` for the publish run, which knows of no other rank.
+    """Group rank 0. Implements `Fill` and `Sender` for the publish run, and so hides the other ranks from it.
 
-    This sender speaks for the senders of all origins; its own closes with it, the others' with their ranks.
-    `address`: its own's, empty before it has one.
+    As a `Sender` it represents the senders of all origins. It owns and closes that of this rank; the other ranks own
+    theirs. `address`: of this rank's sender, empty before there is one.
     """
 
     _sender: Sender
@@ -55,9 +54,9 @@ class PublishingRank(Rank, Sender):
         self.sent: SentDigests | None = None
         self._settings: records.Settings | None = None
         self._others: Sequence[int] = ()
-        """The ranks that lead the other origins."""
+        """The group ranks that lead the other origins."""
         self._reports: dict[int, records.OriginReport] = {}
-        """Of these, when they were asked last."""
+        """Their latest reports, by group rank."""
         self._is_own_sent = False
         self._are_all_sent = False
         self._join_at = ""
@@ -65,7 +64,7 @@ class PublishingRank(Rank, Sender):
     def publish(
         self, run: str, version: int, inputs: Callable[[], PublishInputs], publish_run: PublishRun
     ) -> PublishReport:
-        """Publish from all ranks. `run`: this publisher's; `version`: its last; `inputs`: of this rank alone."""
+        """Publish from all ranks. `run`: this publisher's. `version`: its last one. `inputs`: of this rank only."""
         group = self.group
         self.run, group.version = run, version
         prepared: PublishInputs | None = None
@@ -76,13 +75,13 @@ class PublishingRank(Rank, Sender):
         with self._in_step():
             started = self._start(is_changed=prepared is None or not self._is_agreed(prepared))
             assert prepared is not None, "an exchange with an error raises"
-            # Another rank may have lost the group, and forgotten what was agreed, where this one has not.
+            # Another rank may have lost the group, and with it the agreement, when this rank has not.
             self._has_agreed = not any(start.is_changed for start in started)
             self._agree_on(prepared)
             self._complete(started)
 
             def on_engines_asked() -> None:
-                """Which kind of server an engine is, and so what it takes, may be known only now."""
+                """Agree again if the engines' replies have changed the settings (dtypes, kind of server)."""
                 if prepared.engine_dtypes is not None:
                     specs = self._source.specs()
                     prepared.engine_dtypes.ask(prepared.fleet, specs, is_again=prepared.again is not None)
@@ -126,7 +125,7 @@ class PublishingRank(Rank, Sender):
         return self._has_agreed and is_same
 
     def _agree_on(self, prepared: PublishInputs) -> None:
-        """Have every rank know its part under the present settings, unless all do; have the publish run pack by it."""
+        """Have all ranks agree on the present settings, unless they have; give the publish run the agreed plan."""
         plan, connections, group = prepared.pack_plan, prepared.connections, self.group
         if not self._is_agreed(prepared):
             settings = self._settings_of(prepared)
@@ -146,10 +145,11 @@ class PublishingRank(Rank, Sender):
     # --- as a `Fill` ---
 
     def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
-        """Have all ranks pack round `index`, and this rank's bucket of it into `payload`; return that one's digest.
+        """Have all ranks pack round `index`, this rank's bucket into `payload`; return the digest of this rank's
+        bucket.
 
-        Waits until every rank has packed its part, each wait at most for the deadline. Raises what any rank raised, on
-        all of them, PeersLostError if another origin's sender has lost peers, and PeerError.
+        Waits until every rank has packed its part; each wait ends by the deadline. Raises, on all ranks, the error of
+        any rank; PeersLostError if another origin's sender has lost peers; PeerError if a rank is lost.
         """
         self.group.version = version.number
         bucket = self._next_bucket(payload)
@@ -161,7 +161,7 @@ class PublishingRank(Rank, Sender):
         return digest
 
     def others(self) -> list[bytes]:
-        """The digests of other origins' buckets, once all were sent."""
+        """Return the digests of the other origins' buckets. Called once all were sent."""
         self._ask((), digests=True)
         for report in self._reports.values():
             if self.sent is not None:
@@ -176,7 +176,7 @@ class PublishingRank(Rank, Sender):
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
-        """Of all origins. Of the others' as of the last round; once all were sent, as of now."""
+        """Failures of all origins' senders: those of other ranks as of the last round or, once all is sent, now."""
         if self._are_all_sent:
             self._ask(())
         failures = dict(self._sender.failures)
@@ -186,13 +186,13 @@ class PublishingRank(Rank, Sender):
 
     @property
     def memory_seconds(self) -> float:
-        """Of this rank's own."""
+        """Time that this rank's own sender has taken to allocate memory."""
         return self._sender.memory_seconds
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Begin an update on every origin, or after a loss on each that has not sent all of it.
+        """Open the update on every origin; after a loss of peers, on every origin that has not sent all of it.
 
-        Raises what any of their ranks raises.
+        Raises the error of any rank.
         """
         self.group.version = version.number
         self._are_all_sent = False
@@ -208,18 +208,18 @@ class PublishingRank(Rank, Sender):
         return len(self._span) if self._is_own_sent else 0
 
     def buffer(self, index: int) -> BucketBuffer:
-        """This rank's own place for its bucket."""
+        """Return the buffer of this rank's own sender for its bucket `index`."""
         return self._sender.buffer(index)
 
     def send(self, index: int, num_bytes: int) -> None:
-        """Send this rank's own bucket; with its last one, see to what other origins have still to send."""
+        """Send this rank's bucket; after its last one, run the remaining rounds of the other origins."""
         self._sender.send(index, num_bytes)
         if index == self._span[-1]:
             self._is_own_sent = True
             self._send_others(first=index + 1)
 
     def _send_others(self, first: int) -> None:
-        """The rounds from `first` on, in which this rank has no bucket. Raises as `fill`."""
+        """Run the rounds from `first` on, in which this rank has no bucket. Raises what `fill` raises."""
         for number in range(first, max(map(len, self._assignment.layout.manifest.spans))):
             self._begin_round(number, None)
             self.group.exchange(records.Packed())
@@ -229,12 +229,12 @@ class PublishingRank(Rank, Sender):
         self._are_all_sent = True
 
     def _await_others(self) -> None:
-        """Wait until every other origin has opened the update, or sent what it has. Raises as `fill`."""
+        """Wait until every other origin has opened the update or sent its buckets. Raises what `fill` raises."""
         if self._others:
             self._require_peers(self.group.exchange_when_idle(records.Nothing()))
 
     def _ask(self, peers: Sequence[str], *, digests: bool = False) -> None:
-        """Have the ranks of other origins report what their senders know, and which of these peers they have."""
+        """Ask the leaders of the other origins for their reports on these peers."""
         if self._others:
             with self.group.uninterrupted():
                 self.group.exchange_when_idle(records.AskSenders(tuple(peers), digests))
@@ -242,55 +242,56 @@ class PublishingRank(Rank, Sender):
             self._reports = {rank: reports[rank] for rank in self._others}
 
     def _require_peers(self, statuses: Sequence[Any]) -> None:
-        """Raises PeersLostError if another origin's sender has lost peers; asks for others' failures."""
+        """Raise PeersLostError if another origin's sender has lost peers, after asking the leaders for failures."""
         known = {rank: len(report.failures) for rank, report in self._reports.items()}
         if any(statuses[rank].is_lost or statuses[rank].num_failures > known.get(rank, 0) for rank in self._others):
             self._ask(())
         if not any(statuses[rank].is_lost for rank in self._others):
             return
         of_each = [set(report.survivors) for report in self._reports.values() if report.survivors is not None]
-        lost = listed([f"{name}: {error}" for name, error in self.failures.items()]) or "nobody; its group broke"
-        raise PeersLostError(f"another trainer rank's sender has lost {lost}", sorted(set.intersection(*of_each)))
+        lost = listed([f"{name}: {error}" for name, error in self.failures.items()])
+        found = f"lost {lost}" if lost else "lost its broadcast group, with no peer at fault"
+        raise PeersLostError(f"another trainer rank's sender has {found}", sorted(set.intersection(*of_each)))
 
     def connected(self, peers: Sequence[str]) -> list[str]:
-        """Those that are connected to every origin."""
+        """Return those of these peers that are connected to every origin's sender."""
         self._ask(peers)
         found = self._sender.connected(peers)
         return [name for name in found if all(name in report.connected for report in self._reports.values())]
 
     def newest_version(self) -> int | None:
-        """That of this rank's own, which alone decides what version is kept."""
+        """Return the newest version of this rank's sender, which alone commits versions."""
         return self._sender.newest_version()
 
     def commit(self) -> None:
-        """Keep the version that all origins have sent."""
+        """Commit the version, after all origins have sent it."""
         self._sender.commit()
 
     def abort(self, reason: str) -> None:
-        """End the update here. The other origins end it when they learn how the publish ended."""
+        """Abort the update on this rank's sender. The other origins abort it when the publish ends with an error."""
         self._are_all_sent = False
         self._sender.abort(reason)
 
     def release(self) -> None:
-        """Give back the memory of this rank's own, if there is one."""
+        """Release the memory of this rank's sender, if there is one."""
         if self.address:
             self._sender.release()
 
     def close(self) -> None:
-        """Disconnect, and free this rank's own sender. Idempotent."""
+        """Disconnect from the other ranks and close this rank's sender. Idempotent."""
         super().close()
         if self.address:
             self._sender.close()
 
 
 class FollowingRank(Rank):
-    """Another rank.
+    """A rank other than the publishing one. It carries out the publishing rank's instructions.
 
-    If it leads an origin, it has a sender, whose calls may wait for workers: they are made in a thread of their own,
-    one after the other; this rank takes part in every exchange meanwhile, and says that it is busy. Peers that are lost
-    are what the publishing rank asks for; what else goes wrong in the thread is raised at the next exchange.
+    If it leads an origin, it has a sender, whose calls may wait for workers. They are made in a background thread, one
+    after another; meanwhile this rank takes part in every exchange and reports that it is busy. The publishing rank
+    asks for lost peers; the next exchange raises any other error of the thread.
 
-    Memory: the sender's slots or arena, stated there.
+    Memory: that of the sender (see the transport), if it has one.
     """
 
     def __init__(self, trainer_group: Any, source: Source, deadline_seconds: float, turn: Turn) -> None:
@@ -299,22 +300,22 @@ class FollowingRank(Rank):
         self._sender: Sender | None = None
         self._calls = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-origin")
         self._call: futures.Future[None] | None = None
-        """The sender's last one."""
+        """The last call of the sender."""
         self._stream: Any = None
         self._is_open = False
         self._survivors: tuple[str, ...] | None = None
-        """Of the update, once the sender has lost peers that it can't go on without."""
+        """Peers with which the update can be opened again, once the sender has raised PeersLostError."""
         self._buffer: BucketBuffer | None = None
-        """Of the next bucket, once the sender has room for it."""
+        """Buffer of the next bucket, once the sender has one free."""
         self._digests: list[str] = []
-        """Of the buckets that were sent."""
+        """Digests of the buckets that were sent."""
         self._sent = SentDigests(self._assignment.layout, {})
         self._proves = False
 
     def publish(
         self, run: str, version: int, inputs: Callable[[], PublishInputs], publish_run: PublishRun
     ) -> PublishReport:
-        """Do what the publishing rank asks for, until it says how the publish ended. `version`: the last one here."""
+        """Carry out the publishing rank's instructions until the publish ends. `version`: the last one of this rank."""
         group = self.group
         group.version = version
         with group.error_at_next_exchange():
@@ -338,7 +339,7 @@ class FollowingRank(Rank):
                     continue
                 if is_any_busy(found):
                     if self._call is not None:
-                        # At most for a quarter of the deadline: the others wait meanwhile.
+                        # At most a quarter of the deadline, because the other ranks wait meanwhile.
                         futures.wait([self._call], self._deadline_seconds / 4)
                     continue
                 match found[0]:
@@ -362,7 +363,7 @@ class FollowingRank(Rank):
                         publish_run.flight.packed()
 
     def _status(self) -> records.RankStatus:
-        """Return this rank's status for an exchange. Raises the error of an update in progress that has failed here."""
+        """Return this rank's status for an exchange. Raises the error with which the sender's last call has failed."""
         if self._sender is None:
             return records.RankStatus(self._sums)
         if self._call is not None and not self._call.done():
@@ -379,7 +380,7 @@ class FollowingRank(Rank):
     # --- its sender ---
 
     def _prepare(self, settings: records.Settings) -> str:
-        """Have a sender, if this rank leads an origin. One that was made for the same run is kept."""
+        """Make a sender if this rank leads an origin; keep the present one if it was made for the same run."""
         is_leading = self.group.group_rank in self._assignment.leaders
         if not (is_leading and self.run == settings.run):
             self._close_sender()
@@ -393,12 +394,12 @@ class FollowingRank(Rank):
         return "" if self._sender is None else self._sender.address
 
     def _open(self, sender: Sender, opening: records.Open) -> None:
-        """Begin the update, also again, unless this origin has sent all of it."""
+        """Open the update, or open it again, unless this origin has sent all of it."""
         if self._is_open and self._survivors is None and len(self._digests) == len(self._span):
             return
         self._digests.clear()
         if self._survivors is not None:
-            # The sender may go on in other memory.
+            # After a loss, the sender may use other memory.
             self.forget_views()
         self._is_open, self._survivors, self._buffer = True, None, None
         manifest, origin = self._assignment.layout.manifest, self._assignment.origins[self.group.group_rank]
@@ -412,7 +413,7 @@ class FollowingRank(Rank):
         self._begin(sender, open_sender)
 
     def _send(self, sender: Sender, buffer: BucketBuffer, packed: Sequence[Any]) -> None:
-        """All ranks have packed their parts of this rank's bucket, and brought `packed` since: send it."""
+        """Digest and send this rank's bucket. `packed`: all ranks' statuses after packing it."""
         number = len(self._digests)
         with self.group.error_at_next_exchange(), host_device.on(self._stream):
             index = self._span[number]
@@ -426,7 +427,7 @@ class FollowingRank(Rank):
             self._begin(sender, functools.partial(sender.send, number, num_bytes))
 
     def _begin(self, sender: Sender, call: Callable[[], None]) -> None:
-        """Make a call in the sender's thread, and wait there for the place of the next bucket."""
+        """Start a call in the sender's thread, which then waits for the buffer of the next bucket."""
 
         def run() -> None:
             with host_device.on(self._stream):
@@ -454,14 +455,14 @@ class FollowingRank(Rank):
             self._call = self._calls.submit(sender.abort, reason)
 
     def release(self) -> None:
-        """Give back the sender's memory (see `Sender.release`), after its calls under way."""
+        """Release the sender's memory (see `Sender.release`), after its pending calls."""
         if self._sender is not None:
             self._buffer = None
             self.forget_views()
             self._calls.submit(self._sender.release).result()
 
     def close(self) -> None:
-        """Disconnect and free everything; waits for what is under way. Idempotent."""
+        """Disconnect and free everything, after the sender's pending calls. Idempotent."""
         super().close()
         self._calls.shutdown(wait=True)
         self._close_sender()
@@ -475,9 +476,9 @@ class FollowingRank(Rank):
 
 
 def _own_url(url: str) -> str:
-    """The URL of a sender on this host: the publishing rank's, with the address by which this host reaches that one.
+    """Return the URL for this rank's sender: the publishing rank's, with this host's address on the route to it.
 
-    Its port is the same one, so that it is known which to let through. Raises OSError if that host has no address.
+    The port is the same, so that one port is to be opened on all hosts. Raises OSError if that host can't be resolved.
     """
     scheme, transport = registry.scheme(url), registry.transport(url)
     if transport.same_host or transport.joined_sender is not None:
@@ -485,7 +486,7 @@ def _own_url(url: str) -> str:
     host, port = registry.host(url), urllib.parse.urlsplit(url).port or 0
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        # Of a datagram socket this sends nothing, and only looks the route up.
+        # Connecting a datagram socket sends nothing; it only looks up the route.
         probe.connect(address)
         own = probe.getsockname()[0]
     return f"{scheme}://[{own}]:{port}" if ":" in own else f"{scheme}://{own}:{port}"

@@ -1,7 +1,7 @@
-"""Tensors that the trainer ranks hold together, put together on every rank.
+"""All-gather of sharded tensors: every rank gets the whole tensors.
 
 Invariants: every rank makes the same exchanges in the same order; each region is sent by one rank, the first that holds
-it; only typed records and raw bytes travel, through host memory.
+it; only typed records and raw bytes are sent, through host memory.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from weightcast.trainer.group.group import Group
 
 
 def gather_whole(group: Group, parts: Sequence[TensorPart]) -> list[torch.Tensor]:
-    """See `Gather`. Memory: the tensors, and on the host as many messages as ranks of the largest one's size.
+    """Return the whole tensors; see `Gather`. Extra host memory: number of ranks x the largest rank's message.
 
-    Raises IncompatibleWeightsError, on every rank, if ranks gather different tensors or do not hold all of one.
+    Raises IncompatibleWeightsError, on every rank, if ranks gather different tensors or together lack elements of one.
     """
     own = records.HeldParts([part.spec for part in parts], [[region for region, _ in part.held] for part in parts])
     held: list[records.HeldParts] = group.exchange(own)
@@ -30,8 +30,8 @@ def gather_whole(group: Group, parts: Sequence[TensorPart]) -> list[torch.Tensor
         if other.specs != held[0].specs:
             first, theirs = ([spec.name for spec in each.specs] for each in (held[0], other))
             raise IncompatibleWeightsError(
-                f"trainer ranks {group.ranks[0]} and {group.ranks[rank]} do not have the same adapters: {first[:4]} "
-                f"and {theirs[:4]}; shard the same model on every rank",
+                f"trainer ranks {group.ranks[0]} and {group.ranks[rank]} do not have the same adapters, but "
+                f"{first[:4]} and {theirs[:4]}: shard the same model on every rank",
             )
     senders: list[list[tuple[int, Region]]] = [[] for _ in held]
     for number, spec in enumerate(own.specs):
@@ -59,7 +59,7 @@ def gather_whole(group: Group, parts: Sequence[TensorPart]) -> list[torch.Tensor
         start = 0
         for number, region in sent:
             end = start + _num_bytes(own.specs[number], region)
-            # A copy of its own, since a dtype's view wants its elements aligned.
+            # Cloned, because `view(dtype)` needs aligned elements.
             values = row[start:end].clone().view(wholes[number].dtype).view(region.sizes)
             narrow(wholes[number], region).copy_(values)
             start = end
