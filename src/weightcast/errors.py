@@ -46,7 +46,8 @@ MAX_TEXT_CHARACTERS = 1 << 16
 """Of a record's message, and of all its problems together: either takes at most 6 bytes each in JSON."""
 
 _EXTRAS = {
-    **dict.fromkeys(("starlette", "uvicorn", "prometheus_client", "transformers"), "serve"),
+    **dict.fromkeys(("starlette", "uvicorn", "transformers"), "serve"),
+    "prometheus_client": "metrics",
     "torchrl": "torchrl",
     "tensordict": "torchrl",
     "trl": "trl",
@@ -221,7 +222,8 @@ class EngineResult(msgspec.Struct):
     engine itself took to install. `unproven`: with `verify="installed"`, the tensors that could not be read out of the
     engine's live memory, each with the reason. `read_bytes`, `installed_bytes`: of each of the engine's workers, by
     rank: of the buckets what it read and checked, where ranks of one host share that; and of the model what it put into
-    place (a tensor that goes through the engine's own loader counts whole).
+    place (a tensor that goes through the engine's own loader counts whole). `differs`: the engine's live memory is not
+    what was sent, so that it was quarantined.
     """
 
     ok: bool = False
@@ -231,6 +233,7 @@ class EngineResult(msgspec.Struct):
     unproven: dict[str, str] = {}
     read_bytes: list[int] = []
     installed_bytes: list[int] = []
+    differs: bool = False
 
 
 class PublishReport(msgspec.Struct, frozen=True):

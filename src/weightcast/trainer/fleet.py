@@ -296,6 +296,7 @@ class FleetMember:
     def quarantine(self, reason: str) -> None:
         """Have an engine with wrong weights refuse to serve. A Ctrl-C meanwhile is raised afterwards."""
         self.fail(IntegrityError(reason))
+        self.result.differs = True
         try:
             to_its_end(functools.partial(self.client.quarantine, reason), name="weightcast-quarantine")
         except WeightcastError as exc:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
-from weightcast.errors import ClosedError, PublishReport, UpdateAbortedError, publish_error
+from weightcast.errors import ClosedError, PublishReport, UpdateAbortedError, publish_error, with_extra
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from weightcast.trainer.group.rounds import FollowingRank, PublishingRank
+    from weightcast.trainer.metrics import MetricsTarget, PublisherMetrics
 
 logger = logging.getLogger(__name__)
 _NOTHING_YET = "nothing was published yet by this publisher: call publish() first"
@@ -81,13 +82,16 @@ class Publisher(ClosedOnExit):
         token: str | None = None,
         trainer_group: ProcessGroup | Literal["auto"] | None = "auto",
         options: PublishOptions | None = None,
+        metrics: MetricsTarget | None = None,
     ) -> None:
         """Create a publisher. Nothing is connected or allocated before the first `publish` or `prepare`.
 
         `engines`: URLs or EngineClient objects; more can be added later. `token`: the bearer token for engines given as
         URLs. `trainer_group`: the ranks that have the model together and publish together; "auto" stands for
         torch.distributed's default group, if it is initialised at the first `publish` or `prepare`; None: this rank
-        publishes alone. `options`: how engines are updated; by default `PublishOptions()`.
+        publishes alone. `options`: how engines are updated; by default `PublishOptions()`. `metrics`: HOST:PORT at
+        which the publishing rank serves Prometheus metrics from the first `publish` or `prepare` on, or a registry of
+        prometheus-client that has them then.
 
         Raises ValueError for an unknown transport or an engine named twice, TypeError for arguments of other types.
         """
@@ -106,6 +110,8 @@ class Publisher(ClosedOnExit):
         self._transport = registry.transport(transport)
         self._token = token
         self._options = PublishOptions() if options is None else options
+        self._metrics_target = metrics
+        self._metrics: PublisherMetrics | None = None
         self._turn = Turn()
         self._fleet = Fleet()
         self._watchdog = Watchdog()
@@ -224,6 +230,8 @@ class Publisher(ClosedOnExit):
                 # All of these, also after one has raised; the last one is called first.
                 stack.callback(self._watchdog.close)
                 stack.callback(self._fleet.close)
+                if self._metrics is not None:
+                    stack.callback(self._metrics.close)
                 if self._pack_plan is not None:
                     # A saved exception may refer to the packer, whose views would keep the arena mapped.
                     stack.callback(self._pack_plan.forget_views)
@@ -532,6 +540,10 @@ class Publisher(ClosedOnExit):
                 report = run.run(prepared, functools.partial(self._on_engines_asked, prepared))
             else:
                 report = group.publish(self.run, last, inputs, run)
+        except Exception as exc:
+            if self._metrics is not None:
+                self._metrics.add_failure(exc)
+            raise
         finally:
             self._version = max(last, run.number)
             if isinstance(self._source, StreamSource) and self._pack_plan is not None:
@@ -542,6 +554,8 @@ class Publisher(ClosedOnExit):
             self._published = run.published or (self._published if run.number in (-1, last) else None)
             self._num_published += run.published is not None and run.number > last
         self.last_report = report
+        if self._metrics is not None:
+            self._metrics.add(report)
         if not report.ok and self._options.on_failure == "raise":
             raise publish_error(report)
         return report
@@ -595,6 +609,8 @@ class Publisher(ClosedOnExit):
         """
         start = time.perf_counter()
         require_no_step("publish or sync")
+        if self._metrics is None and self._metrics_target is not None:
+            self._serve_metrics(self._metrics_target)
         if version is not None:
             if not 0 <= version <= MAX_VERSION:
                 raise ValueError(f"version is {version}; it must be from 0 to {MAX_VERSION}")
@@ -688,6 +704,17 @@ class Publisher(ClosedOnExit):
             checks_finite=self._options.check_finite,
             engine_dtypes=self._engine_dtypes if stored is None else None,
         )
+
+    def _serve_metrics(self, target: MetricsTarget) -> None:
+        """Raises OSError if the address is taken, ModuleNotFoundError without prometheus-client."""
+        try:
+            from weightcast.trainer.metrics import PublisherMetrics
+        except ModuleNotFoundError as exc:
+            raise with_extra(exc) from exc
+        # Weakly: clients may refer to this publisher, which the metrics would keep alive.
+        fleet, scheme = weakref.ref(self._fleet), self._url.partition("://")[0]
+        self._metrics = PublisherMetrics(target, lambda: [member.state for member in fleet() or ()], scheme)
+        self._owned.insert(-1, self._metrics)
 
     @property
     def _has_brought_senders(self) -> bool:
