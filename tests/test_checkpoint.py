@@ -323,7 +323,7 @@ def test_a_parameter_that_is_not_there_is_refused_by_name(
 def test_what_a_computation_left_in_a_parameters_place_is_refused() -> None:
     net = nn.Linear(2, 2)
     net._parameters["weight"] = net.weight * 2  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"'weight' is no parameter but computed from others \(MulBackward0\)"):
+    with pytest.raises(ValueError, match=r"'weight' is not a parameter but computed from others \(MulBackward0\)"):
         checkpoint_tensors(net)
 
 

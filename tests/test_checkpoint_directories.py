@@ -158,7 +158,7 @@ def test_a_root_that_is_none(tmp_path: Path) -> None:
     save(tmp_path / "step_1", 1)
     with pytest.raises(ValueError, match=r"is a checkpoint itself, it has model.safetensors.*`weightcast publish`"):
         of(tmp_path / "step_1")
-    with pytest.raises(ValueError, match="is no directory"):
+    with pytest.raises(ValueError, match="is not a directory"):
         of(tmp_path / "step_1" / SINGLE_FILE)
 
 

@@ -106,7 +106,7 @@ def test_a_pause_that_cannot_be_had_leaves_the_gate_open(threads: Threads) -> No
     gate = Gate()
     with (
         step_of_another_thread(gate, threads),
-        pytest.raises(PeerTimeoutError, match="did not reach the end of its step"),
+        pytest.raises(PeerTimeoutError, match="step of generation did not end"),
     ):
         gate.pause(owner="run", deadline_seconds=SOON)
     assert not gate.is_paused
@@ -197,7 +197,7 @@ def test_exclusive_that_cannot_be_had_gives_back_what_it_took(threads: Threads) 
     gate = Gate()
     with (
         step_of_another_thread(gate, threads),
-        pytest.raises(PeerTimeoutError, match="a generation step did not end"),
+        pytest.raises(PeerTimeoutError, match="the current step of generation did not end"),
         gate.exclusive(deadline_seconds=SOON),
     ):
         pytest.fail("the step still ran")

@@ -138,35 +138,35 @@ def an_int_as_the_source(folder: Path) -> None:
     Publisher(7)  # type: ignore[arg-type]
 
 
-@gives(TypeError, "OrderedDict is no torch.nn.Module: pass the model itself, or TensorSource(state_dict)")
+@gives(TypeError, "OrderedDict is not a torch.nn.Module: pass the model itself, or TensorSource(state_dict)")
 def a_state_dict_as_the_module(folder: Path) -> None:
     ModuleSource(linear().state_dict())  # type: ignore[arg-type]
 
 
-@gives(TypeError, "str is no torch.nn.Module: pass the model itself")
+@gives(TypeError, "str is not a torch.nn.Module: pass the model itself")
 def a_models_name_as_the_module(folder: Path) -> None:
     ModuleSource("Qwen/Qwen3-0.6B")  # type: ignore[arg-type]
 
 
-@gives(TypeError, "dtype is 'float32', which is no torch.dtype: pass torch.float32")
+@gives(TypeError, "dtype is 'float32', which is not a torch.dtype: pass torch.float32")
 def a_dtype_as_a_string(folder: Path) -> None:
     ModuleSource(linear(), dtype="float32")  # type: ignore[arg-type]
 
 
-@gives(TypeError, "which is no torch.dtype: pass torch.float16")
+@gives(TypeError, "which is not a torch.dtype: pass torch.float16")
 def a_dtype_of_numpy(folder: Path) -> None:
     SafetensorsSource(checkpoint(folder), dtype=np.float16)  # type: ignore[arg-type]
 
 
 @gives(
     ValueError,
-    "dtype is torch.int8; weights can be cast to torch.bfloat16, torch.float16, torch.float32, torch.float64",
+    "dtype is torch.int8; it must be torch.bfloat16, torch.float16, torch.float32, torch.float64",
 )
 def a_dtype_that_is_no_float(folder: Path) -> None:
     ModuleSource(linear(), dtype=torch.int8)
 
 
-@gives(ValueError, "'weight' is on the meta device, it has no values: materialise the module first")
+@gives(ValueError, "'weight' is on the meta device and has no values: materialise the module first")
 def a_module_without_values(folder: Path) -> None:
     with torch.device("meta"):
         model = linear()
@@ -178,7 +178,7 @@ def an_array_among_the_tensors(folder: Path) -> None:
     TensorSource({"a": np.ones(3)})  # type: ignore[dict-item]
 
 
-@gives(TypeError, "Linear is no mapping of names to tensors: pass ModuleSource(model)")
+@gives(TypeError, "tensors is a Linear; it must be a mapping of names to tensors: pass ModuleSource(model)")
 def a_module_as_tensors(folder: Path) -> None:
     TensorSource(linear())  # type: ignore[arg-type]
 
@@ -256,17 +256,20 @@ def an_array_as_a_region(folder: Path) -> None:
     publish(Source(), ModuleEngine(linear()))
 
 
-@gives(TypeError, "names gave None for one of ['weight']; it must give a name")
+@gives(TypeError, "names returned None for one of ['weight']; it must return a name")
 def names_that_leave_one_out(folder: Path) -> None:
     ModuleSource(linear(), names=lambda name: None)  # type: ignore[arg-type, return-value]
 
 
-@gives(TypeError, "path is a Linear; it must be a checkpoint's directory or file")
+@gives(TypeError, "path is a Linear; it must be the path of a checkpoint's directory or file")
 def a_module_as_the_checkpoint(folder: Path) -> None:
     SafetensorsSource(linear())  # type: ignore[arg-type]
 
 
-@gives(FileNotFoundError, "hf_config is 'Qwen/Qwen3-0.6B': Qwen/Qwen3-0.6B is not there; nothing is fetched from a hub")
+@gives(
+    FileNotFoundError,
+    "hf_config is 'Qwen/Qwen3-0.6B', but Qwen/Qwen3-0.6B does not exist: pass a local path (nothing is downloaded)",
+)
 def a_models_name_as_megatrons_configuration(folder: Path) -> None:
     MegatronSource(linear(), "Qwen/Qwen3-0.6B")
 
@@ -361,13 +364,13 @@ def a_url_with_v1(folder: Path) -> None:
 
 @gives(
     PeerDiedError,
-    "can't be reached: [Errno 111] Connection refused; start it first, or wait for it: publish(wait_ready",
+    "can't be reached: [Errno 111] Connection refused; start the server first, or wait for it: publish(wait_ready",
 )
 def an_engine_that_was_not_started(folder: Path) -> None:
     publish(ModuleSource(linear()), NOBODY, transport="ipc://")
 
 
-@gives(PeerDiedError, "; check the host's name; start it first, or wait for it: publish(wait_ready")
+@gives(PeerDiedError, "; check the host name; start the server first, or wait for it: publish(wait_ready")
 def a_host_that_has_no_address(folder: Path) -> None:
     publish(ModuleSource(linear()), "http://no-such-host.invalid:8000", transport="ipc://")
 
@@ -402,7 +405,7 @@ def a_servers_token_in_bytes(folder: Path) -> None:
     EngineServer(ModuleEngine(linear()), token=b"s3cret")  # type: ignore[arg-type]
 
 
-@gives(WeightcastError, "name an address of this host, and a free port or 0 for any")
+@gives(WeightcastError, "pass an address of this host, and a free port or 0")
 def a_server_on_another_hosts_address(folder: Path) -> None:
     EngineServer(ModuleEngine(linear()), host="192.0.2.1", token="s3cret").start()
 
@@ -412,12 +415,12 @@ def a_store_that_is_to_be_served_at_another_hosts_address(folder: Path) -> None:
     publish(ModuleSource(linear()), transport=f"file://192.0.2.1{folder}/store")
 
 
-@gives(TypeError, "Linear is no causal language model of transformers: it can't generate")
+@gives(TypeError, "Linear is not a causal language model of transformers, which generation needs")
 def a_module_that_does_not_generate(folder: Path) -> None:
     TextGenerator(linear(), gate=Gate())
 
 
-@gives(TypeError, "OrderedDict is no torch.nn.Module: pass the model itself")
+@gives(TypeError, "OrderedDict is not a torch.nn.Module: pass the model itself")
 def a_state_dict_to_serve(folder: Path) -> None:
     ModuleEngine(linear().state_dict())  # type: ignore[arg-type]
 
@@ -581,7 +584,7 @@ def an_engines_url_as_the_transport(folder: Path) -> None:
     publisher(transport=NOBODY)
 
 
-@gives(TypeError, "options is a dict; pass PublishOptions(...)")
+@gives(TypeError, "options is a dict; it must be a PublishOptions(...) or None")
 def a_dict_as_the_options(folder: Path) -> None:
     publisher(options={"undo": True})
 
@@ -655,12 +658,12 @@ def a_checkpoint_of_pickles(folder: Path) -> None:
     SafetensorsSource(folder)
 
 
-@gives(ValueError, "store is a store of versions, not a checkpoint: call it file:///")
+@gives(ValueError, "store is a store of versions, not a checkpoint: use its URL, file:///")
 def a_store_as_a_checkpoint(folder: Path) -> None:
     SafetensorsSource(store(folder))
 
 
-@gives(ValueError, "is a store of versions, not a checkpoint: call it file:///weights, and read it with StoreSource")
+@gives(ValueError, "is a store of versions, not a checkpoint: use its URL, file:///weights, with StoreSource")
 def a_stores_url_as_a_checkpoint(folder: Path) -> None:
     SafetensorsSource("file:///weights")
 
@@ -670,12 +673,12 @@ def a_directory_as_a_stores_url(folder: Path) -> None:
     StoreSource("/weights")
 
 
-@gives(TypeError, "is not the URL of a store; write it as text, such as 'file:///dir'")
+@gives(TypeError, "is not the URL of a store; pass a str such as 'file:///dir'")
 def a_path_as_a_stores_url(folder: Path) -> None:
     StoreSource(folder)  # type: ignore[arg-type]
 
 
-@gives(VersionNotFoundError, "nowhere is not there: no such directory; is it the right one?")
+@gives(VersionNotFoundError, "nowhere is not there: no such directory; check the path, or publish first")
 def a_store_that_is_not_there(folder: Path) -> None:
     StoreSource(f"file://{folder}/nowhere")
 
@@ -686,7 +689,7 @@ def an_empty_store(folder: Path) -> None:
 
 
 @gives(
-    VersionNotFoundError, "does not hold the version before the newest: only one was published, or it is overwritten"
+    VersionNotFoundError, "does not hold the version before the newest: only one was published, or it was overwritten"
 )
 def a_rollback_of_the_first_version(folder: Path) -> None:
     rollback(f"file://{store(folder)}")
@@ -762,21 +765,21 @@ def test_a_bucket_size_may_be_one_of_numpys_numbers() -> None:
 
 COMMANDS: tuple[tuple[str, int, str], ...] = (
     ("publsh", exits.USAGE, "invalid choice: 'publsh' (choose from"),
-    ("inspect {store}", exits.USAGE, "store is a store of versions, not a checkpoint: call it file://{store}"),
+    ("inspect {store}", exits.USAGE, "store is a store of versions, not a checkpoint: use its URL, file://{store}"),
     ("inspect file://{folder}/nowhere", exits.NEGATIVE, "nowhere is not there: no such directory"),
     ("inspect file://{folder}", exits.NEGATIVE, "{folder} does not hold any version yet: publish one first"),
     ("inspect Qwen/Qwen3-0.6B", exits.USAGE, "Qwen/Qwen3-0.6B is neither a directory nor a file"),
     ("inspect 127.0.0.1:8000", exits.USAGE, "if it is an engine, write http://127.0.0.1:8000"),
     ("inspect http://127.0.0.1:80000", exits.USAGE, "is not the URL of an engine; write one like"),
     ("inspect {url}/v1", exits.NEGATIVE, "its URL has the path /v1: give the server's root, {url}"),
-    ("publish {checkpoint}", exits.USAGE, "one --engine at least, or --transport file:///dir for a store, is required"),
+    ("publish {checkpoint}", exits.USAGE, "at least one --engine, or --transport file:///dir for a store, is required"),
     ("publish {checkpoint} --engine 127.0.0.1:8000", exits.USAGE, "is not the URL of an engine; write one like"),
     ("publish {checkpoint} --engine {url} --engine {url}", exits.USAGE, "{url} is in the fleet already"),
     ("publish {checkpoint} --engine {url} --transport nccl", exits.USAGE, "'nccl' is not a transport URL; write one"),
     ("publish {checkpoint} --engine {url} --version 1.5", exits.USAGE, "'1.5' is not a whole number from 0 to"),
     ("publish --wait {checkpoint} --engine {url}", exits.USAGE, "is not a finite number of seconds above 0"),
-    ("publish {store} --engine {url}", exits.USAGE, "`weightcast follow` passes it on to engines"),
-    ("publish file://{store} --engine {url}", exits.USAGE, "`weightcast follow` passes it on to engines"),
+    ("publish {store} --engine {url}", exits.USAGE, "`weightcast follow` to install its versions in engines"),
+    ("publish file://{store} --engine {url}", exits.USAGE, "`weightcast follow` to install its versions in engines"),
     ("follow {store} --engine {url}", exits.USAGE, "is not the URL of a store; write file://{store}"),
     ("follow file://{store} --engine nonsense", exits.USAGE, "'nonsense' is not the URL of an engine; write one like"),
     ("export {store} out", exits.USAGE, "is not the URL of a store; write file://{store}"),
@@ -786,7 +789,11 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
         "exists already: name another directory, or remove this one first",
     ),
     ("verify {store} --engine {url}", exits.USAGE, "store is a store of versions, not a checkpoint"),
-    ("serve Qwen/Qwen3-0.6B", exits.USAGE, "is no directory: download the model first, nothing is fetched from a hub"),
+    (
+        "serve Qwen/Qwen3-0.6B",
+        exits.USAGE,
+        "is not a directory: download the model first (this command downloads nothing)",
+    ),
     ("serve {checkpoint}", exits.USAGE, "has no config.json: give the directory that save_pretrained wrote"),
     (
         "publish {checkpoint} --transport file:///proc/x",
@@ -794,8 +801,8 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
         "the directory /proc/x can't be made: No such file",
     ),
     ("export file://{store} /proc/x", exits.USAGE, "the directory /proc/x can't be made: No such file"),
-    ("bench --total-mib 99999999", exits.NEGATIVE, "left: measure with fewer --total-mib"),
-    ("bench nccl://", exits.USAGE, "nccl moves memory of a GPU, and this measures host memory: use ipc"),
+    ("bench --total-mib 99999999", exits.NEGATIVE, "left: use a smaller --total-mib"),
+    ("bench nccl://", exits.USAGE, "nccl sends GPU memory, but this command measures host memory: use ipc"),
 )
 
 
@@ -830,5 +837,5 @@ def test_fp32_on_the_command_line_names_the_option(tmp_path: Path, capsys: pytes
     with EngineServer(ModuleEngine(linear(torch.bfloat16))) as server:
         assert cli.main(["publish", str(checkpoint(tmp_path)), "--engine", server.url]) == exits.NEGATIVE
     captured = capsys.readouterr()
-    assert "`weightcast publish --dtype`" in captured.out
+    assert "`weightcast publish --dtype " in captured.out
     assert "Traceback" not in captured.out + captured.err

@@ -130,7 +130,7 @@ def test_a_view_that_is_no_slice_is_refused(
     standin = blocks.standin(id(tensor), lambda: Block("fused", tensor.to("meta"), tensor, ()))
     assert blocks.standin(id(tensor), lambda: Block("again", tensor.to("meta"), tensor, ())) is standin
     blocks.require_slices({"a": standin[1], "other": tensor})
-    with pytest.raises(ValueError, match="'b' is no plain slice of the sharded 'fused'"):
+    with pytest.raises(ValueError, match="'b' is not a plain slice of the sharded 'fused'"):
         blocks.require_slices({"a": standin[1], "b": view(standin)})
 
 

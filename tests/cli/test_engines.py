@@ -43,7 +43,7 @@ def serving(
             line = process.stdout.readline()
             assert line.startswith(f"weightcast: serving {model.name} at http://127.0.0.1:"), line
             if "0.0.0.0" in options:
-                assert "listens on all addresses" in process.stdout.readline()
+                assert "listening on all addresses" in process.stdout.readline()
             yield line.split()[-1]
             if end is None:
                 process.stdin.close()

@@ -320,7 +320,7 @@ def test_once_ends_also_where_all_is_held(tmp_path: Path, capsys: pytest.Capture
         assert cli.main(command) == cli.main(command) == exits.OK
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("version 5 of run ")
-    assert second == "version 5: all engines hold it, nothing is sent"
+    assert second == "version 5: all engines have it already, nothing was sent"
 
 
 def test_once_of_a_damaged_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,8 +334,8 @@ def test_once_of_a_damaged_one(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["DIR"], "name the file that your loop writes into each when it is complete: --marker NAME"),
-        (["file:///store", "--dtype", "bfloat16"], "--dtype needs --marker"),
+        (["DIR"], "pass --marker NAME, the file that your loop writes into each when it is complete"),
+        (["file:///store", "--dtype", "bfloat16"], "--dtype works only with --marker"),
         (["file:///store", "--marker", "DONE"], "give its path in place of file:///store"),
         (["DIR", "--marker", "a/b"], "--marker a/b is not the name of a file"),
     ],

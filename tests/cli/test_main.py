@@ -77,7 +77,7 @@ def test_a_wrong_call_is_status_2(argv: list[str], capsys: pytest.CaptureFixture
         (["publish", "x", "--engine", NOBODY, "--deadline", "0"], "above 0"),
         (["publish", "x", "--engine", NOBODY, "--version", "-1"], f"from 0 to {2**63 - 1}"),
         (["publish", "x", "--engine", NOBODY, "--version", str(2**63)], f"from 0 to {2**63 - 1}"),
-        (["publish", "x", "--engine", NOBODY, "--transport", "memory://"], "one process only"),
+        (["publish", "x", "--engine", NOBODY, "--transport", "memory://"], "only within one process"),
         (["publish", "x", "--engine", NOBODY, "--dtype", "int8"], "invalid choice"),
         (["bench", "--total-mib", "0"], "at least 1"),
     ],
@@ -239,7 +239,7 @@ def test_a_token_file_without_one_token(content: str, tmp_path: Path, capsys: py
     file = tmp_path / "token"
     file.write_text(content)
     assert cli.main(["inspect", NOBODY, "--token-file", str(file)]) == exits.USAGE
-    assert "must hold one token" in capsys.readouterr().err
+    assert "must contain one token" in capsys.readouterr().err
 
 
 def test_an_engine_that_does_not_list_its_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +265,7 @@ def test_an_engine_that_does_not_list_its_tensors(tmp_path: Path, capsys: pytest
         shown = json.loads(capsys.readouterr().out)
         assert (shown["engine"]["weight_version"], shown["tensors"]) == ("7", [])
         assert cli.main(["verify", str(tmp_path), "--engine", server.url]) == exits.NEGATIVE
-        assert f"{server.url} does not say what it holds" in capsys.readouterr().err
+        assert f"{server.url} reports no digests of its weights" in capsys.readouterr().err
 
 
 def test_what_a_terminal_would_act_on_is_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

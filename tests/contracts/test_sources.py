@@ -72,7 +72,7 @@ def test_a_joined_source_follows_its_sources() -> None:
     second.replace({"c": torch.ones(3)})
     assert [spec.name for spec in joined.specs()] == ["a", "c"]
     second.replace({"a": torch.ones(3)})
-    with pytest.raises(ValueError, match="1 names are those of two of the joined sources: a"):
+    with pytest.raises(ValueError, match="two of the joined sources have 1 names in common, a:"):
         joined.specs()
     with pytest.raises(TypeError, match="IteratorSource streams its tensors"):
         JoinedSource(first, IteratorSource())

@@ -254,7 +254,7 @@ def test_what_fails_later_is_the_result(on_failure: str, caplog: pytest.LogCaptu
     else:
         with pytest.raises(PublishError, match="told to fail"):
             handle.result(SECONDS)
-        assert "version 1 was not published in the background: 1 of 1 engine did not take version 1" in caplog.text
+        assert "the publish of version 1 in the background failed: 1 of 1 engine did not take version 1" in caplog.text
     loop.engine.worker.engine.fail_after = None
     loop.train(2)
     assert loop.start(2).result(SECONDS).ok

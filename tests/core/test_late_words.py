@@ -117,7 +117,7 @@ def test_a_finish_of_a_former_holder_does_not_install_what_its_successor_sealed(
 
     class Successor(DirectEngine):
         def finish(self, version: int) -> None:
-            with pytest.raises(StaleVersionError, match="held by run"):
+            with pytest.raises(StaleVersionError, match="holds this engine: publish from that run only"):
                 first.worker.finish(version, publisher.run)
             assert [v.run for v in engine.versions] == [publisher.run]
             super().finish(version)

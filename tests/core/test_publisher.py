@@ -348,7 +348,7 @@ def test_worker_refuses_what_is_not_its_runs() -> None:
         stranger = InitInfo("f" * 32, "x", "ipc://@nowhere", "unix:@nowhere", digest, 5.0)
         with pytest.raises(EngineBusyError, match=publisher.run):
             worker.init(stranger)
-        with pytest.raises(StaleVersionError, match="held by run"):
+        with pytest.raises(StaleVersionError, match="holds this engine: publish from that run only"):
             worker.update(Offer("f" * 32, 6, digest))
         with pytest.raises(StaleVersionError, match="replayed"):
             worker.update(Offer(publisher.run, 5, digest))

@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         IncompatibleWeightsError,
         r"torch.bits8\[\], expected 'scalar' bfloat16\[\]",
     ),
-    "freed": ({"layer_4": lambda n, t: [(n, freed(t))]}, IncompatibleWeightsError, "found 'layer.4'.*without memory"),
+    "freed": ({"layer_4": lambda n, t: [(n, freed(t))]}, IncompatibleWeightsError, "found 'layer.4'.*which has no memory"),
     "left out": ({"layer_3": lambda n, t: []}, IncompatibleWeightsError, "found 'layer.4'.*expected 'layer.3'"),
     "without elements and left out": ({"empty": lambda n, t: []}, IncompatibleWeightsError, "expected 'empty'"),
     "shorter": (
@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         IncompatibleWeightsError,
         "it ended before 'last'",
     ),
-    "longer": ({"more": lambda: [("more", torch.ones(1))]}, IncompatibleWeightsError, "found 'more' behind the last"),
+    "longer": ({"more": lambda: [("more", torch.ones(1))]}, IncompatibleWeightsError, "found 'more' after the last"),
     "doubled": (
         {"layer_4": lambda n, t: [(n, t), (n, t)]},
         IncompatibleWeightsError,
@@ -192,7 +192,7 @@ def test_of_a_first_iterator_that_fails_nothing_is_learned(monkeypatch: pytest.M
     source, engine = IteratorSource(), RecordingEngine()
     with pytest.raises(RuntimeError, match="the exporter failed"):
         source.use(exported(0, layer_3=fails))
-    with pytest.raises(ValueError, match=r"'scalar' is torch.bits8; known: .*bfloat16"):
+    with pytest.raises(ValueError, match=r"'scalar' has dtype torch.bits8, which is not supported; supported: .*bfloat16"):
         source.use(exported(0, scalar=lambda n, t: [(n, torch.empty(t.shape, dtype=torch.bits8))]))
     with monkeypatch.context() as patch:
         patch.setattr(host_memory, "available_bytes", lambda: 1000)
@@ -358,6 +358,6 @@ def test_other_tensors_of_another_source_are_another_plan() -> None:
 def test_several_trainer_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, found in {"is_available": True, "is_initialized": True, "get_rank": 0, "get_world_size": 2}.items():
         monkeypatch.setattr(publisher_module.dist, name, lambda *args, found=found: found)
-    words = "IteratorSource streams its tensors, which one rank publishes"
+    words = "IteratorSource streams its tensors, which only one rank can publish"
     with publisher_of(IteratorSource(), engines=[]) as publisher, pytest.raises(ValueError, match=words):
         publisher.publish()

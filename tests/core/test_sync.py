@@ -227,7 +227,7 @@ def test_an_engine_that_another_run_holds_is_refused_as_in_a_publish() -> None:
         other.publish()
         with publisher_of(TensorSource(tensors()), engines=[own]) as publisher:
             publisher.publish()
-            with pytest.raises(PublishError, match="holds this engine"):
+            with pytest.raises(PublishError, match="has held this engine"):
                 publisher.add_engine(client, sync=True)
             assert same(taken, tensors(1))
             publisher.remove_engine(client)

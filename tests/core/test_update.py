@@ -91,7 +91,7 @@ def test_buckets_that_are_missing_at_the_end_are_found(ends: TransportEnds, monk
 
         own = type(receiver).__iter__
         monkeypatch.setattr(type(receiver), "__iter__", all_but_the_last)
-        with pytest.raises(IncompleteUpdateError, match="2 of 3 buckets arrived"):
+        with pytest.raises(IncompleteUpdateError, match="received 2 of 3 buckets"):
             update.receive()
     assert engine.calls == []
 
@@ -200,7 +200,11 @@ def test_a_version_that_can_not_be_taken_back_in_time_can_be_taken_back_later() 
     client = LocalEngine(ModuleEngine(served), gate=gate, settles=True, install_deadline_seconds=0.1)
     with publisher_of(source, transport="memory://", engines=[client], undo=True) as publisher:
         settled = WeightVersion(publisher.run, publisher.publish().version)
-        with gate.step(), ThreadPoolExecutor(1) as pool, pytest.raises(PeerTimeoutError, match="step did not end"):
+        with (
+            gate.step(),
+            ThreadPoolExecutor(1) as pool,
+            pytest.raises(PeerTimeoutError, match="step of generation did not end"),
+        ):
             pool.submit(client.worker.settle, settled, keep=False).result()
         assert client.worker.unsettled == gate.version == settled
         for _ in range(2):

@@ -119,7 +119,7 @@ def test_one_that_never_comes_fails_alone_and_after_the_time() -> None:
             publisher.publish(wait_ready_seconds=0.2)
         assert [version.number for version in engine.versions] == [0]
         assert isinstance(caught.value.failures[nobody], PeerDiedError)
-        assert "start it first, or wait for it" in str(caught.value)
+        assert "start the server first, or wait for it" in str(caught.value)
         with pytest.raises(PublishError):  # by default nobody is waited for
             publisher.publish()
     client.close()

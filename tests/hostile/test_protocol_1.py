@@ -88,8 +88,8 @@ def test_a_store(tmp_path: Path, end: str) -> None:
     before = sorted(tmp_path.iterdir())
     url = f"file://{tmp_path}"
     words = (
-        "current.json says it is 'weightcast-store-1', expected 'weightcast-store-3': another program or protocol "
-        "wrote this store; read it with that one, and publish into an empty directory"
+        "current.json has the format 'weightcast-store-1', expected 'weightcast-store-3': another program or protocol "
+        "version wrote this store; read it with that one, or publish into an empty directory"
     )
     with contextlib.ExitStack() as stack:
         receiver = StoreReceiver(url, peer="late")

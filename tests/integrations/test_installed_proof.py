@@ -270,7 +270,7 @@ def test_clean_updates_are_clean_and_name_what_is_not_proven() -> None:
             # The router is held in another dtype than it was sent in.
             assert result.unproven.keys() == OPAQUE | {"turned.router"}
     assert "exp" in result.unproven["mixer.A"] or "computed" in result.unproven["mixer.A"]
-    assert "held as float32" in result.unproven["turned.router"]
+    assert "the engine has it as float32" in result.unproven["turned.router"]
 
 
 class Corrupt(ModuleEngine):

@@ -251,8 +251,12 @@ def test_a_tensor_that_no_rank_holds_is_named() -> None:
     [
         ("decoder.layers.0.self_attention.linear_qkv.weight", (64, 24), r"\[64, 24\].*must be \[32, 24\]"),
         ("decoder.layers.0.mlp.linear_fc2.weight", (24, 16), r"\[24, 16\].*must be \[24, 8\]"),
-        ("embedding.word_embeddings.weight", (14, 24), r"\[14, 24\]; 2 such shards must make \[30, 24\] or more"),
-        ("decoder.layers.2.input_layernorm.weight", (24,), "there are 2 such layers"),
+        (
+            "embedding.word_embeddings.weight",
+            (14, 24),
+            r"\[14, 24\]; 2 such shards must have at least the shape \[30, 24\] together",
+        ),
+        ("decoder.layers.2.input_layernorm.weight", (24,), "there are only 2 such layers"),
     ],
 )
 def test_shapes_that_are_not_the_configuration_s_are_named(name: str, tensor: Any, message: str) -> None:
@@ -266,7 +270,7 @@ def test_experts_that_do_not_divide_are_an_error() -> None:
     hf_config = models.config("qwen3_moe", **QWEN3, num_experts=6, moe_intermediate_size=8)
     job = Job(stages=((0, 1),), ep=4)
     tensors = {"decoder.layers.0.mlp.experts.linear_fc2.weight0": torch.zeros(24, 8)}
-    with pytest.raises(ValueError, match="a size of 6 can't be cut into 4 equal shards"):
+    with pytest.raises(ValueError, match="a size of 6 can't be divided into 4 equal shards"):
         placed(hf_config, job, next(shards.ranks(job)), tensors)
 
 

@@ -230,9 +230,9 @@ def test_the_queue_is_bounded_and_cancelling_makes_room(model: Qwen3ForCausalLM,
     with TextGenerator(model, gate=gate, max_queue=4) as generator:
         gate.pause("keep")
         waiting = generator.submit([PROMPT], SamplingParams(n=4))
-        with pytest.raises(QueueFullError, match="ask again later"):
+        with pytest.raises(QueueFullError, match="send the request again later"):
             generator.submit([PROMPT])
-        with pytest.raises(ValueError, match="the limit is 4"):
+        with pytest.raises(ValueError, match="exceed the limit of 4 completions"):
             generator.submit([PROMPT], SamplingParams(n=5))
         waiting.cancel()
         again = wait_for_room(generator)
@@ -254,7 +254,7 @@ def test_close_fails_what_is_left_and_ends_the_thread(
     model: Qwen3ForCausalLM, gate: Gate, leaves_nothing: None
 ) -> None:
     generator = TextGenerator(model, gate=gate)
-    with pytest.raises(ValueError, match="gate of its own"):
+    with pytest.raises(ValueError, match="has a generator already: make another Gate"):
         TextGenerator(model, gate=gate)
     gate.pause("keep")
     request = generator.submit([PROMPT])

@@ -129,7 +129,7 @@ def test_a_vllm_without_our_backend_takes_versions_from_a_store_only(backend: st
     ids=["404", "a page", "another form", "405"],
 )
 def test_a_stranger_is_no_engine_server(raw: Serve, answer: bytes) -> None:
-    with pytest.raises(ControlError, match="no engine server"):
+    with pytest.raises(ControlError, match="not an engine server"):
         raw(answer).connect()
 
 
@@ -140,7 +140,9 @@ def test_a_server_in_trouble_is_not_taken_for_a_stranger(raw: Serve) -> None:
 
 @pytest.mark.parametrize("status", ["502 Bad Gateway", "503 Service Unavailable", "504 Gateway Timeout"])
 def test_a_server_that_is_starting_is_not_there_yet(raw: Serve, status: str) -> None:
-    with pytest.raises(PeerDiedError, match=f"answered {status[:3]}: loading.*; start it first, or wait for it"):
+    with pytest.raises(
+        PeerDiedError, match=f"answered {status[:3]}: loading.*; start the server first, or wait for it"
+    ):
         raw(reply(status, {"error": {"message": "loading"}})).connect()
 
 
@@ -154,7 +156,7 @@ def test_what_a_server_says_itself_with_such_a_status_is_kept(raw: Serve) -> Non
 def test_a_server_without_tls_is_not_waited_for() -> None:
     with EngineServer(ModuleEngine(torch.nn.Linear(2, 2))) as server:
         engine = HttpEngine(server.url.replace("http://", "https://"))
-        with pytest.raises(ControlError, match="did not answer by TLS"):
+        with pytest.raises(ControlError, match="did not answer with TLS"):
             engine.connect()
         engine.close()
 
@@ -318,7 +320,7 @@ def test_an_answer_that_never_ends_is_cut_at_the_deadline() -> None:
         threads.submit(drip)
         engine = HttpEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_seconds=0.5)
         start = time.monotonic()
-        with pytest.raises(PeerTimeoutError, match="did not end its answer"):
+        with pytest.raises(PeerTimeoutError, match="did not complete its answer"):
             engine.connect()
         assert time.monotonic() - start < 10
         stop.set()

@@ -282,7 +282,7 @@ def test_a_header_that_drips_ends_at_the_deadline(serve: Serve) -> None:
 
     server = serve(answer)
     server.routes._timeout_seconds = 0.5
-    with pytest.raises(PeerTimeoutError, match="did not end its answer"):
+    with pytest.raises(PeerTimeoutError, match="did not complete its answer"):
         server.get()
     stop.set()
 

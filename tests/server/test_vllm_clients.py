@@ -173,7 +173,7 @@ def test_an_engine_whose_workers_answer_otherwise_is_named(
     llm: OfflineLLM, monkeypatch: pytest.MonkeyPatch, answers: object
 ) -> None:
     monkeypatch.setattr(llm, "collective_rpc", lambda method, args: answers)
-    with pytest.raises(ControlError, match="LLM did not answer as weightcast's ranks do"):
+    with pytest.raises(ControlError, match="the ranks of LLM did not answer as weightcast's plugin does"):
         LLMEngine(llm).info()
 
 

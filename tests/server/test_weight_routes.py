@@ -294,7 +294,7 @@ def test_start_and_close(leaves_nothing: None, module: torch.nn.Module) -> None:
         _ = server.url
     with server, EngineServer(ModuleEngine(module)) as other:
         assert server.port != other.port
-        with pytest.raises(ClosedError, match="started once"):
+        with pytest.raises(ClosedError, match="can be started only once"):
             server.start()
         with pytest.raises(WeightcastError, match=f"can't listen on 127.0.0.1:{server.port}"):
             EngineServer(ModuleEngine(module), port=server.port).start()

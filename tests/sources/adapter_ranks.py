@@ -253,7 +253,7 @@ def an_error_on_one_rank(_: Path) -> None:
     scaling = dict(layer.scaling)
     if dist.get_rank() == 1:
         layer.scaling = {}
-    _raises_on_every_rank(source, (ValueError, KeyError), "trainer rank 1|peft can't merge its adapter")
+    _raises_on_every_rank(source, (ValueError, KeyError), "trainer rank 1|peft can't merge the adapter")
     layer.scaling = scaling
     check(source, whole, model)
 

@@ -342,7 +342,7 @@ def a_partial_sum_is_refused() -> None:
     partial = DTensor.from_local(torch.ones(4, 3), _mesh(dp=2), [Partial()])
     model.weight = nn.Parameter(partial)
     _refused(
-        lambda: ModuleSource(model), "'weight' has the placements", "a partial sum is no weight yet", "Replicate()"
+        lambda: ModuleSource(model), "'weight' has the placements", "a partial sum can't be published", "Replicate()"
     )
 
 
@@ -478,7 +478,7 @@ def fsdp1_without_its_wrapper_is_refused() -> None:
         _refused(lambda model=model: ModuleSource(model.module), "is flattened by FSDP1", "not its `.module`")
         model(torch.ones(2, 5))
         if kind == "fsdp1-zero2":
-            _refused(lambda model=model: ModuleSource(model.module), "is no parameter but computed", "between steps")
+            _refused(lambda model=model: ModuleSource(model.module), "is not a parameter but computed", "between steps")
     model = fsdp1(seeded("odd-tied"), "fsdp1-flat", 2)
     _refused(lambda: ModuleSource(model.module), "'_flat_param' is flattened by FSDP1", "not its `.module`")
     _refused(lambda: ModuleEngine(model), "is flattened by FSDP1", "an engine needs a module with whole parameters")

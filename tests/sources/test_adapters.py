@@ -453,7 +453,7 @@ def tuned(config: Any, **options: Any) -> Callable[[], nn.Module]:
         (grouped, "'0' is a Conv2d of peft.tuners.lora.layer with groups"),
         (
             lambda: get_peft_model(nn.Sequential(nn.Linear(2, 2, bias=False)), BIASED),
-            "'0' is a .* has no 'bias' of its own",
+            "'0' is a .* whose base module has no parameter 'bias'",
         ),
         (nested, "q_proj' is a Linear of peft.tuners.lora.layer around a Linear of peft.tuners.loha"),
         (shared_base, "'0.weight' and '1.weight' are one tensor"),
@@ -480,9 +480,9 @@ def test_adapters_of_other_kinds_are_refused_by_name_until_the_trainer_has_merge
 
 
 def test_adapters_can_be_refused() -> None:
-    with pytest.raises(ValueError, match=r"has PEFT adapters: merge them, or use adapters='merge'"):
+    with pytest.raises(ValueError, match=r"has PEFT adapters: merge them, or pass adapters='merge'"):
         ModuleSource(adapted(), adapters="refuse")
     source = ModuleSource(adapted().merge_and_unload(), adapters="refuse")
     assert source.regions()
-    with pytest.raises(ValueError, match="adapters is 'keep'; choose merge or refuse"):
+    with pytest.raises(ValueError, match="adapters is 'keep'; it must be 'merge' or 'refuse'"):
         ModuleSource(llama(), adapters="keep")  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def test_what_changes_a_state_dict_beside_the_module_is_named(how: str, caplog: 
     ((_, view),) = ModuleSource(net).regions()["0.weight"]
     assert torch.equal(view, net[0].weight)
     assert ("Scaled._save_to_state_dict of '0'" if how == "override" else "scaled of '0'") in caplog.text
-    assert "publish TensorSource(model.state_dict())" in caplog.text
+    assert "use TensorSource(model.state_dict())" in caplog.text
 
 
 def test_hooks_of_torchs_own_are_known(caplog: pytest.LogCaptureFixture) -> None:

@@ -84,7 +84,7 @@ def test_with_a_dtype_the_specs_change_and_the_views_stay(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_a_dtype_that_weights_are_not_cast_to(tmp_path: Path, dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=r"weights can be cast to torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"it must be torch\.bfloat16"):
         SafetensorsSource(tmp_path, dtype=dtype)
 
 
@@ -171,7 +171,7 @@ def test_missing_shards(sharded: Path) -> None:
 
 def test_a_name_in_two_shards(tmp_path: Path) -> None:
     write_shards(tmp_path, [{"a": torch.ones(1), "b": torch.ones(1)}, {"b": torch.ones(1)}])
-    with pytest.raises(ValueError, match=r"'b' is both in .*00001-of-00002.* and in .*00002-of-00002"):
+    with pytest.raises(ValueError, match=r"'b' is in .*00001-of-00002.* and in .*00002-of-00002"):
         SafetensorsSource(tmp_path)
 
 

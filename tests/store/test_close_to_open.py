@@ -184,7 +184,7 @@ def test_a_slot_that_another_trainer_host_still_writes_is_not_taken(hosts: Hosts
         # The first one has ended; the second has not heard of it yet.
         next_one = StoreSender(url(trainer / "w", options), run=OTHER_RUN, deadline_seconds=0.2)
         with contextlib.closing(next_one):
-            with pytest.raises(PeerTimeoutError, match="a trainer rank of a publish that was given up holds slot 1"):
+            with pytest.raises(PeerTimeoutError, match="a trainer rank of an aborted publish holds slot 1"):
                 send(next_one, manifest, WeightVersion(OTHER_RUN, 3), model(3))
             second.abort("its publisher has gone")
             send(next_one, manifest, WeightVersion(OTHER_RUN, 3), model(3))

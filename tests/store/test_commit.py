@@ -354,7 +354,7 @@ def test_a_sealed_version_that_is_not_committed_is_given_up(tmp_path: Path, endi
     try:
         receiver.open(manifest, version, staged=True)
         sender.open(manifest, version, peers=["engine"], staged=True)
-        with pytest.raises(UpdateAbortedError, match="no version is whole"):
+        with pytest.raises(UpdateAbortedError, match="there is no sealed version to commit"):
             sender.commit()
         packer = Packer(Layout(manifest), TensorSource(model(2)).regions())
         for index in range(len(manifest.buckets)):
@@ -373,7 +373,7 @@ def test_a_sealed_version_that_is_not_committed_is_given_up(tmp_path: Path, endi
         assert not (tmp_path / "next.json").exists()
         assert StoreReader(tmp_path).pin(version) is None
         if ending != "close":
-            with pytest.raises(UpdateAbortedError, match="no version is whole"):
+            with pytest.raises(UpdateAbortedError, match="there is no sealed version to commit"):
                 sender.commit()
             send(sender, manifest, WeightVersion(OTHER_RUN, 4), model(4))
             assert number_held(tmp_path) == 4

@@ -213,7 +213,7 @@ def test_readers_refuse_what_is_no_file(tmp_path: Path, name: str, intruder: str
     before = content_of(tmp_path / "victim")
     engine = Holder()
     with Follower(url(store), engine) as follower:
-        with pytest.raises(IntegrityError, match=rf"{path} is {INTRUDERS[intruder][1]}, a file was expected.*remove"):
+        with pytest.raises(IntegrityError, match=rf"{path} is {INTRUDERS[intruder][1]}, expected a file.*remove"):
             follower.poll()
         assert not engine.num_loads
     assert content_of(tmp_path / "victim") == before
@@ -229,7 +229,7 @@ def test_writers_refuse_what_is_no_file(tmp_path: Path, name: str, intruder: str
     path = other / name if name in ("pins", "data.0") else store / name
     replace(path, intruder)
     before = content_of(tmp_path / "victim")
-    with pytest.raises(IntegrityError, match=rf"{path} is {INTRUDERS[intruder][1]}, a file was expected.*remove"):
+    with pytest.raises(IntegrityError, match=rf"{path} is {INTRUDERS[intruder][1]}, expected a file.*remove"):
         write(store, 3)
     assert content_of(tmp_path / "victim") == before
     if name != "current.json":
@@ -255,7 +255,7 @@ def test_what_is_replaced_as_a_whole_is_replaced_and_nothing_is_followed(
     replace(path, intruder)
     before = content_of(tmp_path / "victim")
     if intruder == "directory":
-        with pytest.raises(IntegrityError, match=rf"{path} is a directory, a file was expected.*remove"):
+        with pytest.raises(IntegrityError, match=rf"{path} is a directory, expected a file.*remove"):
             write(store, 3)
         path.rmdir()
     write(store, 3)
@@ -273,7 +273,7 @@ def test_a_folder_that_is_something_else_is_refused(tmp_path: Path, depth: str, 
     elsewhere = path.rename(tmp_path / "elsewhere")
     before = content_of(elsewhere)
     path.symlink_to(elsewhere) if intruder == "link" else INTRUDERS[intruder][0](path)
-    expected = rf"{path} is {INTRUDERS[intruder][1]}, a directory was expected.*remove"
+    expected = rf"{path} is {INTRUDERS[intruder][1]}, expected a directory.*remove"
     for attempt in (lambda: StoreSource(url(store)), lambda: write(store, 3), lambda: store_status(store)):
         with pytest.raises(IntegrityError, match=expected):
             attempt()
@@ -402,8 +402,8 @@ def test_a_filesystem_without_inodes_is_told_from_a_full_one(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.ENOSPC, "No space left on device; the version before stays. Free space"),
-        (errno.EDQUOT, "Disk quota exceeded: of bytes, or of files"),
+        (errno.ENOSPC, "No space left on device; the former version stays. Free space"),
+        (errno.EDQUOT, "Disk quota exceeded (of bytes or of files)"),
         (errno.EFBIG, "File too large"),
     ],
 )

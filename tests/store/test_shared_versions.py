@@ -96,10 +96,10 @@ def test_an_unsealed_version_is_none(tmp_path: Path) -> None:
     write(tmp_path, 0, run=OTHER_RUN)
     with pair(tmp_path) as (first, second):
         begin_shared(first, second, manifest, 1)
-        with pytest.raises(UpdateAbortedError, match="buckets of it are missing"):
+        with pytest.raises(UpdateAbortedError, match="or lacks buckets"):
             first.seal([])
         send_origin(first, manifest, 0, 1)
-        with pytest.raises(UpdateAbortedError, match="no version is whole"):
+        with pytest.raises(UpdateAbortedError, match="there is no sealed version to commit"):
             first.commit()
         first.abort("another origin was lost")
         with pytest.raises(UpdateAbortedError, match="it was aborted"):
@@ -125,7 +125,7 @@ def test_a_slot_that_an_origin_still_writes_is_not_taken(tmp_path: Path, num_sen
             first._writer._lock.close()  # what the kernel does when it dies
             first._writer._slot_lock.close()
         other = StoreSender(url(tmp_path, "?max_slots=2"), run=OTHER_RUN, deadline_seconds=SHORT_SECONDS)
-        message = "a trainer rank of a publish that was given up holds slot 1"
+        message = "a trainer rank of an aborted publish holds slot 1"
         with contextlib.closing(other), pytest.raises(PeerTimeoutError, match=message):
             other.open(manifest, WeightVersion(OTHER_RUN, 1), peers=[], staged=True)
         write(tmp_path, 1, run=OTHER_RUN)

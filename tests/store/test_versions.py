@@ -295,7 +295,7 @@ def test_readers_without_permission_to_write_pin_too(tmp_path: Path, monkeypatch
 def test_a_second_writer_is_refused_by_name(tmp_path: Path) -> None:
     with sender_of(tmp_path) as sender:
         publish(sender, 1)
-        with pytest.raises(EngineBusyError, match=rf"run {RUN} \(pid {os.getpid()} on .*asked by run {OTHER_RUN}"):
+        with pytest.raises(EngineBusyError, match=rf"run {RUN} \(pid {os.getpid()} on .*requested by run {OTHER_RUN}"):
             StoreSender(url(tmp_path), run=OTHER_RUN)
         publish(sender, 2)
     write(tmp_path, 1, run=OTHER_RUN)

@@ -1,10 +1,12 @@
-"""A model with LoRA adapters of PEFT as the model that they make of its base: what `merge_and_unload` gives on a copy.
+"""A model with LoRA adapters of PEFT, seen as its merged base: the result of `merge_and_unload` on a copy.
 
-The merged weight of an adapted layer lies in memory of its own: the base's weight, to which the delta of each active
-adapter, which peft computes, is added. A layer whose adapters are sharded over ranks is merged in `Merging.complete`:
-they are gathered whole, and each rank adds to its own shards of the base. Invariants: the live model is only read;
-everything else is its live memory; an adapter of another kind is a ValueError that names it, unless the trainer has
-merged it. peft is never imported here: a process that has a model with adapters has imported it already.
+The merged weight of an adapted layer is a copy of the base's weight plus the delta of each active adapter, which peft
+computes. A layer whose adapters are sharded over ranks is merged in `Merging.complete`: the adapters are all-gathered,
+and each rank adds the delta to its shards of the base.
+
+Invariants: the live model is only read; tensors without adapters are its live memory; an adapter of another kind raises
+a ValueError that names it, unless the trainer has merged it. peft is never imported here: a process that has a model
+with adapters has imported it already.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.seams.source import Gather
 
 MERGEABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
-"""Dtypes of base weights: quantised ones mean nothing without their scales."""
+"""Supported dtypes of base weights. Quantised ones have no meaning without their scales."""
 
 _REMEDY = (
     "call merge_adapter() on the model before publish and unmerge_adapter() after it, or publish merge_and_unload()"
 )
 _UNLOAD = "publish what merge_and_unload() makes of a copy"
 _GATHERED_BYTES = 64 << 20
-"""How much of sharded adapters is gathered in one call: whole layers, at least one."""
+"""Bytes of sharded adapters that are gathered in one call: whole layers, at least one."""
 _LAYERS = frozenset({"Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d", "ParamWrapper"})
-"""Of peft.tuners.lora.layer: merging adds to each element of one tensor a value that depends on the adapter alone."""
+"""Classes of peft.tuners.lora.layer whose merge adds to one tensor a delta that depends only on the adapter."""
 _SEGMENTS = ("base_layer", "original_module", "modules_to_save")
 _PREFIXES = ("lora_", "ia3_l", "hada_w", "lokr_w", "vera_lambda", "trainable_tokens_")
 
@@ -43,60 +45,60 @@ def has_adapters(module: nn.Module) -> bool:
 
 
 def require_merged(names: Iterable[str]) -> None:
-    """Raises ValueError if a name is one that PEFT gives to a part of an adapted layer."""
+    """Raise ValueError for a name that PEFT gives to a part of an adapted layer."""
     for name in names:
         segments = name.split(".")
         if any(segment in _SEGMENTS or segment.startswith(_PREFIXES) for segment in segments[:-1]):
             raise ValueError(
-                f"{name!r} is a part of a layer with a PEFT adapter, which no engine can load by itself: publish the "
-                "model (ModuleSource(model) merges its adapters), or the state dict of its merge_and_unload()"
+                f"{name!r} is a part of a layer with a PEFT adapter, which engines can't load: publish the model "
+                "(ModuleSource(model) merges its adapters), or the state dict of its merge_and_unload()"
             )
 
 
 def require_none(module: nn.Module) -> None:
-    """Raises ValueError, naming the first one, if the model has adapters."""
+    """Raise ValueError, with the name of the first adapted layer, if the model has adapters."""
     if has_adapters(module):
         name = next(name for name, part in module.named_modules() if _is_pefts(part))
-        raise ValueError(f"{name or type(module).__name__!r} has PEFT adapters: merge them, or use adapters='merge'")
+        raise ValueError(f"{name or type(module).__name__!r} has PEFT adapters: merge them, or pass adapters='merge'")
 
 
 class MergedModel:
-    """A model as its base with merged adapters: modules and tensors that stand in the place of the model's own.
+    """A model seen as its base with merged adapters: maps the model's modules and tensors to the merged ones.
 
-    Raises ValueError for what can't be merged.
+    Raises ValueError for adapters that can't be merged.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._bases: dict[int, nn.Module] = {}
         self._names: dict[int, list[str]] = {}
-        """Of each tensor of the base, one for each module that holds it."""
+        """By id of a base tensor, its names, one for each module that has it."""
         self.merged: dict[int, torch.Tensor] = {}
-        """By the ids of the base's own tensors."""
+        """Merged tensors, by id of the base tensor."""
         self.layers: list[_Layer] = []
-        """Those to merge."""
+        """The layers with adapters to merge."""
         self._visit(model, "")
         adapted = set[str]()
         for layer in self.layers:
             for name, tensor in layer.tensors.items():
                 if other := next((n for n in self._names[_key(tensor)] if n != name or n in adapted), None):
                     raise ValueError(
-                        f"{name!r} and {other!r} are one tensor, but their adapters make different ones of it: a "
-                        "merged checkpoint can't be tied. Load the model with tie_word_embeddings=False, or give "
-                        "neither an adapter"
+                        f"{name!r} and {other!r} are one tensor, but their adapters would make different tensors of "
+                        "it, which can't be tied in a merged checkpoint: load the model with "
+                        "tie_word_embeddings=False, or give neither of them an adapter"
                     )
                 adapted.add(name)
 
     def base(self, module: nn.Module) -> nn.Module:
-        """The base's module in the place of one of the model."""
+        """Return the base's module for a module of the model."""
         return self._bases[id(module)]
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The merged tensor in the place of one of the base; the tensor itself if no adapter changes it."""
+        """Return the merged tensor for a tensor of the base; the tensor itself if no adapter changes it."""
         return self.merged.get(id(tensor), tensor)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers, detached, by the names of the base."""
+        """Return parameters and persistent buffers, detached, by the names of the base."""
 
         def collect(module: nn.Module, prefix: str) -> None:
             base = self.base(module)
@@ -125,7 +127,7 @@ class MergedModel:
                 self._visit(child, _join(name, key))
 
     def _base(self, module: nn.Module, name: str) -> nn.Module:
-        """The module of the base in the place of this one. Layers with adapters to merge on the way are added."""
+        """Return the base's module for this one; note layers with adapters to merge that are found on the way."""
         peft: Any = sys.modules["peft"]
         tuners: Any = sys.modules["peft.tuners.tuners_utils"]
         while _is_pefts(module):
@@ -140,7 +142,7 @@ class MergedModel:
                 active = [adapter for adapter in module.active_adapters if adapter in module.modules_to_save]
                 module = module.modules_to_save[active[0]] if active else module.original_module
             elif isinstance(module, peft.tuners.lora.ParamWrapper) or (
-                # Of others with such a method the base alone is not the merged layer.
+                # A layer with its own `unload_and_optionally_merge_module` is not merged by its base alone.
                 isinstance(module, tuners.BaseTunerLayer) and not hasattr(module, "unload_and_optionally_merge_module")
             ):
                 self._add(module, name)
@@ -150,7 +152,7 @@ class MergedModel:
         return module
 
     def _add(self, layer: Any, name: str) -> None:
-        """Have the layer's unmerged active adapters merged. Adapters that the trainer has merged are read in place."""
+        """Note the layer's active adapters for the merge. Adapters that the trainer has merged are read in place."""
         kind = _kind(layer)
         is_lora = kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ in _LAYERS
         due = [adapter for adapter in layer.active_adapters if adapter not in layer.merged_adapters]
@@ -172,7 +174,7 @@ class MergedModel:
         held, tensors = _tensors(base), dict[str, torch.Tensor]()
         for key in keys:
             if key not in held:
-                raise _refused(name, layer, f"whose base has no {key!r} of its own")
+                raise _refused(name, layer, f"whose base module has no parameter {key!r}")
             local = sharding.local_tensor(held[key])
             if type(local) not in (torch.Tensor, nn.Parameter) or DTYPE_NAMES.get(local.dtype) not in MERGEABLE:
                 raise _refused(
@@ -194,11 +196,11 @@ class MergedModel:
 
 
 class Merging:
-    """Merges one model's adapters, again and again, into the same memory.
+    """Merges one model's adapters, each time into the same memory.
 
-    Memory: the base tensors that adapters change (of sharded ones this rank's shards), and for the time of a merge one
-    layer's delta, which is whole, with the adapters of as many layers as are gathered at once. Kept until this object
-    goes; tensors that no adapter changes, and what is merged already, take none.
+    Memory, kept as long as this object: a copy of the base tensors that adapters change (of sharded tensors, this
+    rank's shards). During a merge also one layer's whole delta, and the adapters of the layers that are gathered
+    together.
     """
 
     def __init__(self) -> None:
@@ -207,20 +209,20 @@ class Merging:
 
     @property
     def num_gathers(self) -> int:
-        """How often `complete` gathers for the model that was merged last."""
+        """Number of gathers in `complete` for the model that was merged last."""
         return len(self._batches)
 
     @torch.no_grad()
     def merge(self, model: nn.Module) -> MergedModel:
-        """The model with its active adapters merged as they are now.
+        """Return the model with the present values of its active adapters merged.
 
-        Adapters that are merged already (`merge_adapter`) are left as they are. Disabled ones are merged, as
+        Adapters that are merged already (`merge_adapter`) are not touched. Disabled ones are merged, as
         `merge_and_unload` does. Layers whose adapters are sharded have values only after `complete`. Raises ValueError.
         """
         if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
             raise ValueError(
-                "the model is wrapped by FSDP1, whose flattened weights can't be merged here: shard it by FSDP2 "
-                "(fully_shard)"
+                "the model has PEFT adapters and is wrapped by FSDP1, whose flattened weights can't be merged: shard "
+                "it with FSDP2 (fully_shard)"
             )
         found, kept = MergedModel(model), self._kept
         self._kept = {}
@@ -243,7 +245,7 @@ class Merging:
 
     @torch.no_grad()
     def complete(self, gather: Gather) -> None:
-        """Merge the layers whose adapters are sharded, as they are now. Every rank calls it. Raises ValueError."""
+        """Merge the present values of adapters that are sharded. Call it on every rank. Raises ValueError."""
         for batch in self._batches:
             sharded = {name: tensor for layer in batch for name, tensor in layer.sharded.items()}
             wholes = gather([sharding.part(name, tensor) for name, tensor in sharded.items()])
@@ -270,8 +272,8 @@ def _batches(layers: Iterable[_Layer]) -> Iterator[list[_Layer]]:
 class _Layer:
     """A LoRA layer with adapters to merge.
 
-    `tensors`: those of its base that change, by name: the adapted one, then the bias, if its adapters have one.
-    `sharded`: tensors of its adapters of which this rank may hold a part only. `targets`: memory for `tensors`, merged.
+    `tensors`: by name, the base's tensors that change: the adapted one, then the bias, if its adapters have one.
+    `sharded`: tensors of its adapters of which this rank may have only a part. `targets`: memory for merged `tensors`.
     """
 
     name: str
@@ -282,9 +284,9 @@ class _Layer:
     targets: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
     def merge(self, wholes: Mapping[int, torch.Tensor]) -> None:
-        """Write to `targets` what peft's `merge` would make of `tensors`.
+        """Write the result of peft's `merge` of `tensors` to `targets`.
 
-        `wholes`: of `sharded`, by the id of the sharded tensor. Raises ValueError.
+        `wholes`: the gathered tensors, by id of the sharded tensor. Raises ValueError.
         """
         if any(sharding.local_tensor(target).is_meta for target in self.targets):
             return
@@ -295,17 +297,17 @@ class _Layer:
             for adapter in self.adapters:
                 delta = type(self.layer).get_delta_weight(whole, adapter)
                 if _kind(self.layer).__name__ == "Embedding":
-                    delta = delta.to(self.targets[0].dtype)  # others are added in the wider of both dtypes
+                    delta = delta.to(self.targets[0].dtype)  # for other layers, torch adds in the wider dtype
                 sharding.add_whole(self.targets[0], delta)
                 if whole.lora_bias[adapter]:
                     sharding.add_whole(self.targets[1], whole.lora_B[adapter].bias * whole.scaling[adapter])
         except Exception as exc:
             kind = type(self.layer).__name__
-            raise ValueError(f"{self.name!r} ({kind}): peft can't merge its adapter: {exc!r}") from exc
+            raise ValueError(f"peft can't merge the adapter of {self.name!r} ({kind}): {exc!r}; {_UNLOAD}") from exc
 
 
 class _WholeLayer:
-    """For peft's `get_delta_weight`: a live LoRA layer, but for its adapters' weights, which are whole tensors."""
+    """A live LoRA layer with gathered adapter weights in place of the sharded ones, for peft's `get_delta_weight`."""
 
     def __init__(self, layer: Any, wholes: Mapping[int, torch.Tensor]) -> None:
         def whole(tensor: Any) -> Any:
@@ -332,7 +334,7 @@ def _refused(name: str, module: nn.Module, what: str, remedy: str = _REMEDY) -> 
 
 
 def _kind(module: nn.Module) -> type:
-    """Its class, of which FSDP2 may have made one of its own."""
+    """Return the module's class, or the original one if FSDP2 has replaced it."""
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, fsdp))
 
@@ -347,7 +349,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    """Equal for tensors that are tied."""
+    """Return a key that is equal for tied tensors."""
     local = sharding.local_tensor(tensor)
     is_known = not sharding.is_sharded(tensor) and not local.is_meta and local.numel() > 0
     return local.data_ptr() if is_known else id(tensor)

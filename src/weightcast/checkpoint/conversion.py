@@ -1,10 +1,12 @@
 """The conversion between a live transformers model and its checkpoint, as views: names, fused experts, tied weights.
 
 transformers loads a checkpoint through conversions (it renames, stacks experts, joins gate and up) and reverts them in
-`save_pretrained`. Here its own reversal runs on stand-ins without data, one storage each, in which only views may be
-made; the place of an outcome in its stand-in shows which part of the live tensor it is. Invariants: every outcome is a
-view of one live tensor, and the outcomes of a live tensor hold each of its elements once; else a ValueError.
-transformers is never imported here: the process of a transformers model has imported it already.
+`save_pretrained`. This module runs transformers' own reversal on tensors without data, which allows only views; the
+offset and strides of each result show which part of the live tensor it is.
+
+Invariants: every result is a view of one live tensor, and the results of a live tensor have each of its elements once;
+otherwise a ValueError is raised. transformers is never imported here: the process of a transformers model has imported
+it already.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def unsaved_names(model: nn.Module) -> frozenset[str]:
-    """The names that `save_pretrained` leaves out."""
+    """Return the names that `save_pretrained` leaves out."""
     return frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def main_name(model: nn.Module, tied: Sequence[str]) -> str:
-    """Of names tied to the same values, the one that `save_pretrained` keeps: not declared as tied to another."""
+    """Return the one of several tied names that `save_pretrained` keeps: the one not declared as tied to another."""
     patterns = [
         re.compile(f"{prefix}.{key}" if prefix else key)
         for prefix, module in model.named_modules()
@@ -48,10 +50,10 @@ def main_name(model: nn.Module, tied: Sequence[str]) -> str:
 
 
 def checkpoint_views(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that `save_pretrained` would write for these live ones (by state dict name), as views of them.
+    """Return the tensors that `save_pretrained` would write for these live ones (by state dict name), as views of them.
 
-    No data is read, moved or copied; meta tensors will do. Raises ValueError, naming the tensor, where the checkpoint's
-    form is not a view of the live one.
+    No data is read or copied, so meta tensors are accepted. Raises ValueError, with the tensor's name, if a tensor of
+    the checkpoint is not a view of a live one.
     """
     loading = sys.modules.get("transformers.core_model_loading")
     revert: Reversal | None = getattr(loading, "revert_weight_conversion", None)
@@ -88,7 +90,7 @@ def checkpoint_views(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> d
 
 
 class _ViewsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets a clone (what `contiguous` makes) be a view, and refuses to write."""
+    """Returns a view for a clone (which `contiguous` makes), and refuses writes."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,7 +105,7 @@ class _ViewsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _not_a_view(model: nn.Module, what: str) -> ValueError:
     return ValueError(
         f"{type(model).__name__} can't be seen in checkpoint form without a copy: {what}. "
-        "Write a Source (or an Engine) of your own for it; see docs/writing-an-engine.md"
+        "Write your own Source or Engine for it (docs/writing-an-engine.md)"
     )
 
 
@@ -114,8 +116,8 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 def tile(whole: torch.Tensor, parts: Sequence[torch.Tensor], name: str) -> None:
     """Prove that strided views tile a strided tensor of the same storage. Raises ManifestError if they don't.
 
-    All strides that occur, in ascending order, are taken for the places of a mixed-radix number: an element's offset
-    in the storage is then a vector of digits, each view a box of them, and tiling by boxes is decided exactly.
+    The sorted strides of all views are the place values of a mixed-radix number system: an element's offset in the
+    storage becomes a vector of digits and each view a box of such vectors, for which tiling can be decided exactly.
     """
     places = _places((whole, *parts), name)
     box = _box(whole, int(whole.storage_offset()), places, name)
@@ -124,13 +126,13 @@ def tile(whole: torch.Tensor, parts: Sequence[torch.Tensor], name: str) -> None:
     ]
     check_tiling(parts_of_it, box.sizes, name)
     if not all(is_inside(part, box.sizes) for part in parts_of_it):
-        raise ManifestError(f"a part of {name!r} reaches out of it")
+        raise ManifestError(f"a part of {name!r} reaches beyond the tensor")
 
 
 def require_apart(views: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError, naming the views, if views share memory: a write to one would change another.
+    """Raise ValueError, with the views' names, if views share memory, so that a write to one would change another.
 
-    Two elements of one view may not share memory either. Undecidable cases count as shared.
+    Elements of one view must not share memory either. Undecidable cases count as shared.
     """
     spans: list[tuple[int, int, str]] = []
     for name, view in views.items():
@@ -141,9 +143,9 @@ def require_apart(views: Mapping[str, torch.Tensor]) -> None:
         for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
             if size > 1 and stride <= last:
                 raise ValueError(
-                    f"{name!r} of shape {list(view.shape)} and strides {list(view.stride())} has one place in memory "
-                    "for several of its elements, so that no weights can be copied to it: give the module a contiguous "
-                    "tensor, or, for a buffer that never changes, pass buffers='none'"
+                    f"{name!r} of shape {list(view.shape)} and strides {list(view.stride())} has several elements at "
+                    "one address, so weights can't be copied to it: give the module a contiguous tensor or, for a "
+                    "buffer that never changes, pass buffers='none'"
                 )
             last += stride * (size - 1)
         spans.append((view.data_ptr(), view.data_ptr() + (last + 1) * view.itemsize, name))
@@ -158,7 +160,7 @@ def require_apart(views: Mapping[str, torch.Tensor]) -> None:
 
 
 def _require_disjoint(views: Mapping[str, torch.Tensor], spans: Sequence[tuple[int, int, str]]) -> None:
-    """`spans`: of views that lie among each other, their first and last addresses. See `require_apart`."""
+    """Check views whose address ranges overlap; see `require_apart`. `spans`: (first, last address, name) of each."""
     if len(spans) < 2:
         return
     names = [name for _, _, name in spans]
@@ -173,12 +175,12 @@ def _require_disjoint(views: Mapping[str, torch.Tensor], spans: Sequence[tuple[i
     except ManifestError as exc:
         raise ValueError(
             f"{listed(list(map(repr, names)), separator=', ')} share memory without being one tensor ({exc}): weights "
-            "that were copied to one would change another. Tie whole tensors, or give each memory of its own"
+            "that are copied to one would change another. Tie whole tensors, or give each tensor separate memory"
         ) from exc
 
 
 def _places(views: Sequence[torch.Tensor], name: str) -> list[int]:
-    """All strides of views, in ascending order. Raises ManifestError if they do not divide each other."""
+    """Return all strides of the views, in ascending order. Raises ManifestError if they do not divide each other."""
     strides = {stride for t in views for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1}
     places = sorted(strides | {1})
     if places[0] < 1 or any(upper % lower for lower, upper in itertools.pairwise(places)):
@@ -187,8 +189,9 @@ def _places(views: Sequence[torch.Tensor], name: str) -> list[int]:
 
 
 def _box(view: torch.Tensor, offset: int, places: Sequence[int], name: str) -> Region:
-    """The box of digit vectors that a view's elements have, the first at `offset`. Raises ManifestError if they are not
-    one.
+    """Return the box of digit vectors of a view's elements, the first one at `offset`.
+
+    Raises ManifestError if they are not a box.
     """
     rest, offsets = offset, [0] * len(places)
     for k in reversed(range(len(places))):

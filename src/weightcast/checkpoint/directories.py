@@ -1,8 +1,8 @@
-"""Checkpoint directories that a training loop writes one after the other: which one is the newest that is complete.
+"""Checkpoint directories that a training loop writes one after another: finds the newest complete one.
 
-Invariant: a directory counts only when its loop has marked it as complete, by a marker file that it writes last. If
-another file is newer than the marker, the directory is being written again, and counts once it is marked again. A look
-opens only index files and reads no tensor.
+Invariant: a directory is complete if the loop has written a marker file to it last. If another file is newer than the
+marker, the directory is being written again and counts as unmarked. A search opens only index files and reads no
+tensor.
 
 Sources: prime-rl's filesystem broadcast writes `step_N/`, then STABLE in it, later versions .finished; slime writes
 `weight_v000012/`, AReaL `weight_update_v12/`, transformers' trainer `checkpoint-12/`, all without a marker.
@@ -23,7 +23,7 @@ from weightcast.checkpoint.files import INDEX_FILE, SINGLE_FILE, read_index
 from weightcast.errors import IntegrityError
 
 MAX_CANDIDATES = 16
-"""Only so many directories, those whose marker was written last, are looked into."""
+"""Number of directories that are inspected: those with the newest markers."""
 
 _NUMBERED = re.compile(r"(?!\.|tmp)(?:.*[^0-9])?([0-9]{1,18})", re.DOTALL)
 
@@ -33,7 +33,7 @@ FileState = tuple[str, int, int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompleteDirectory:
-    """A checkpoint as it was found; those with equal fields are the same. `number`: the last digits of its name."""
+    """A complete checkpoint, as found; equal fields mean the same files. `number`: the last digits of its name."""
 
     path: Path
     number: int
@@ -41,20 +41,20 @@ class CompleteDirectory:
 
     @property
     def completed_ns(self) -> int:
-        """When the last of its files was written, by the clock of the filesystem, since 1970."""
+        """Time at which the last of its files was written, by the filesystem's clock, in nanoseconds since 1970."""
         return max(changed_ns for *_, changed_ns in self.files)
 
 
 class CheckpointDirectories:
-    """The numbered subdirectories of one directory, which need not be there yet. Calls come from one thread."""
+    """The numbered subdirectories of one directory, which may not exist yet. Call it from one thread."""
 
     def __init__(self, root: Path, markers: Sequence[str]) -> None:
-        """`markers`: names of files, one of which the loop writes into a directory when that is complete.
+        """`markers`: file names, one of which the loop writes into a directory when it is complete.
 
         Raises ValueError if `root` is a file, or a checkpoint itself.
         """
         if root.exists() and not root.is_dir():
-            raise ValueError(f"{root} is no directory: give the one in which checkpoint directories appear")
+            raise ValueError(f"{root} is not a directory: give the directory in which checkpoint directories appear")
         own = next((name for name in (INDEX_FILE, SINGLE_FILE) if (root / name).is_file()), None)
         if own is not None:
             raise ValueError(
@@ -66,9 +66,9 @@ class CheckpointDirectories:
         self._left_out: dict[Path, tuple[FileState, ...]] = {}
 
     def newest(self, known: CompleteDirectory | None = None) -> CompleteDirectory | None:
-        """The complete directory that was written last, if that was after `known`.
+        """Return the complete directory that was written last, if it was written after `known`.
 
-        By time and not by number, since a loop that resumes from an earlier step counts from below.
+        Ordered by time and not by number, since a loop that resumes from an earlier step repeats numbers.
         """
         found = [each for each in self._complete() if self._left_out.get(each.path) != each.files]
         newest = max(found, key=lambda each: (each.completed_ns, each.number), default=None)
@@ -78,14 +78,14 @@ class CheckpointDirectories:
         return newest if is_newer else None
 
     def is_unchanged(self, directory: CompleteDirectory) -> bool:
-        """Return whether its files are those that were found."""
+        """Return whether the directory's files are those that were found."""
         try:
             return self._files(directory.path) == directory.files
         except OSError:
             return False
 
     def leave_out(self, directory: CompleteDirectory) -> None:
-        """Find this one no more, until one of its files has changed."""
+        """Skip this directory until one of its files has changed."""
         self._left_out[directory.path] = directory.files
 
     def _complete(self) -> Iterator[CompleteDirectory]:
@@ -95,15 +95,15 @@ class CheckpointDirectories:
                 for entry in entries:
                     match = _NUMBERED.fullmatch(entry.name)
                     if match is not None and entry.is_dir():
-                        # Not the directory's own time: what is written again in place leaves it, a removal changes it.
+                        # Not the directory's mtime: rewriting a file in place does not change it, a removal does.
                         for name in self._markers:
                             with contextlib.suppress(OSError):
                                 written_ns = os.stat(os.path.join(entry.path, name)).st_mtime_ns
                                 candidates.append((written_ns, int(match[1]), Path(entry.path)))
         except FileNotFoundError:
-            pass  # the root, or an entry of it, is gone: what was found before it counts
+            pass  # the root, or an entry, was removed: keep what was found so far
         except OSError as exc:
-            raise IntegrityError(f"{self._root} can't be listed: {exc.strerror}") from exc
+            raise IntegrityError(f"{self._root} can't be listed: {exc.strerror}; mend its permissions") from exc
         found = {path: number for _, number, path in sorted(candidates, reverse=True)}
         paths = dict(itertools.islice(found.items(), MAX_CANDIDATES))
         self._left_out = {path: files for path, files in self._left_out.items() if path in paths}
@@ -116,12 +116,12 @@ class CheckpointDirectories:
                 yield CompleteDirectory(path, number, files)
 
     def _files(self, path: Path) -> tuple[FileState, ...] | None:
-        """The state of every file that counts; None for a directory without a marker. Raises OSError."""
+        """Return the state of every relevant file; None for a directory without a marker. Raises OSError."""
         markers = [name for name in self._markers if (path / name).is_file()]
         if not markers:
             return None
         weight_map: dict[str, str] | None = {}
-        with contextlib.suppress(ValueError, FileNotFoundError):  # its reader says what is wrong
+        with contextlib.suppress(ValueError, FileNotFoundError):  # reported when the checkpoint is read
             weight_map = read_index(path)
         names = {SINGLE_FILE} if weight_map is None else {INDEX_FILE, *weight_map.values()}
         states: list[FileState] = []
@@ -129,12 +129,12 @@ class CheckpointDirectories:
             try:
                 info = os.stat(path / name)
             except FileNotFoundError:
-                continue  # its reader says what is missing
+                continue  # reported when the checkpoint is read
             if stat.S_ISREG(info.st_mode):
                 states.append((name, info.st_ino, info.st_size, info.st_mtime_ns))
         return tuple(states)
 
     def _is_marked(self, files: tuple[FileState, ...]) -> bool:
-        """Return whether a marker was written after everything else."""
+        """Return whether a marker was written after all other files."""
         marked_ns = max((changed_ns for name, *_, changed_ns in files if name in self._markers), default=-1)
         return marked_ns >= max((changed_ns for *_, changed_ns in files), default=0)

@@ -1,4 +1,4 @@
-"""A checkpoint as a directory of safetensors files: `model.safetensors`, or shards and the index that names them.
+"""Checkpoint directories of safetensors files: `model.safetensors`, or shards and the index that names them.
 
 Invariants: a directory is complete when it gets its name; tensors are read as views of mapped files, never unpickled.
 """
@@ -30,10 +30,10 @@ _CONFIGURATION = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
 
 
 class UnfinishedDirectory:
-    """A directory without its name: write files into `path`, then call `finish`, or `discard`."""
+    """A directory with a temporary name: write files into `path`, then call `finish` or `discard`."""
 
     def __init__(self, target: Path) -> None:
-        """Makes missing parents of `target` too. Raises OSError."""
+        """Create the directory, and missing parents of `target`. Raises OSError."""
         self._target = target
         self.path = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         try:
@@ -42,7 +42,7 @@ class UnfinishedDirectory:
             raise OSError(exc.errno, f"the directory {target} can't be made: {exc.strerror}") from exc
 
     def finish(self) -> None:
-        """Rename it to its target, which must not be there, or be empty. Raises OSError."""
+        """Rename it to its target, which must not exist, or be empty. Raises OSError."""
         os.rename(self.path, self._target)
 
     def discard(self) -> None:
@@ -55,23 +55,25 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     try:
         save_file(dict(tensors), str(file), metadata={"format": "pt"})
     except (SafetensorError, KeyError, ValueError) as exc:
-        if found := re.search(r"\(os error (\d+)\)", str(exc)):  # in words only
+        if found := re.search(r"\(os error (\d+)\)", str(exc)):  # safetensors gives errno only in its text
             number = int(found[1])
             raise OSError(number, os.strerror(number), str(file)) from exc
         dtypes = ", ".join(sorted({DTYPE_NAMES.get(t.dtype, str(t.dtype)) for t in tensors.values()}))
-        raise UnsupportedError(f"{file.name} can't be written as safetensors (of {dtypes}): {exc}") from exc
+        raise UnsupportedError(
+            f"{file.name} can't be written as safetensors (dtypes {dtypes}): {exc}; give the source another dtype"
+        ) from exc
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """`weight_map`: for each tensor the name of its file."""
+    """Write the index. `weight_map`: by tensor, the name of its file."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def copy_configuration(model: Path, directory: Path) -> list[str]:
-    """Copy what a model's directory has beside its weights: configuration, tokenizer, chat template; return the names.
+    """Copy a model's files other than weights (configuration, tokenizer, chat template); return their names.
 
-    No code is copied, and nothing of subdirectories. Raises OSError.
+    Code and subdirectories are not copied. Raises OSError.
     """
     names = sorted(
         path.name
@@ -84,11 +86,11 @@ def copy_configuration(model: Path, directory: Path) -> list[str]:
 
 
 def read_tensors(file: Path, *, copied: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of one file by name, in the order of the bytes, as private views of the mapped file: nothing is read.
+    """Yield one file's tensors by name, in the order of their bytes, as private views of the mapped file.
 
-    The file stays mapped as long as one of them is kept. `copied`: views of a copy of the file in memory, so that
-    nothing is lost, and no access fails, if the file is then cut short or goes away. Raises ValueError for a file that
-    can't be read, or a dtype that can't travel, InsufficientMemoryError if the copy has no room.
+    The file stays mapped as long as one of them is kept. `copied`: yield views of a copy in memory, so that the file
+    may be truncated or deleted afterwards. Raises ValueError for a file that can't be read or an unsupported dtype,
+    InsufficientMemoryError if the copy does not fit.
     """
     opened: Any
     try:
@@ -96,18 +98,20 @@ def read_tensors(file: Path, *, copied: bool = False) -> Iterator[tuple[str, tor
             found = Path(f"/proc/self/fd/{stack.enter_context(_copied(file))}") if copied else file
             opened = stack.enter_context(safe_open(str(found), framework="pt"))
             tensors = [(name, opened.get_tensor(name)) for name in opened.offset_keys()]
-    except (SafetensorError, OSError, TypeError) as exc:  # TypeError: of torch, for a size that no tensor can have
+    except (SafetensorError, OSError, TypeError) as exc:  # torch raises TypeError for an impossible size
         what, *_ = str(exc).splitlines() or [type(exc).__name__]
         raise ValueError(f"{file} can't be read as a safetensors file: {what}") from exc
     for name, tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{name!r} in {file} is {tensor.dtype}, which can't travel")
+            raise ValueError(
+                f"{name!r} in {file} has dtype {tensor.dtype}, which weightcast can't send: convert the checkpoint"
+            )
     yield from tensors
 
 
 @contextlib.contextmanager
 def _copied(file: Path) -> Iterator[int]:
-    """The descriptor of a file in memory with the same bytes. Raises OSError, InsufficientMemoryError."""
+    """Yield the descriptor of a file in memory with the same bytes. Raises OSError, InsufficientMemoryError."""
     with file.open("rb") as source:
         size = os.fstat(source.fileno()).st_size
         memory.require(size, f"a copy of {file}", "free memory")
@@ -122,16 +126,16 @@ def _copied(file: Path) -> Iterator[int]:
 
 
 def read_index(directory: Path) -> dict[str, str] | None:
-    """The name of the file of each tensor, from the index; None if there is no index.
+    """Return the file name of each tensor, from the index; None if there is no index.
 
-    Raises ValueError if it can't be read or names a file of another directory, FileNotFoundError if it names a file
-    that is missing.
+    Raises ValueError if the index can't be read or names a file of another directory, FileNotFoundError if it names a
+    missing file.
     """
     index = directory / INDEX_FILE
     if not index.is_file():
         return None
     if index.stat().st_size > MAX_INDEX_BYTES:
-        raise ValueError(f"{index} has {index.stat().st_size} bytes; the limit is {MAX_INDEX_BYTES}")
+        raise ValueError(f"{index} has {index.stat().st_size} bytes, the limit is {MAX_INDEX_BYTES}: check the file")
     try:
         found = json.loads(index.read_bytes())["weight_map"]
         weight_map = {str(name): str(file) for name, file in found.items()}
@@ -140,7 +144,10 @@ def read_index(directory: Path) -> dict[str, str] | None:
     files = sorted(set(weight_map.values()))
     foreign = [file for file in files if Path(file).name != file]
     if foreign:
-        raise ValueError(f"{index} names files outside its directory: {', '.join(foreign[:8])}")
+        raise ValueError(
+            f"{index} names files outside its directory, which are not read: {', '.join(foreign[:8])}; put all shards "
+            "beside the index"
+        )
     missing = [file for file in files if not (directory / file).is_file()]
     if missing:
         raise FileNotFoundError(

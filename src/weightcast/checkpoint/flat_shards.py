@@ -1,9 +1,9 @@
-"""Parameters that FSDP1 has flattened: a rank holds a run of each one's elements, as blocks of the global tensor.
+"""Parameters that FSDP1 has flattened: a rank has a run of each parameter's elements, as blocks of the global tensor.
 
-A run in memory order is in general no block: it is the end of one row, whole rows, and the start of another, and so on
-inwards, 2n - 1 blocks at most for n dims. Invariants: as in `sharding`; what is read is FSDP's sharded memory, which
-optimizers update, whatever the module shows at the moment: whole parameters that a forward pass has left, or flat ones.
-Only inside of `summon_full_params` are the module's own parameters taken, which a caller may be changing.
+A run in memory order is the end of one row, whole rows, and the start of another, recursively: at most 2n - 1 blocks
+for n dims. Invariants: those of `sharding`; the memory that is read is FSDP's shard, which the optimizer updates, also
+while the module shows unsharded or flat parameters. Only inside `summon_full_params` the module's own parameters are
+read, since the caller may change them there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weightcast.seams.source import Held
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flattened:
-    """One parameter of a FlatParameter, number `index` there, and the module's own entry for it (it may be absent)."""
+    """Parameter number `index` of a FlatParameter, and the module's entry for it, which may be absent."""
 
     handle: Any
     index: int
@@ -31,18 +31,18 @@ class Flattened:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The same for tied parameters, and for no others."""
+        """Return a key that is equal for tied parameters only."""
         return id(self.handle.flat_param), self.index
 
     def whole(self) -> torch.Tensor | None:
-        """The module's own parameter where that is the whole one: unsharded, or in `summon_full_params`."""
+        """Return the module's parameter if it is the whole one: unsharded, or in `summon_full_params`. Else None."""
         own = self.module._parameters.get(self.name)
         if own is None or (self.handle.uses_sharded_strategy and not self._is_summoned):
             return None
         return own if own.shape == self.handle.flat_param._shapes[self.index] else None
 
     def block(self, name: str) -> Block:
-        """Return this rank's part, without communication or copy. Raises ValueError, naming the parameter `name`."""
+        """Return this rank's part, without communication or copy. Raises ValueError with `name`."""
         handle, flat, index = self.handle, self.handle.flat_param, self.index
         shape, info = tuple(flat._shapes[index]), flat._shard_param_infos[index]
         if flat._param_extensions[index] is not None:
@@ -51,13 +51,13 @@ class Flattened:
                 "(torch.distributed.fsdp.fully_shard) with tensor parallelism"
             )
         is_sharded, start = handle.is_sharded(flat), info.intra_param_start_idx
-        # In the dtype that optimizers update.
+        # The shard in the dtype that the optimizer updates.
         shard: torch.Tensor = (flat if is_sharded else getattr(flat, "_local_shard", flat)).detach()
         if not info.in_shard or self._is_summoned:
-            # In summon_full_params(rank0_only=True), it is rank 0 that holds everything.
+            # Within summon_full_params(rank0_only=True), rank 0 has everything.
             local, start = shard[:0], 0
         elif handle._use_orig_params and is_sharded and not handle._skipped_use_sharded_views:
-            # FSDP takes over what was assigned to it (`parameter.data = ...`) at its next forward pass.
+            # FSDP adopts an assigned tensor (`parameter.data = ...`) only at its next forward pass.
             own = self.module._parameters.get(self.name)
             if own is None or tuple(own.shape) != (info.numel_in_shard,):
                 raise ValueError(
@@ -77,11 +77,11 @@ class Flattened:
 
 
 FlattenedOf: TypeAlias = dict[nn.Module, dict[str, Flattened | None]]
-"""Parameters of each module that FSDP1 has flattened, by name; None for a FlatParameter, which no checkpoint has."""
+"""By module, its parameters that FSDP1 has flattened, by name; None for a FlatParameter, which checkpoints lack."""
 
 
 def flattened(wrappers: Sequence[Any]) -> FlattenedOf:
-    """Of all that these wrap, in the order of the parameters."""
+    """Return the flattened parameters of all modules in these wrappers, in the order of the parameters."""
     found: FlattenedOf = {}
     for wrapper in wrappers:
         handle = wrapper._handle
@@ -96,13 +96,16 @@ def flattened(wrappers: Sequence[Any]) -> FlattenedOf:
 
 
 def _boxes(name: str, shape: Sequence[int], strides: Sequence[int], start: int, local: torch.Tensor) -> Iterator[Held]:
-    """The blocks of a tensor that a run of its elements from `start` on is, with views of `local`."""
-    # A transposed parameter is flattened as it lies in memory.
+    """Yield the blocks of a tensor that a run of its elements from `start` on consists of, with views of `local`."""
+    # A transposed parameter is flattened in the order of its memory.
     order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
     ordered = tuple(shape[dim] for dim in order)
     dense = row_major(ordered)
     if any(size > 1 and strides[dim] != step for dim, size, step in zip(order, ordered, dense, strict=True)):
-        raise ValueError(f"{name!r} of {list(shape)} had the strides {list(strides)} when FSDP1 flattened it: has gaps")
+        raise ValueError(
+            f"{name!r} of shape {list(shape)} had gaps in memory (strides {list(strides)}) when FSDP1 flattened it: "
+            "make the parameter contiguous before wrapping"
+        )
     back = [order.index(dim) for dim in range(len(order))]
     done = 0
     for block in runs_as_blocks(ordered, start, start + local.numel()):

@@ -1,11 +1,12 @@
 """A live module in checkpoint form: the names and shapes that `save_pretrained` would write, as views, never copies.
 
-For a model of transformers that is its checkpoint (see `conversion`); for any other module its state dict as it is
-without hooks and overrides, and without the prefixes of wrappers (DDP, torch.compile, activation checkpointing, FSDP).
+For a transformers model the form is that of its checkpoint (see `conversion`); for any other module that of its state
+dict without hooks and overrides, and without the prefixes of wrappers (DDP, torch.compile, activation checkpointing,
+FSDP).
+
 Invariants: every view is memory that the module computes with; tensors of equal memory and geometry are one record,
-with the other names as its aliases; the record objects stay the same as long as the module's tensors do. A change of
-values never counts as a change. A sharded tensor is seen as its whole, without data; `LiveCheckpoint.regions` has this
-rank's parts.
+with the other names as aliases; the record objects stay the same as long as the module's tensors do, whatever their
+values. A sharded tensor has its global shape and no data; `LiveCheckpoint.regions` has this rank's parts.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from weightcast.native.tables import places, same_members
 from weightcast.seams.source import Gather, Held, Regions
 
 Buffers: TypeAlias = Literal["persistent", "none", "all"]
-"""Which buffers belong: those of the state dict (as `save_pretrained` has it), none, or also the others."""
+"""The buffers to include: those of the state dict ("persistent"), "none", or "all"."""
 
 Names: TypeAlias = Callable[[str], str] | Mapping[str, str]
-"""Renames checkpoint names: a function of the name, or a mapping in which absent names stay."""
+"""Renaming of checkpoint names: a function of the name, or a mapping; names that it lacks are kept."""
 
 OnAdapters: TypeAlias = Literal["merge", "refuse"]
-"""Treatment of a model with PEFT adapters: it is seen merged (see `adapters`), or refused with a ValueError."""
+"""Treatment of a model with PEFT adapters: merge them (see `adapters`), or refuse the model with a ValueError."""
 
 CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
-"""Dtypes between which values may be cast: scaled formats (fp8, fp4) mean nothing without their scales."""
+"""Dtypes that may be cast to each other. Scaled formats (fp8, fp4) have no meaning without their scales."""
 
 
 CastTo: TypeAlias = torch.dtype | Literal["engine"]
@@ -52,9 +53,9 @@ CastTo: TypeAlias = torch.dtype | Literal["engine"]
 
 
 def cast_target(dtype: object) -> str | None:
-    """The name of a dtype that weights can be cast to; None for "engine", of which only engines know.
+    """Return the name of a dtype that weights can be cast to; None for "engine", which only engines can resolve.
 
-    Raises ValueError for another, TypeError for none of torch's.
+    Raises ValueError for an unsupported dtype, TypeError for anything but a torch.dtype.
     """
     choices = ", ".join(f"torch.{name}" for name in sorted(CASTABLE)) + " or 'engine'"
     if isinstance(dtype, str) and dtype == "engine":
@@ -62,14 +63,14 @@ def cast_target(dtype: object) -> str | None:
     if not isinstance(dtype, torch.dtype):
         name = str(dtype).rpartition(".")[2].rstrip("'>")
         remedy = f"pass torch.{name}" if name in CASTABLE else f"pass one of {choices}"
-        raise TypeError(f"dtype is {dtype!r}, which is no torch.dtype: {remedy}")
+        raise TypeError(f"dtype is {dtype!r}, which is not a torch.dtype: {remedy}")
     if DTYPE_NAMES.get(dtype) not in CASTABLE:
-        raise ValueError(f"dtype is {dtype}; weights can be cast to {choices}")
+        raise ValueError(f"dtype is {dtype}; it must be {choices}")
     return DTYPE_NAMES[dtype]
 
 
 def cast_specs(specs: Iterable[TensorSpec], dtype: str | None) -> tuple[TensorSpec, ...]:
-    """The specs, with `dtype` in place of those that can be cast to it; None: as they are."""
+    """Return the specs, with `dtype` in place of castable dtypes; None leaves them unchanged."""
     return tuple(
         msgspec.structs.replace(spec, dtype=dtype) if dtype and spec.dtype in CASTABLE else spec for spec in specs
     )
@@ -77,7 +78,7 @@ def cast_specs(specs: Iterable[TensorSpec], dtype: str | None) -> tuple[TensorSp
 
 _WRAPPER_CHILDREN = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
-"""Modules whose child `module` is the real one; known by name, so that no framework is imported."""
+"""Wrappers whose child `module` is the real one; identified by name, so that no framework is imported."""
 
 
 def checkpoint_tensors(
@@ -88,22 +89,20 @@ def checkpoint_tensors(
     blocks: Blocks | None = None,
     merged: MergedModel | None = None,
 ) -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor]]:
-    """The records of a module in checkpoint form, and for each record's name a view of the live memory.
+    """Return the specs of a module in checkpoint form, and by name a view of the live memory.
 
-    Sharded parameters go into `blocks`, and their views are of a stand-in without data; without `blocks` they are an
-    error. `merged`: take its modules and tensors in the place of the module's own. No data is touched, so a module on
-    the meta device will do. Raises ValueError for what has no such form:
-    partial sums, tensor subclasses, doubled names, conversions that are no view, weights outside of parameters and
-    buffers.
+    `blocks`: collects sharded parameters, whose views have no data; without it they are an error. `merged`: use its
+    modules and tensors in place of the module's. No data is read, so a module on the meta device is accepted. Raises
+    ValueError for tensors without such a form: partial sums, tensor subclasses, doubled names, conversions other than
+    views, weights that are neither parameters nor buffers.
     """
     if buffers not in ("persistent", "none", "all"):
-        raise ValueError(f"buffers is {buffers!r}; choose persistent, none or all")
+        raise ValueError(f"buffers is {buffers!r}; it must be 'persistent', 'none' or 'all'")
     if names_left_out := list(saved_besides(module)):
         raise ValueError(
             f"{listed(names_left_out)}: the module's state dict has these beside its parameters and buffers (packed "
-            "or quantised weights, extra state), and they would be left out. Pass a module that holds its weights as "
-            "plain parameters; or, if engines need none of these, TensorSource with the other tensors of "
-            "model.state_dict()"
+            "or quantised weights, extra state), and they would be left out. Pass a module whose weights are plain "
+            "parameters; or, if engines need none of these, TensorSource with the other tensors of model.state_dict()"
         )
     model = module if merged is None else merged.base(module)
     while len(inner := [child for name, child in model.named_children() if _is_wrapping(model, name)]) == 1:
@@ -129,7 +128,7 @@ def _is_wrapping(module: nn.Module, child_name: str) -> bool:
 def saved_besides(module: nn.Module) -> Iterator[str]:
     """Yield the state dict's names for values other than parameters and buffers: packed weights, extra state.
 
-    Only modules whose classes override torch's saving are asked. Empty values are skipped.
+    Only modules whose classes override torch's saving are searched. Empty values are skipped.
     """
     for prefix, part in module.named_modules():
         kind, plain = type(part), nn.Module
@@ -152,9 +151,9 @@ def saved_besides(module: nn.Module) -> Iterator[str]:
 
 
 def require_uncomputed(module: nn.Module) -> None:
-    """Raises ValueError, naming them, for tensors that torch computes from others under which a state dict has them.
+    """Raise ValueError, with their names, for weights that torch computes from other parameters of the state dict.
 
-    Those are of `torch.nn.utils.parametrize`, and of hooks for the same: weight norm, spectral norm, pruning.
+    These are parametrizations of `torch.nn.utils.parametrize`, weight norm, spectral norm and pruning.
     """
     computed = []
     for prefix, part in module.named_modules():
@@ -166,24 +165,23 @@ def require_uncomputed(module: nn.Module) -> None:
                 computed.append(f"a weight of {prefix!r} ({type(hook).__name__})")
     if computed:
         raise ValueError(
-            f"{listed(computed, separator=', ')}: computed from other parameters, which engines would be sent in the "
-            "place of the weight. Publish a copy of the model without that (torch.nn.utils.parametrize."
-            "remove_parametrizations, remove_weight_norm, remove_spectral_norm, prune.remove); or, to engines whose "
-            "model computes it alike, TensorSource(model.state_dict())"
+            f"{listed(computed, separator=', ')}: computed from other parameters, which would be sent in place of the "
+            "weight. Publish a copy of the model with plain weights (torch.nn.utils.parametrize."
+            "remove_parametrizations, remove_weight_norm, remove_spectral_norm, prune.remove); or, for engines whose "
+            "model computes them too, TensorSource(model.state_dict())"
         )
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have one address and shape, as a tensor and its detached copy have."""
+    """Return whether two tensors have the same address and shape, like a tensor and its detached alias."""
     one, other = sharding.local_tensor(one), sharding.local_tensor(other)
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def state_dict_hooks(module: nn.Module, *, loading: bool) -> list[str]:
-    """Return, in words, the hooks and overrides that change a module's state dict and are not called here.
+    """Describe the hooks and overrides that may change a module's state dict and are not called by weightcast.
 
-    With `loading`, also those that do more than copy a state dict. torch's own are left out, and PEFT's, whose adapters
-    are known.
+    With `loading`, also those that run when a state dict is loaded. torch's and PEFT's own are skipped.
     """
     found = []
     for name, part in module.named_modules():
@@ -194,8 +192,8 @@ def state_dict_hooks(module: nn.Module, *, loading: bool) -> list[str]:
                 added = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
                 hooks = (*added, type(part)._load_from_state_dict, type(part).load_state_dict)
             for hook in hooks:
-                hook = getattr(hook, "hook", hook)  # of a torch wrapper
-                hook = getattr(hook, "func", hook)  # of a partial
+                hook = getattr(hook, "hook", hook)  # unwrap torch's wrapper
+                hook = getattr(hook, "func", hook)  # unwrap a functools.partial
                 if str(getattr(hook, "__module__", "")).partition(".")[0] not in ("torch", "peft"):
                     what = getattr(hook, "__qualname__", type(hook).__qualname__)
                     found.append(f"{what} of {name!r}" if name else what)
@@ -203,7 +201,7 @@ def state_dict_hooks(module: nn.Module, *, loading: bool) -> list[str]:
 
 
 def _fsdp1_wrappers(module: nn.Module) -> list[Any]:
-    """The parts that FSDP1 has wrapped and flattened parameters of."""
+    """Return the FSDP1 wrappers of a module that have flattened parameters."""
     return [part for part in sharding.fsdp_parts(module, "FullyShardedDataParallel") if part._handle is not None]
 
 
@@ -215,7 +213,7 @@ def _live_tensors(
     merged: MergedModel | None,
     prefix: str = "",
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every name of the state dict with its plain tensor, in order; tied ones under each of their names."""
+    """Yield every name of the state dict with its plain tensor, in order; tied tensors under each of their names."""
     module = module if merged is None else merged.base(module)
     flat = flattened.get(module, {})
     for name, entry in flat.items():
@@ -250,33 +248,33 @@ def _live_tensors(
 
 def _require_shape(name: str, tensor: torch.Tensor) -> None:
     if nn.parameter.is_lazy(tensor):
-        raise ValueError(f"{name!r} has no shape yet: run one forward pass of the lazy module first")
+        raise ValueError(f"{name!r} has no shape yet: run a forward pass of the lazy module first")
 
 
 def require_here(name: str, parameter: torch.Tensor) -> None:
-    """Raises ValueError for a parameter whose values lie elsewhere, or what another module has put in its place."""
+    """Raise ValueError for a parameter whose values are elsewhere, or that a wrapper has replaced."""
     _require_shape(name, parameter)
     ds_shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
     if ds_shape != tuple(parameter.shape):
         raise ValueError(
             f"{name!r} is partitioned by DeepSpeed ZeRO-3, this module holds {list(parameter.shape)} of "
             f"{list(ds_shape)}: publish on every rank inside "
-            "`with deepspeed.zero.GatheredParameters(list(model.parameters())):`, or write a Source of your own"
+            "`with deepspeed.zero.GatheredParameters(list(model.parameters())):`, or write your own Source"
         )
     if getattr(parameter, "_fsdp_flattened", False):
         raise ValueError(
-            f"{name!r} is flattened by FSDP1, in a wrapper that is not known here: pass the outermost "
+            f"{name!r} is flattened by an FSDP1 wrapper outside the given module: pass the outermost "
             "FullyShardedDataParallel to ModuleSource, not its `.module`"
         )
     if parameter.grad_fn is not None:
         raise ValueError(
-            f"{name!r} is no parameter but computed from others ({parameter.grad_fn.name()}), as wrappers like FSDP1 "
-            "leave it during a step: pass the outermost wrapper, and publish between steps"
+            f"{name!r} is not a parameter but computed from others ({parameter.grad_fn.name()}), which wrappers like "
+            "FSDP1 leave behind during a step: pass the outermost wrapper, and publish between steps"
         )
 
 
 def _require_declared(name: str, module: nn.Module, weight: torch.Tensor) -> None:
-    """Raises ValueError for a weight that can't be all of it: torch's own layers say how many dims theirs have."""
+    """Raise ValueError if the weight of one of torch's layers does not have that layer's number of dims."""
     declared = (
         [module.out_features, module.in_features]
         if isinstance(module, nn.Linear)
@@ -284,39 +282,45 @@ def _require_declared(name: str, module: nn.Module, weight: torch.Tensor) -> Non
     )
     if weight.ndim != 2 or (weight.numel() == 0 and 0 not in declared):
         raise ValueError(
-            f"{name!r} is {list(weight.shape)}, its {type(module).__name__} is of {declared}: a framework holds it "
-            "in a form that is not known here; gather it before publishing, or write a Source of your own"
+            f"{name!r} has the shape {list(weight.shape)}, its {type(module).__name__} is of {declared}: a framework "
+            "keeps it in a form that weightcast does not know; gather it before publishing, or write your own Source"
         )
 
 
 def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tensor:
-    """The tensor as ordinary strided memory, detached, or its stand-in. Raises ValueError if it is neither."""
+    """Return the tensor as plain strided memory, detached; for a sharded one a tensor without data.
+
+    Raises ValueError for other tensors.
+    """
     is_sharded = sharding.is_sharded(tensor)
     if is_sharded and blocks is None:
         raise ValueError(
-            f"{name!r} is a DTensor with {getattr(tensor, 'placements', '?')}: an engine needs all of it in one place "
-            "(a mesh of one device is taken as it is)"
+            f"{name!r} is a DTensor with {getattr(tensor, 'placements', '?')}: an engine needs all of it in one place; "
+            "call full_tensor() on it, or use a mesh of one device"
         )
     local = sharding.local_tensor(tensor)
     _require_shape(name, local)
     if local.layout != torch.strided or local.is_nested or not is_memory(local):
-        remedy = "convert it into a plain tensor, or write a Source of your own"
+        remedy = "convert it into a plain tensor, or write your own Source"
         if type(local) in (torch.Tensor, nn.Parameter) and local.layout == torch.strided and not local.is_nested:
-            remedy = "its storage was freed, so bring the weights back first"
+            remedy = "its storage was freed, so load the weights back first"
         raise ValueError(
             f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory: {remedy}"
         )
     if local.dtype not in DTYPE_NAMES:
-        raise ValueError(f"{name!r} is {local.dtype}, which can't travel; known: {', '.join(DTYPE_NAMES.values())}")
+        raise ValueError(
+            f"{name!r} has dtype {local.dtype}, which weightcast can't send; supported: "
+            f"{', '.join(DTYPE_NAMES.values())}"
+        )
     if not is_sharded or blocks is None:
         return local.detach()
     return blocks.standin(id(tensor), lambda: sharding.block(name, tensor))
 
 
 def is_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements lie in its storage.
+    """Return whether a tensor's elements are in its storage.
 
-    Those of subclasses that compute them (quantised tensors, for example) don't, nor those of a freed storage, which
+    They are not for subclasses that compute them (quantised tensors, for example), nor for a freed storage, which
     frameworks leave behind for gathered parameters.
     """
     if tensor.layout != torch.strided or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -330,7 +334,7 @@ def is_memory(tensor: torch.Tensor) -> bool:
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors of equal memory and geometry; tensors without elements are never equal to another."""
+    """Return a key that is equal for tensors of equal memory and geometry; unique for tensors without elements."""
     if tensor.numel() == 0:
         return (id(tensor),)
     address = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
@@ -340,7 +344,7 @@ def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _split_tied(
     model: nn.Module, tensors: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Tensors under the one name that is saved, and the same memory under its other names.
+    """Split into tensors under the name that is saved, and the same memory under its other names.
 
     Names that are never saved are dropped, unless they alias a saved tensor.
     """
@@ -374,9 +378,9 @@ def _records(
             renamed = [names.get(m, m) if isinstance(names, Mapping) else names(m) for m in members]
         for name in renamed:
             if not isinstance(name, str):
-                raise TypeError(f"names gave {name!r:.80} for one of {members[:4]}; it must give a name")
+                raise TypeError(f"names returned {name!r:.80} for one of {members[:4]}; it must return a name (str)")
             if name in seen:
-                raise ValueError(f"two tensors are called {name!r} in checkpoint form: mend `names` or the module")
+                raise ValueError(f"two tensors have the name {name!r} in checkpoint form: mend `names` or the module")
             seen.add(name)
         specs.append(TensorSpec(renamed[0], DTYPE_NAMES[view.dtype], tuple(view.shape), aliases=tuple(renamed[1:])))
         tensors[renamed[0]] = view
@@ -387,15 +391,15 @@ def _require_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         remedy = "pass the model itself"
         if isinstance(module, Mapping):
-            remedy += ", or TensorSource(state_dict) in the place of ModuleSource"
-        raise TypeError(f"{type(module).__name__} is no torch.nn.Module: {remedy}")
+            remedy += ", or TensorSource(state_dict) in place of ModuleSource"
+        raise TypeError(f"{type(module).__name__} is not a torch.nn.Module: {remedy}")
 
 
 class LiveCheckpoint:
-    """The checkpoint form of a module, kept up to date.
+    """The checkpoint form of a module, updated by `refresh`.
 
-    `specs` and `views` (by record name) are replaced by other objects only when `refresh` has found other tensors, and
-    `specs` only when these have other names, shapes or dtypes.
+    `views` (by name) is a new object only if `refresh` has found other tensors, `specs` only if these have other names,
+    shapes or dtypes.
     """
 
     def __init__(
@@ -407,12 +411,12 @@ class LiveCheckpoint:
         sharded: bool = False,
         on_adapters: OnAdapters | None = None,
     ) -> None:
-        """`sharded`: take modules of which this rank holds a part only. `on_adapters`: None takes them as they are."""
+        """`sharded`: accept sharded modules. `on_adapters`: None treats adapters as any other module."""
         _require_module(module)
         if not (names is None or callable(names) or isinstance(names, Mapping)):
             raise TypeError(f"names is {names!r:.80}; it must be a function of a name, or a mapping of names to names")
         if on_adapters not in ("merge", "refuse", None):
-            raise ValueError(f"adapters is {on_adapters!r}; choose merge or refuse")
+            raise ValueError(f"adapters is {on_adapters!r}; it must be 'merge' or 'refuse'")
         self.specs: tuple[TensorSpec, ...] = ()
         self.views: dict[str, torch.Tensor] = {}
         self._module, self._buffers, self._names = module, buffers, names
@@ -424,31 +428,31 @@ class LiveCheckpoint:
         self._derive()
 
     def refresh(self, *, merge: bool = False) -> bool:
-        """Look for replaced tensors (`param.data = ...`, reassignment, other modules); whether there were any.
+        """Look for replaced tensors (`param.data = ...`, reassignment, other modules); return whether there were any.
 
-        `merge`: have adapters that are merged be merged as they are now.
+        `merge`: merge the present values of the adapters.
         """
         self._reshard()
         is_other = self._changes.has_changed() or self._fsdp1_states != self._read_fsdp1_states()
         return ((merge and self._is_adapted) or is_other) and self._derive()
 
     def require_memory(self) -> None:
-        """Raises ValueError if a tensor is on the meta device."""
+        """Raise ValueError if a tensor is on the meta device."""
         for name, view in self.views.items():
             if view.is_meta and ((owner := self._blocks.owner(view)) is None or owner.local.is_meta):
-                raise ValueError(f"{name!r} is on the meta device, it has no values: materialise the module first")
+                raise ValueError(f"{name!r} is on the meta device and has no values: materialise the module first")
 
     @property
     def num_gathers(self) -> int:
-        """How often `complete` gathers; 0: every view has its values."""
+        """Number of gathers in `complete`; with 0 every view has its values."""
         return self._merging.num_gathers if self._is_adapted else 0
 
     def complete(self, gather: Gather) -> None:
-        """Merge the adapters of sharded layers, with all ranks."""
+        """Merge the adapters of sharded layers, together with all ranks."""
         self._merging.complete(gather)
 
     def regions(self) -> Regions:
-        """Return this rank's parts of each record: a whole tensor, or its shards, which may be none."""
+        """Return this rank's parts of each record: the whole tensor, or the rank's shards, which may be none."""
         found: dict[str, Sequence[Held]] = {}
         for name, view in self.views.items():
             owner = self._blocks.owner(view) if view.is_meta else None
@@ -456,7 +460,7 @@ class LiveCheckpoint:
         return found
 
     def _reshard(self) -> None:
-        """Have FSDP2 put its shards back where a forward pass has left whole parameters, which no optimizer updates."""
+        """Reshard FSDP2 parameters that a forward pass has left unsharded, since optimizers update only the shards."""
         for module in self._fsdp2_modules:
             module.reshard()
 
@@ -504,16 +508,16 @@ class LiveCheckpoint:
 
 
 def _part_key(view: torch.Tensor, owner: Block) -> tuple[Any, ...]:
-    """Equal for views that stand for the same parts of the same memory."""
+    """Return a key that is equal for views of the same parts of the same memory."""
     local = memory_key(owner.local) if owner.local.numel() else ()
     offsets = tuple(region.offsets for region, _ in owner.boxes)
     return (local, offsets, view.storage_offset(), view.dtype, view.shape, view.stride())
 
 
 class TensorChangeDetector:
-    """Notices that a module has other tensors than when this was made, in one pass over them.
+    """Detects, in one pass, that a module's tensors were replaced since this object was created.
 
-    The views that were made then keep their memory alive, so an equal address is the same memory.
+    The views of that time keep their memory alive, so an equal address means the same memory.
     """
 
     def __init__(self, module: nn.Module, *, with_buffers: bool) -> None:
@@ -541,7 +545,7 @@ class TensorChangeDetector:
 
 
 class ModuleMembers:
-    """Modules' own mappings of parameters, buffers and children, and the `values` that were in them."""
+    """The modules' mappings of parameters, buffers and children, and the values that they had."""
 
     def __init__(self, registers: Sequence[dict[str, Any]]) -> None:
         self._registers = list(registers)

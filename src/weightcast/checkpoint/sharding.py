@@ -1,9 +1,9 @@
 """Sharded parameters (DTensor of FSDP2, tensor parallelism, HSDP, or mixed) as blocks of their global tensors.
 
-A sharded parameter is stood in for by a tensor of its global shape without data; what a checkpoint has of the stand-in
-is mapped back to what this rank holds. Invariants: no communication, no copy; a local tensor whose shape is not what
-its placements say is an error, never guessed. torch.distributed is never imported here: a process that has a DTensor
-has imported it already.
+A sharded parameter is represented by a stand-in: a tensor of its global shape without data. The checkpoint's views of
+the stand-in are mapped back to this rank's shard. Invariants: no communication, no copy; a local tensor whose shape
+differs from its placements is an error. torch.distributed is never imported here: a process that has a DTensor has
+imported it already.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Runs: TypeAlias = list[tuple[int, int]]
 
 
 def fsdp_parts(module: nn.Module, class_name: str) -> list[Any]:
-    """The parts of a module that are of this class of `torch.distributed.fsdp`."""
+    """Return the submodules of this class of `torch.distributed.fsdp`."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), class_name, None)
     return [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
 
 
 def as_dtensor(tensor: torch.Tensor) -> Any | None:
-    """The tensor if it is a DTensor, else None."""
+    """Return the tensor if it is a DTensor, else None."""
     module = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 
@@ -55,7 +55,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor of which this rank holds `local`, sharded as another one is. No communication."""
+    """Return a DTensor with this `local` tensor, sharded like another DTensor. No communication."""
     distributed = as_dtensor(tensor)
     assert distributed is not None
     made: torch.Tensor = type(distributed).from_local(
@@ -70,13 +70,13 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def part(name: str, tensor: torch.Tensor) -> TensorPart:
-    """Return this rank's part of a sharded tensor, with the spec of the whole. Raises ValueError like `block`."""
+    """Return this rank's part of a sharded tensor, with the global spec. Raises what `block` raises."""
     own = block(name, tensor)
     return TensorPart(TensorSpec(name, DTYPE_NAMES[own.local.dtype], tuple(tensor.shape)), own.local.device, own.boxes)
 
 
 def add_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Add to what this rank holds of `target`, which may be sharded, the values at its places in `whole`."""
+    """Add this rank's part of `whole` to `target`, which may be sharded."""
     if not is_sharded(target):
         local_tensor(target).add_(whole)
         return
@@ -99,19 +99,23 @@ class Block:
 
 
 def block(name: str, tensor: torch.Tensor) -> Block:
-    """Raises ValueError for a partial sum, and if the local tensor's shape is not what the placements say."""
+    """Return this rank's block of a DTensor.
+
+    Raises ValueError for a partial sum, and if the local tensor's shape differs from the placements.
+    """
     distributed = as_dtensor(tensor)
     assert distributed is not None
     local, mesh, placements = local_tensor(tensor).detach(), distributed.device_mesh, distributed.placements
     for placement in placements:
         if placement.is_partial():
             raise ValueError(
-                f"{name!r} has the placements {placements}: a partial sum is no weight yet; finish the training step, "
-                "or reduce it: tensor.redistribute(placements=[Replicate()]) or [Shard(0)]"
+                f"{name!r} has the placements {placements}, and a partial sum can't be published: finish the training "
+                "step, or reduce it with tensor.redistribute(placements=[Replicate()]) or [Shard(0)]"
             )
         if not placement.is_replicate() and not placement.is_shard() and not _is_strided(placement):
             raise ValueError(
-                f"{name!r} has the placements {placements}, of which {placement} is unknown; known: Shard, Replicate"
+                f"{name!r} has the placements {placements}, of which {placement} is not supported; supported: Shard, "
+                "Replicate"
             )
     standin = torch.empty(tuple(tensor.shape), dtype=local.dtype, device="meta")
     coordinate = mesh.get_coordinate()
@@ -123,9 +127,9 @@ def block(name: str, tensor: torch.Tensor) -> Block:
         return Block(name, standin, local, ())
     if sizes != list(local.shape):
         raise ValueError(
-            f"{name!r} {list(tensor.shape)} with the placements {placements} should be {sizes} at {tuple(coordinate)} "
-            f"of the mesh {tuple(mesh.shape)}, but this rank holds {list(local.shape)}: publish from a DTensor that "
-            "was made by torch (fully_shard, parallelize_module, distribute_tensor)"
+            f"{name!r} of shape {list(tensor.shape)} with the placements {placements} must have the local shape "
+            f"{sizes} at {tuple(coordinate)} of the mesh {tuple(mesh.shape)}, but this rank has {list(local.shape)}: "
+            "publish a DTensor that torch has made (fully_shard, parallelize_module, distribute_tensor)"
         )
     return Block(name, standin, local, tuple(_boxes(dims, local)))
 
@@ -138,24 +142,24 @@ class Blocks:
         self._of_storage: dict[int, Block] = {}
 
     def standin(self, key: Hashable, make: Callable[[], Block]) -> torch.Tensor:
-        """The same one for the same key: tied parameters are known by it, since empty shards have no memory."""
+        """Return the stand-in for a key, one for each: it identifies tied parameters, whose shards may be empty."""
         if key not in self._of_key:
             added = make()
             self._of_key[key] = self._of_storage[added.standin.untyped_storage()._cdata] = added
         return self._of_key[key].standin
 
     def owner(self, view: torch.Tensor) -> Block | None:
-        """The sharded parameter that a view stands for; None for a view of memory."""
+        """Return the sharded parameter to whose stand-in a view belongs; None for a view of memory."""
         return self._of_storage.get(view.untyped_storage()._cdata) if view.is_meta else None
 
     def require_slices(self, views: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError, on every rank alike, for a view that `held` could not express."""
+        """Raise ValueError, on every rank alike, for a view that is not a slice of its stand-in."""
         for name, view in views.items():
             owner = self.owner(view)
             if owner is not None and _slice(owner.standin, view) is None:
                 raise ValueError(
-                    f"{name!r} is no plain slice of the sharded {owner.name!r}: publish from a module whose parameter "
-                    "is not sharded, or write a Source of your own"
+                    f"{name!r} is not a plain slice of the sharded {owner.name!r}: publish from a module in which that "
+                    "parameter is not sharded, or write your own Source"
                 )
 
 
@@ -168,8 +172,8 @@ def runs(
 ) -> list[Runs]:
     """Return the runs of each dim of a tensor at a coordinate of the mesh, with the semantics of `torch.chunk`.
 
-    Axes cut from left to right. A `_StridedShard` whose factor counts the shards to the right of it (FSDP2 over tensor
-    parallelism) stands for a cut that came after those: cut in that order, uneven sizes too come out as FSDP2 cut them.
+    Mesh axes are applied from left to right. A `_StridedShard` whose split factor is the number of shards to its right
+    (FSDP2 over tensor parallelism) is applied after those, which gives FSDP2's shards also for uneven sizes.
     """
     held: list[Runs] = [[(0, size)] for size in shape]
     late = []
@@ -206,7 +210,7 @@ def _cut(held: Runs, factor: int, num_chunks: int, index: int) -> Runs:
 
 
 def _chunk(total: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """Start and size of a chunk; the last ones may be shorter, or empty."""
+    """Return start and size of a chunk; the last chunks may be shorter, or empty."""
     size = -(-total // num_chunks)
     start = min(size * index, total)
     return start, min(size, total - start)
@@ -222,7 +226,7 @@ def _boxes(dims: Sequence[Runs], local: torch.Tensor) -> Iterator[Held]:
 
 
 def held(owner: Block, view: torch.Tensor) -> list[Held]:
-    """This rank's parts of `view`, a slice of the block's stand-in with its dims in any order: regions, and memory."""
+    """Return this rank's regions, with memory, of `view`: a slice of the block's stand-in with dims in any order."""
     found = _slice(owner.standin, view)
     assert found is not None
     region, dims = found
@@ -240,9 +244,9 @@ def held(owner: Block, view: torch.Tensor) -> list[Held]:
 
 
 def _slice(whole: torch.Tensor, view: torch.Tensor) -> tuple[Region, list[int | None]] | None:
-    """The region of a contiguous tensor that a view is, and the dim of it that each dim of the view runs along.
+    """Return a view's region in a contiguous tensor, and by dim of the view the tensor's dim.
 
-    The dim is None for a dim of size 1. Returns None for a view other than a slice.
+    The dim is None for a dim of size 1. Returns None if the view is not a slice.
     """
     rest, offsets = int(view.storage_offset()), []
     for stride, size in zip(whole.stride(), whole.shape, strict=True):

@@ -1,7 +1,7 @@
 """The `weightcast` command: one module for each subcommand, imported only when that subcommand is called.
 
 All subcommands write results to stdout, progress and errors to stderr. With `--json` stdout is one JSON object. The
-exit status is one of `exits.py`; an error is one line unless `--debug` is given.
+exit status is one of those in `exits.py`. An error is one line, with `--debug` a traceback.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from weightcast import __version__
 from weightcast.cli import exits, output
 
 COMMANDS = {
-    "serve": "serve a model directory as an engine that takes new weights while it generates",
+    "serve": "serve a model directory as an engine whose weights can be updated while it generates",
     "publish": "publish a safetensors checkpoint to running engines, or into a store",
-    "follow": "pass on what comes into a store, or a directory of checkpoints, to running engines",
+    "follow": "publish each new version of a store, or of a directory of checkpoints, to running engines",
     "rollback": "make an earlier version of a store the newest again, as a new version",
     "export": "write a store's newest version as a checkpoint directory",
     "status": "show which version each engine of a fleet serves, and which are behind",
-    "inspect": "show what an engine, a checkpoint or a store holds",
-    "verify": "check that an engine holds exactly this checkpoint, or that a store is whole",
+    "inspect": "show the tensors and versions of an engine, a checkpoint or a store",
+    "verify": "check that an engine has exactly the weights of a checkpoint, or that a store is intact",
     "bench": "measure a publish over a transport on this machine, against one memcpy",
-    "plan": "count what a publish takes: bytes on links, memory of hosts",
+    "plan": "compute the bytes on links and the memory of hosts that a publish needs",
 }
 
 _DESCRIPTION = "Move a trainer's weights into running inference engines: fast, verified, and as a transaction."
@@ -46,7 +46,7 @@ class Subcommand(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it; return the exit status."""
+        """Run the command; return the exit status."""
         ...
 
 
@@ -62,14 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif status is None:
             raise
         if "--json" in argv and not isinstance(exc, KeyboardInterrupt):
-            with contextlib.suppress(OSError):  # which may be the error
+            with contextlib.suppress(OSError):  # stderr may itself be closed
                 print(exits.describe(exc, as_json=True), flush=True)
         print(f"weightcast: {exits.describe(exc)}", file=sys.stderr)
         return exits.NEGATIVE if status is None else status
 
 
 def _run(argv: Sequence[str]) -> int:
-    """Parse and run. The parser knows all commands, and the options of the chosen one only."""
+    """Parse the arguments and run the command. Only the chosen command's module is imported."""
     chosen = next((word for word in argv if not word.startswith("-")), "")
     parser = argparse.ArgumentParser(
         "weightcast", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -90,4 +90,4 @@ def _run(argv: Sequence[str]) -> int:
             subparser.epilog = f"{command.EPILOG.strip()}\n\nexit status:\n{exits.TABLE}"
             command.add_arguments(subparser)
     args = parser.parse_args(argv)
-    return command.run(args)  # argparse has ended the process for any other name
+    return command.run(args)  # for an unknown name argparse has ended the process

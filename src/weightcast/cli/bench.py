@@ -1,4 +1,4 @@
-"""`weightcast bench`: what a publish over a transport takes on this machine, against one memcpy of the same bytes."""
+"""`weightcast bench`: time of a publish over a transport on this machine, beside one memcpy of the same bytes."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ examples:
   weightcast bench gloo://127.0.0.1:0 --install streaming
   weightcast bench ipc:// --num-tensors 50000 --json
 
-Equal bfloat16 tensors go from this process to an engine that computes nothing, in a process of its own (memory://: in
-this one). Every value changes before each publish. Takes three times their bytes, and what the transport takes.
+Equal bfloat16 tensors are sent from this process to an engine in another process (with memory:// in this one), which
+does not compute. Every value changes before each publish. Memory: three times the tensors' bytes, and the transport's.
 """
 
 _MIB = 1 << 20
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON. Seconds of a publish are from its call until the engine serves; all but the first's are medians of the
-    publishes after it, each of which has a memcpy (one thread) before it. `stall_seconds`: until the weights may change
-    again; staged publishes are made in the background."""
+    """The JSON output. A publish's seconds are from its call until the engine serves the version; those of later
+    publishes are medians. A memcpy by one thread is measured before each. `stall_seconds`: time until the weights may
+    change again; staged publishes run in the background."""
 
     transport: str
     install: str
@@ -58,7 +58,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, positive, default = parser.add_argument, values.integer(1), "(default: %(default)s)"
-    add("transport", nargs="?", default="ipc://", metavar="URL", help=f"how bytes travel, in host memory {default}")
+    add("transport", nargs="?", default="ipc://", metavar="URL", help=f"the transport, for host memory {default}")
     add("--install", choices=("staged", "streaming"), default="staged", help=default)
     add("--num-tensors", type=positive, default=500, metavar="N", help=default)
     add("--total-mib", type=positive, default=512, metavar="M", help=default)
@@ -77,13 +77,15 @@ def run(args: argparse.Namespace) -> int:
         from weightcast.trainer.publisher import Publisher
 
     if args.transport.startswith("nccl:"):
-        raise ValueError("nccl moves memory of a GPU, and this measures host memory: use ipc, gloo, file or memory")
+        raise ValueError(
+            "nccl sends GPU memory, but this command measures host memory: use ipc://, gloo://, file:// or memory://"
+        )
     specs = _specs(args.num_tensors, args.total_mib)
     num_bytes = sum(spec.num_bytes for spec in specs)
-    require(3 * num_bytes, f"{size(num_bytes)} at both ends, and for the memcpy", "measure with fewer --total-mib")
+    require(3 * num_bytes, f"{size(num_bytes)} at both ends and for the memcpy", "use a smaller --total-mib")
     tensors = [torch.full(spec.shape, 1.5, dtype=torch.bfloat16) for spec in specs]
     targets = [torch.zeros_like(tensor) for tensor in tensors]
-    # numpy's copy of a contiguous array is one call of memcpy, in one thread.
+    # numpy copies a contiguous array by one call of memcpy, in one thread.
     pairs = [tuple(each.view(torch.int16).numpy() for each in pair) for pair in zip(targets, tensors, strict=True)]
     memcpys, publishes, reports = [], [], []
     with output.stage("starting an engine") as say, contextlib.ExitStack() as stack:
@@ -134,7 +136,7 @@ def _specs(num_tensors: int, total_mib: int) -> Sequence[TensorSpec]:
 
 
 def _engine(specs: Sequence[TensorSpec]) -> ModuleEngine:
-    """Of a module that has one parameter for each spec."""
+    """Return an engine of a module that has one parameter for each spec."""
     import torch
 
     from weightcast.engines.module import ModuleEngine
@@ -148,15 +150,18 @@ def _engine(specs: Sequence[TensorSpec]) -> ModuleEngine:
 
 @contextlib.contextmanager
 def _started(args: argparse.Namespace) -> Iterator[str]:
-    """The URL of an engine in a process of its own, which ends when its stdin does."""
+    """Start an engine in another process, which ends when its stdin is closed; yield its URL."""
     command = [sys.executable, "-m", __name__, str(args.num_tensors), str(args.total_mib)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         try:
             if not select.select([process.stdout], [], [], LOAD_SECONDS)[0]:
-                raise PeerTimeoutError(f"the engine did not start within {LOAD_SECONDS:g} s", peer="the engine")
+                raise PeerTimeoutError(
+                    f"the engine's process did not start within {LOAD_SECONDS:g} s: run it on a less busy machine",
+                    peer="the engine",
+                )
             if not (url := process.stdout.readline().decode().strip()):
-                raise PeerDiedError("the engine ended before it served: see what it wrote", peer="the engine")
+                raise PeerDiedError("the engine's process ended before it served: see its output", peer="the engine")
             yield url
         finally:
             process.kill()

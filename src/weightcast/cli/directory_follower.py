@@ -1,7 +1,7 @@
-"""Publishes the checkpoint directories that a training loop writes: each newest one, whole, to every engine.
+"""Follower of the checkpoint directories that a training loop writes: publishes each newest one to every engine.
 
-Invariants: tensors are copies, read before anything is sent, and sent only if the directory has not changed meanwhile;
-an engine that holds a directory's weights as that version is not sent them once more.
+Invariants: tensors are copied before any byte is sent, and sent only if the directory has not changed meanwhile; an
+engine that has a directory's weights as that version already is not sent them again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class DirectoryFollower(ClosedOnExit):
     """Publishes a directory's new checkpoints to engines, as `Follower` does with a store's versions.
 
-    Host memory: the transport's arena, and one checkpoint while it is published. A checkpoint that an engine has not
-    installed is kept, also while a newer one is read.
+    Host memory: the transport's arena, and one checkpoint while it is published. A checkpoint that an engine did not
+    install is kept, also while a newer one is read.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DirectoryFollower(ClosedOnExit):
         token: str | None,
         options: PublishOptions,
     ) -> None:
-        """`read` makes a source of copies of a directory's tensors, or raises OSError or ValueError.
+        """`read`: returns a source with copies of a directory's tensors, or raises OSError or ValueError.
 
         The other arguments are those of `Publisher`.
         """
@@ -54,7 +54,7 @@ class DirectoryFollower(ClosedOnExit):
         self._sent: CompleteDirectory | None = None
 
     def wait(self, timeout_seconds: float, *, stop: threading.Event) -> Followed | None:
-        """Poll until there is news; None after the timeout, or soon after `stop` was set."""
+        """Poll until a version was published; return None after the timeout, or once `stop` is set."""
         for _ in Deadline(timeout_seconds).polls(0.05, 1.0, stop.wait):
             followed = None if stop.is_set() else self.poll()
             if followed is not None or stop.is_set():
@@ -62,11 +62,11 @@ class DirectoryFollower(ClosedOnExit):
         return None
 
     def poll(self) -> Followed | None:
-        """Publish the newest complete directory if it was not sent, or what was sent to the engines that lack it.
+        """Publish the newest complete directory if it was not sent, or send the last one to the engines that lack it.
 
-        Of a version that all engines held before anything was sent: no run, no bytes.
-        Raises PublishError if an engine did not take it, and sends it to that one when called again; IntegrityError for
-        a directory that is marked as complete and is not, once until one of its files has changed.
+        If all engines had the version already, the result has an empty run and 0 bytes. Raises PublishError if an
+        engine did not install it (the next call sends it to that engine again); IntegrityError for a directory that is
+        marked as complete but is not, once until one of its files changes.
         """
         start, found = time.perf_counter(), self._directories.newest(self._sent)
         if found is None:
@@ -98,11 +98,11 @@ class DirectoryFollower(ClosedOnExit):
         )
 
     def close(self) -> None:
-        """Disconnect the engines; they keep what they have. Idempotent."""
+        """Disconnect the engines; they keep their versions. Idempotent."""
         self._relay.close()
 
     def _read(self, found: CompleteDirectory) -> bool:
-        """Read a directory; return whether all of it was read and nothing in it changed meanwhile."""
+        """Read a directory; return whether it was read completely and did not change meanwhile."""
         names = {name for name, *_ in found.files}
         try:
             if not names & {INDEX_FILE, SINGLE_FILE}:
@@ -121,11 +121,11 @@ class DirectoryFollower(ClosedOnExit):
         return True
 
     def _is_served(self, found: CompleteDirectory) -> bool:
-        """Return whether every engine holds just these tensors as this version; False if an engine can't be asked."""
+        """Return whether every engine has exactly these tensors as this version; False if one can't be compared."""
         try:
             verdict = verify(self._relay.given, self._engines, self._token, timeout_seconds=self._deadline_seconds)
         except WeightcastError as exc:
-            logger.info("%s is published, since an engine can't be compared with it: %s", found.path, exc)
+            logger.info("publishing %s, since an engine's weights can't be compared with it: %s", found.path, exc)
             return False
         return verdict.ok and all(
             engine.weight_version == str(found.number) and not engine.unproven for engine in verdict.engines

@@ -1,4 +1,4 @@
-"""How a command ends: its exit status; and an exception as a status, and as one line of text or one JSON object."""
+"""Exit statuses of commands, and exceptions as a status and as one line of text or one JSON object."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ USAGE = 2
 INTERRUPTED = 130
 
 TABLE = """\
-  0    it is done
-  1    it is not: an engine did not take the version, a tensor differs, a peer can't be reached
-  2    the call was wrong: unknown option, no such file, a value out of range
+  0    success
+  1    failed: an engine did not install the version, a tensor differs, a peer can't be reached
+  2    wrong call: unknown option, no such file, a value out of range
   130  interrupted by Ctrl-C"""
 
 _USAGE = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ImportError)
 
 
 def status_of(exc: BaseException) -> int | None:
-    """The exit status, or None for an exception that is a bug here and deserves its traceback."""
+    """Return the exit status; None for an unexpected exception, which is a bug and is shown with its traceback."""
     if isinstance(exc, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(exc, (*_USAGE, *safetensor_errors())):
@@ -40,7 +40,7 @@ def safetensor_errors() -> tuple[type[BaseException], ...]:
 
 
 def describe(exc: BaseException, *, as_json: bool = False) -> str:
-    """One line, or an object {"error": {"kind", "message", ...}} with every problem that the error lists."""
+    """Return one line, or a JSON object {"error": {"kind", "message", ...}} with every problem that the error lists."""
     if isinstance(exc, KeyboardInterrupt):
         return "interrupted"
     if isinstance(exc, ModuleNotFoundError):

@@ -1,4 +1,4 @@
-"""`weightcast export`: a store's newest version as a checkpoint directory, for whatever reads safetensors."""
+"""`weightcast export`: write a store's newest version as a checkpoint directory of safetensors files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ examples:
   weightcast export file:///mnt/weights ./checkpoint-700 --config-from ./Qwen3-0.6B
   weightcast export file:///mnt/weights ./checkpoint-700 --max-shard-mb 2000
 
-A store has weights only. With --config-from the directory also gets a model's configuration and tokenizer, and is one
-that `weightcast serve` and other engines take; without, it is one that `weightcast publish` takes.
+A store has only weights. With --config-from the directory also gets a model's configuration and tokenizer, so that
+`weightcast serve` and other engines can load it; without, `weightcast publish` can read it.
 """
 
 
 class Exported(msgspec.Struct, frozen=True):
-    """The JSON of `export`."""
+    """The JSON output of `export`."""
 
     version: int
     run: str
@@ -34,10 +34,16 @@ class Exported(msgspec.Struct, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, megabytes = parser.add_argument, values.integer(1)
     add("store", type=values.store, metavar="STORE", help="a store, file:///dir")
-    add("directory", type=Path, metavar="OUT", help="the directory to make; it must not be there")
-    config_help = "copy the configuration and the tokenizer of this model's directory, as they are"
+    add("directory", type=Path, metavar="OUT", help="the directory to create; it must not exist")
+    config_help = "copy the configuration and the tokenizer from this model's directory"
     add("--config-from", type=Path, metavar="MODEL_DIR", help=config_help)
-    add("--max-shard-mb", type=megabytes, default=5000, metavar="M", help="of a file (default: %(default)s)")
+    add(
+        "--max-shard-mb",
+        type=megabytes,
+        default=5000,
+        metavar="M",
+        help="largest size of a file in MB (default: %(default)s)",
+    )
     output.add_json(parser)
 
 

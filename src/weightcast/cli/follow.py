@@ -1,4 +1,4 @@
-"""`weightcast follow`: the versions of a store, or the checkpoint directories of a loop, passed on to engines."""
+"""`weightcast follow`: publish the versions of a store, or the checkpoint directories of a loop, to engines."""
 
 from __future__ import annotations
 
@@ -28,26 +28,25 @@ examples:
   weightcast follow file:///mnt/weights --engine http://127.0.0.1:8000 --once --json
   weightcast follow outputs/broadcasts --marker STABLE --engine http://127.0.0.1:8000
 
-It starts with the newest version and goes on until it is interrupted (Ctrl-C) or ended (SIGTERM). A version that an
-engine did not take is sent to that one again until it has taken it or a newer one is there. With --json each version is
-one line.
+It starts with the newest version and runs until Ctrl-C or SIGTERM. A version that an engine did not install is sent to
+that engine again, until it has installed it or there is a newer version. With --json each version is one line.
 
 With --marker TARGET is a directory in which a training loop makes one directory of safetensors for each version:
-step_12, weight_v000012, checkpoint-12. The last digits of its name are the version's number; the one that was written
-last is the newest. A directory is complete when it has the marker, a file that the loop writes last: prime-rl's is
-STABLE, in later versions .finished.
+step_12, weight_v000012, checkpoint-12. The last digits of its name are the version's number; the directory that was
+written last is the newest. A directory is complete when it has the marker, a file that the loop writes last: prime-rl's
+is STABLE, in later versions .finished.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("target", metavar="TARGET", help="a store, file:///dir, or with --marker a directory; it may come later")
-    marker_help = "TARGET is a directory of checkpoint directories; complete is one with this file (repeat)"
+    add("target", metavar="TARGET", help="a store, file:///dir, or with --marker a directory; may not exist yet")
+    marker_help = "TARGET has checkpoint directories, which are complete when they have this file; repeatable"
     add("--marker", action="append", metavar="NAME", help=marker_help)
-    add("--dtype", choices=values.DTYPES, help="with --marker: cast to it on the way")
+    add("--dtype", choices=values.DTYPES, help="with --marker: cast the weights to this dtype")
     output.add_engines(parser)
-    output.add_update(parser, transport_help="how bytes travel to the engines")
-    add("--once", action="store_true", help="end after the first version that all engines took")
+    output.add_update(parser, transport_help="the transport to the engines")
+    add("--once", action="store_true", help="end after the first version that all engines have installed")
     output.add_json(parser)
     parser.set_defaults(usage_error=parser.error)
 
@@ -55,11 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     stop, pause_seconds = threading.Event(), 1.0
-    # If nothing is there by then, it is said: the directory or its marker may be the wrong one.
+    # After this time without a version a line is printed, since the directory or its marker may be wrong.
     look_seconds = GRACE_SECONDS
 
     def end(number: int, frame: object) -> None:
-        # Not here: this interrupts the thread that waits for `stop`, perhaps while it has the lock of it.
+        # In another thread: the handler may interrupt the thread that waits for `stop` while it has the event's lock.
         threading.Thread(target=stop.set).start()
 
     with contextlib.ExitStack() as stack:
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             look_seconds = MAX_SECONDS
             if followed is not None:
                 pause_seconds = 1.0
-                text = f"version {followed.version}: all engines hold it, nothing is sent"
+                text = f"version {followed.version}: all engines have it already, nothing was sent"
                 if followed.run:
                     text = (
                         f"version {followed.version} of run {followed.run[:8]}: {size(followed.num_bytes)} in "
@@ -94,19 +93,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Check that the options fit the kind of target: a store, or with --marker a directory. Ends in a usage error."""
+    """End with a usage error unless the options fit the target: a store, or with --marker a directory."""
     if args.marker is None:
         if args.dtype is not None:
-            args.usage_error("--dtype needs --marker: a store's versions are sent as they are")
+            args.usage_error("--dtype works only with --marker, since a store's versions are not cast: leave it out")
         try:
             values.store(args.target)
         except argparse.ArgumentTypeError as exc:
             args.usage_error(
-                f"{exc}; to follow a directory of checkpoint directories, name the file that your loop writes into "
-                "each when it is complete: --marker NAME"
+                f"{exc}; to follow a directory of checkpoint directories, pass --marker NAME, the file that your loop "
+                "writes into each when it is complete"
             )
     elif "://" in args.target:
-        args.usage_error(f"--marker is for a directory: give its path in place of {args.target}")
+        args.usage_error(f"--marker is for a directory: pass its path in place of {args.target}")
     elif unfit := [name for name in args.marker if Path(name).name != name]:
         args.usage_error(f"--marker {unfit[0]} is not the name of a file in a checkpoint directory")
 

@@ -1,4 +1,4 @@
-"""`weightcast inspect`: what an engine, a checkpoint directory or a store holds."""
+"""`weightcast inspect`: show the tensors and versions of an engine, a checkpoint directory or a store."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _HOST_AND_PORT = re.compile(r"[^/\s]+:\d+/?")
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """The JSON of `inspect`. Of `engine` and `store` at most one; totals are of the tensors that the filter lets by.
+    """The JSON output of `inspect`. At most one of `engine` and `store` is set; totals are of the filtered tensors.
 
-    An engine without the ability "inspect" (vLLM, SGLang) says its version and lists no tensors.
+    An engine without the ability "inspect" (vLLM, SGLang) reports its version but does not list its tensors.
     """
 
     target: str
@@ -50,7 +50,7 @@ class Inspection(msgspec.Struct, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     targets = "an engine's URL, a checkpoint directory, or a store, file:///dir"
     parser.add_argument("target", metavar="TARGET", help=targets)
-    parser.add_argument("--filter", default="*", metavar="GLOB", help="only tensors with such a name")
+    parser.add_argument("--filter", default="*", metavar="GLOB", help="show only tensors whose names match")
     output.add_token(parser)
     output.add_json(parser)
 

@@ -1,4 +1,4 @@
-"""Output of a command: results to stdout, as lines and tables or as one JSON object; progress to stderr."""
+"""Output of a command: results on stdout, as lines and tables or as one JSON object; progress on stderr."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engines(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """`engines`: a list; empty, or an error where one is required, if none is given."""
-    shown = "an engine, such as http://127.0.0.1:8000; repeat it for more"
+    """Add `--engine`, which fills the list `engines`. `required`: at least one must be given."""
+    shown = "URL of an engine, such as http://127.0.0.1:8000; repeatable"
     parser.add_argument(
         "--engine", dest="engines", action="append", required=required, default=[], metavar="URL", help=shown
     )
@@ -51,18 +51,18 @@ def add_token(parser: argparse.ArgumentParser) -> None:
 
 
 def add_update(parser: argparse.ArgumentParser, *, transport_help: str) -> None:
-    """How a version reaches the engines: the choices of `Publisher` that every command which publishes has."""
+    """Add the options of `Publisher` that every publishing command has."""
     add, default, url = parser.add_argument, "(default: %(default)s)", values.transport_between_processes
-    installs = f"staged: the old version serves until everything is there; streaming: less memory {default}"
+    installs = f"staged: engines serve until all has arrived; streaming: paused meanwhile, less memory {default}"
     add("--transport", type=url, default="ipc://", metavar="URL", help=f"{transport_help} {default}")
     add("--install", choices=("staged", "streaming"), default="staged", help=installs)
-    add("--undo", action="store_true", help="engines go back to the old version if the install fails")
-    add("--takeover", action="store_true", help="take engines that another publisher holds")
+    add("--undo", action="store_true", help="engines roll back to the old version if the install fails")
+    add("--takeover", action="store_true", help="take over engines that another publisher holds")
     add("--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="of each wait (%(default)s)")
 
 
 def read_token(path: Path | None) -> str | None:
-    """The token in a file, without the line end. Raises ValueError if it can't be read or has no token."""
+    """Read a file's token, without the line end. Raises ValueError if it can't be read or has no token."""
     if path is None:
         return None
     try:
@@ -70,14 +70,14 @@ def read_token(path: Path | None) -> str | None:
     except OSError as exc:
         raise ValueError(f"--token-file {path} can't be read: {exc.strerror}") from exc
     if len(token.split()) != 1 or not token.isascii():
-        raise ValueError(f"--token-file {path} must hold one token, in ASCII, and nothing else")
+        raise ValueError(f"--token-file {path} must contain one token, in ASCII, and nothing else")
     return token
 
 
 def show(result: object, as_json: bool, view: Callable[[], Iterable[str | Table]]) -> None:
-    """Print `result` as JSON, or what `view` makes of it: lines, which are never wrapped, and tables.
+    """Print `result` as JSON, or the lines and tables of `view`. Lines are never wrapped.
 
-    A table is as wide as what it holds; on a terminal, which may be narrower, long cells are folded.
+    A table is as wide as its content; on a narrower terminal long cells are folded.
     """
     if as_json:
         sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
@@ -91,14 +91,14 @@ def show(result: object, as_json: bool, view: Callable[[], Iterable[str | Table]
 
 @contextlib.contextmanager
 def stage(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on a terminal, nothing elsewhere. Call what it gives to change the text."""
+    """Show a spinner on a terminal, nothing elsewhere; yield a function that changes the text."""
     with _progress(text, SpinnerColumn(), _TEXT) as update:
         yield lambda text: update(description=text)
 
 
 @contextlib.contextmanager
 def measured(text: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes on a terminal, nothing elsewhere. Call what it gives with how many are done, and of how many."""
+    """Show a bar of bytes on a terminal, nothing elsewhere; yield a function of done and total bytes."""
     with _progress(text, _TEXT, BarColumn(), DownloadColumn()) as update:
         yield lambda done_bytes, total_bytes: update(completed=done_bytes, total=total_bytes)
 

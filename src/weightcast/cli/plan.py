@@ -1,4 +1,4 @@
-"""`weightcast plan`: what a publish takes: bytes on each link, memory of each host, the time that the links need."""
+"""`weightcast plan`: bytes on each link, memory of each host, and the time that the links need for a publish."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ examples:
   weightcast plan --params 1e12 --tensors 70000 --trainer-hosts 32 --ranks-per-host 8 --sharding pp \\
       --transport gloo --apart --engines 1000 --workers 8 --engine-hosts 1000 --link-gbit 400 --json
 
-Bytes and memory are counted from the plan of buckets that a publisher would make, whose weights lie in host memory.
-Seconds are those that the links alone need; what packing, checks and installs take, `weightcast bench` measures.
+Bytes and memory follow from the bucket plan that a publisher with weights in host memory would make. Seconds are those
+that the links alone need; `weightcast bench` measures packing, checks and installs.
 """
 
 _MIB = 1 << 20
 
 
 def _number(text: str) -> float:
-    """A number above 0, also written as 1e12."""
+    """Parse a number above 0, also written as 1e12."""
     try:
         number = float(text)
     except ValueError:
@@ -42,32 +42,32 @@ def _number(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The names of all but the model's options are those of Deployment's fields."""
+    """Add the options. Except for the model's, their names are those of Deployment's fields."""
     positive, default = values.integer(1), "(default: %(default)s)"
     model = parser.add_argument_group("model, one of these").add_mutually_exclusive_group(required=True)
-    model.add_argument("--config", type=Path, metavar="DIR", help="a directory with the config.json of a model")
-    model.add_argument("--params", type=_number, metavar="N", help="so many parameters, such as 1e12, in --tensors")
+    model.add_argument("--config", type=Path, metavar="DIR", help="a model directory with a config.json")
+    model.add_argument("--params", type=_number, metavar="N", help="number of parameters, such as 1e12")
     add = parser.add_argument_group("model, besides").add_argument
-    add("--tensors", type=positive, default=1000, metavar="N", help=f"equal ones, of --params {default}")
+    add("--tensors", type=positive, default=1000, metavar="N", help=f"number of equal tensors, with --params {default}")
     add("--dtype", choices=values.DTYPES, default="bfloat16", help=default)
     add = parser.add_argument_group("trainer").add_argument
     add("--trainer-hosts", type=positive, default=1, metavar="N", help=default)
     add("--ranks-per-host", type=positive, default=1, metavar="N", help=default)
-    sharding = "a host holds all of each tensor (whole), rows of each (fsdp), or tensors of its own (pp)"
+    sharding = "each host has whole tensors (whole), rows of each (fsdp), or a part of the tensors (pp)"
     add("--sharding", choices=("whole", "fsdp", "pp"), default="whole", help=f"{sharding} {default}")
     add = parser.add_argument_group("engines").add_argument
     add("--engines", dest="num_engines", type=positive, default=1, metavar="N", help=default)
-    workers = f"of each engine, as by tensor parallelism {default}"
+    workers = f"workers of each engine, such as tensor-parallel ranks {default}"
     add("--workers", dest="workers_per_engine", type=positive, default=1, metavar="N", help=workers)
     add("--engine-hosts", type=positive, default=1, metavar="N", help=default)
-    apart = "engines have hosts of their own, else they are on the trainer's"
+    apart = "engines run on other hosts than the trainer; default: on the trainer's hosts"
     add("--apart", dest="colocated", action="store_false", help=apart)
     add = parser.add_argument_group("publish").add_argument
     add("--transport", choices=("ipc", "gloo", "nccl", "file"), default="ipc", help=default)
     add("--install", choices=("staged", "streaming"), default="staged", help=default)
-    add("--undo", action="store_true", help="engines keep a copy to go back to")
-    add("--bucket-size-mib", type=positive, metavar="M", help="default: the transport's")
-    add("--link-gbit", type=_number, metavar="G", help="of each host's link, each way; without, there are no seconds")
+    add("--undo", action="store_true", help="engines keep an undo copy of their weights")
+    add("--bucket-size-mib", type=positive, metavar="M", help="bucket size in MiB (default: the transport's)")
+    add("--link-gbit", type=_number, metavar="G", help="Gbit/s of each host's link, each way; needed for seconds")
     output.add_json(parser)
 
 

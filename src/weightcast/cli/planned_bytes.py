@@ -1,7 +1,7 @@
-"""Counts what a publish takes: bytes on each link, memory on each host, and the time that the links alone need.
+"""Computes the bytes on each link, the memory on each host, and the time that the links alone need for a publish.
 
-The figures come from the code that publishes: its plan of buckets, its layout of arenas, gloo's tree. Weights are
-assumed to be in host memory. Nothing here waits or measures.
+The figures use the publishing code's own bucket plan and arena layout, and gloo's broadcast tree. Weights are assumed
+to be in host memory. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ _SENDER_SLOTS = 2
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """A trainer and the engines that it publishes to. Raises ValueError for impossible combinations.
 
-    sharding: what a trainer host holds. "whole": all of every tensor, sharded over its ranks or not (as HSDP and tensor
-    parallelism within a host leave it); "fsdp": rows of every tensor; "pp" (expert parallelism too): whole tensors,
-    each on one host.
-    engine_hosts: number of hosts over which all workers are spread, in order; `colocated`: these are the first of the
-    trainer's own hosts.
-    link_gbit: bandwidth of each host in each direction; None: seconds are not counted.
+    sharding: the part of the model on a trainer host. "whole": all of every tensor, sharded over its ranks or not
+    (HSDP, or tensor parallelism within a host); "fsdp": rows of every tensor; "pp" (also for expert parallelism): whole
+    tensors, each on one host. engine_hosts: number of hosts over which all workers are distributed, in order;
+    `colocated`: these are the first of the trainer's hosts. link_gbit: bandwidth of each host in each direction, in
+    Gbit/s; None: seconds are not computed.
     """
 
     transport: str = "ipc"
@@ -54,20 +53,20 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         is_apart = not self.colocated or self.engine_hosts > 1 or self.trainer_hosts > 1
         if self.transport == "ipc" and is_apart:
-            raise ValueError("ipc needs trainer and engines on one host: use gloo, nccl or file between hosts")
+            raise ValueError("ipc needs trainer and engines on one host: use --transport gloo, nccl or file")
         if self.trainer_hosts > MAX_ORIGINS:
             raise ValueError(
-                f"{self.trainer_hosts} trainer hosts are more than the {MAX_ORIGINS} that can send: use fewer hosts"
+                f"--trainer-hosts is {self.trainer_hosts}, at most {MAX_ORIGINS} can send: use fewer hosts"
             )
         if self.colocated and self.engine_hosts > self.trainer_hosts:
             raise ValueError(
-                f"{self.engine_hosts} engine hosts can't be among {self.trainer_hosts} trainer hosts: say that they "
-                "are apart, or have fewer"
+                f"{self.engine_hosts} engine hosts can't be among {self.trainer_hosts} trainer hosts: pass --apart, or "
+                "fewer --engine-hosts"
             )
         if self.num_workers % self.engine_hosts:
             raise ValueError(
-                f"{self.num_workers} workers can't be spread evenly over {self.engine_hosts} engine hosts: choose a "
-                "number of hosts that divides the number of workers"
+                f"{self.num_workers} workers can't be distributed evenly over {self.engine_hosts} engine hosts: choose "
+                "--engine-hosts that divides the number of workers"
             )
 
     @property
@@ -80,10 +79,10 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostBytes(msgspec.Struct, frozen=True):
-    """Of the host that has most of it. `sent`, `received`: over its link, in one publish.
+    """Figures of the host with the most bytes. `sent`, `received`: bytes over its link in one publish.
 
-    `link_seconds`: what the link alone needs for the larger of both; 0 where its speed was not given. `buckets`: memory
-    for buckets, the sender's or the receivers'. `undo`: engines' copies of what they serve.
+    `link_seconds`: time that the link needs for the larger of the two; 0 if its speed was not given. `buckets`: memory
+    of the sender's or the receivers' buckets. `undo`: memory of the engines' undo copies.
     """
 
     sent: int
@@ -94,11 +93,11 @@ class HostBytes(msgspec.Struct, frozen=True):
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """The JSON of `weightcast plan`.
+    """The JSON output of `weightcast plan`.
 
-    origins: bytes that leave from each, headers and padding included. members: of each broadcast group, the sender
-    included. straddling_bytes: of tensors that engines put together from several origins, for each worker: those that
-    vLLM and SGLang take whole. Over `file`, the origins' bytes together are a version's in the store.
+    origins: bytes sent from each origin, including headers and padding. members: number of members of each broadcast
+    group, including the sender. straddling_bytes: for each worker, bytes of tensors that are joined from several
+    origins. Over `file`, the sum of `origins` is the size of a version in the store.
     """
 
     num_tensors: int
@@ -113,7 +112,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def estimate(specs: Sequence[TensorSpec], deployment: Deployment) -> Estimate:
-    """Count the bytes. Raises ValueError, ManifestError for what can't be published."""
+    """Compute the figures. Raises ValueError or ManifestError for a model that can't be published."""
     it, num_bytes = deployment, sum(spec.num_bytes for spec in specs)
     is_alone = it.trainer_hosts * it.ranks_per_host == 1
     sizes = registry.transport(f"{it.transport}://").default_bucket_size_bytes
@@ -123,7 +122,7 @@ def estimate(specs: Sequence[TensorSpec], deployment: Deployment) -> Estimate:
     plans = [manifest.of_origin(number) for number in range(len(manifest.spans))]
     wires = [sum(each.buckets) + HEADER_BYTES * len(each.buckets) for each in plans]
     workers = it.num_workers // it.engine_hosts  # of a host
-    # Staged, one worker of an engine on a host joins for all of them there.
+    # Staged, one worker of an engine on a host joins the broadcast for all of them there.
     joined = math.ceil(workers / min(it.workers_per_engine, workers)) if it.is_staged else workers
     members = 1 + joined * it.engine_hosts if it.transport in ("gloo", "nccl") else 0
     straddling = 0
@@ -161,7 +160,7 @@ def estimate(specs: Sequence[TensorSpec], deployment: Deployment) -> Estimate:
 
 
 def _held(specs: Sequence[TensorSpec], it: Deployment) -> list[dict[str, list[Region]]] | None:
-    """Return the regions that each origin sends, as the trainer's ranks agree on them. A host counts as one rank."""
+    """Return the regions that each origin sends, as the trainer ranks would agree. A host counts as one rank."""
     num_hosts = it.trainer_hosts
     if num_hosts == 1:
         return None
@@ -173,7 +172,7 @@ def _held(specs: Sequence[TensorSpec], it: Deployment) -> list[dict[str, list[Re
             held[min(done * num_hosts // total, num_hosts - 1)].append(HeldRegion(number, everything))
             done += spec.num_bytes
         elif it.sharding == "fsdp" and spec.shape and spec.num_bytes:
-            # As torch.chunk cuts rows, of which a host has those of its ranks end to end.
+            # Rows are divided as by torch.chunk; a host has those of its ranks, which are adjacent.
             rows, others = spec.shape[0], spec.shape[1:]
             step = -(-rows // (num_hosts * it.ranks_per_host)) * it.ranks_per_host
             for host, start in enumerate(range(0, rows, step)):
@@ -190,12 +189,12 @@ def _held(specs: Sequence[TensorSpec], it: Deployment) -> list[dict[str, list[Re
 
 
 def _memory(each: Manifest, num_slots: int, staged: bool, adjoining: bool = False) -> int:
-    """Bytes that one end of an origin keeps for its buckets."""
+    """Return the bytes that one end of an origin keeps for its buckets."""
     return pages(arena_layout_of(each, num_slots=num_slots, staged=staged, adjoining=adjoining).size_bytes)
 
 
 def _link_bytes(it: Deployment, wires: Sequence[int], joined: int, members: int) -> list[tuple[int, int]]:
-    """Sent and received over the links of the trainer host, and of the engine host, that have most of each."""
+    """Return the bytes sent and received by the trainer host and the engine host that have the most."""
     sent: dict[int, int] = {}
     received: dict[int, int] = {}
 
@@ -222,24 +221,24 @@ def _link_bytes(it: Deployment, wires: Sequence[int], joined: int, members: int)
 
 
 def gloo_tree(num_members: int) -> Iterator[tuple[int, int]]:
-    """Who sends a broadcast of member 0 to whom: gloo's binomial tree (gloo/broadcast.cc)."""
+    """Yield (sender, receiver) of a broadcast from member 0 in gloo's binomial tree (gloo/broadcast.cc)."""
     for bit in range((num_members - 1).bit_length()):
         yield from ((member, member | 1 << bit) for member in range(1 << bit) if member | 1 << bit < num_members)
 
 
 def equal(num_params: int, num_tensors: int, dtype: str) -> Sequence[TensorSpec]:
-    """Flat tensors of as many parameters each, but for the last, which has what is left. Raises ValueError."""
+    """Return specs of equally long flat tensors; the last one has the remainder. Raises ValueError."""
     if num_tensors > MAX_TENSORS:
-        raise ValueError(f"{num_tensors} tensors; the limit is {MAX_TENSORS}")
+        raise ValueError(f"--tensors is {num_tensors}; it must be at most {MAX_TENSORS}")
     each = num_params // num_tensors
     if each < 1:
-        raise ValueError(f"{num_params} parameters can't fill {num_tensors} tensors: each has one at least")
+        raise ValueError(f"--params {num_params} can't fill --tensors {num_tensors}: use fewer tensors")
     sizes = [each] * (num_tensors - 1) + [num_params - each * (num_tensors - 1)]
     return tuple(TensorSpec(f"blocks.{number}.weight", dtype, (size,)) for number, size in enumerate(sizes))
 
 
 def of_config(directory: Path, dtype: str) -> Sequence[TensorSpec]:
-    """The specs of the model that a directory's config.json describes. Raises ValueError if there is none."""
+    """Return the specs of the model that a directory's config.json describes. Raises ValueError if it has none."""
     from transformers import AutoConfig
 
     if not (directory / "config.json").is_file():
@@ -248,7 +247,7 @@ def of_config(directory: Path, dtype: str) -> Sequence[TensorSpec]:
 
 
 def of_model(config: Any, dtype: str) -> Sequence[TensorSpec]:
-    """The specs of a model in checkpoint form, which transformers builds on the meta device: no memory is spent."""
+    """Return a model's specs in checkpoint form. transformers builds it on the meta device, without memory."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""`weightcast publish`: a safetensors checkpoint to running engines or into a store, as one new version."""
+"""`weightcast publish`: publish a safetensors checkpoint to running engines or into a store, as a new version."""
 
 from __future__ import annotations
 
@@ -28,21 +28,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("checkpoint", type=Path, metavar="CHECKPOINT_DIR", help="a directory of safetensors files")
     output.add_engines(parser, required=False)
     parser.set_defaults(usage_error=parser.error)
-    add("--version", type=number, metavar="N", help="default: one above the highest of the engines and the store")
-    dtype_help = (
-        "cast to it on the way; engine: each tensor to what the engines have (default: as the checkpoint has it)"
+    add(
+        "--version",
+        type=number,
+        metavar="N",
+        help="the version's number (default: one above the highest of the engines and the store)",
     )
+    dtype_help = "cast the weights to this dtype; engine: each tensor to the engines' dtype (default: the checkpoint's)"
     add("--dtype", choices=(*values.DTYPES, "engine"), help=dtype_help)
-    output.add_update(parser, transport_help="how bytes travel, or the store that they go into")
-    wait_help = f"for engines that are starting, all together; refusals are not waited for (default: {LOAD_SECONDS:g})"
+    output.add_update(parser, transport_help="the transport, or the store to publish into")
+    wait_help = f"wait for engines that are starting, up to this time for all (default: {LOAD_SECONDS:g})"
     add("--wait", type=values.seconds, nargs="?", const=LOAD_SECONDS, default=0.0, metavar="SECONDS", help=wait_help)
-    add("--bucket-size-mib", type=values.integer(1), metavar="M", help="default: the transport's")
+    add("--bucket-size-mib", type=values.integer(1), metavar="M", help="bucket size in MiB (default: the transport's)")
     output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if not args.engines and not values.is_store(args.transport):
-        args.usage_error("one --engine at least, or --transport file:///dir for a store, is required")
+        args.usage_error("at least one --engine, or --transport file:///dir for a store, is required")
     with output.stage(output.IMPORTING):
         from weightcast.format.bucket import TORCH_DTYPES
         from weightcast.sources.safetensors import SafetensorsSource

@@ -1,4 +1,4 @@
-"""`weightcast rollback`: an earlier version of a store is its newest again, as a new version."""
+"""`weightcast rollback`: publish an earlier version of a store again, as its newest version."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ examples:
   weightcast rollback file:///mnt/weights --version 700
   weightcast rollback file:///mnt/weights --version 700 --json
 
-Without --version it is the version before the newest. A store keeps two versions, or as many as its URL has num_slots.
-Readers that follow the store take it as any new version. A publisher that has the store must be closed first; in its
-own program it is Publisher.rollback.
+Without --version it is the version before the newest. A store keeps two versions, or num_slots of its URL. Readers that
+follow the store install it as any new version. A publisher that has the store open must be closed first; within its
+program, call Publisher.rollback.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, number = parser.add_argument, values.integer(0, MAX_VERSION)
     add("store", type=values.store, metavar="STORE", help="a store, file:///dir")
-    add("--version", type=number, metavar="N", help="the number of the version to go back to")
+    add("--version", type=number, metavar="N", help="the number of the version to roll back to")
     add("--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="of each wait (%(default)s)")
     output.add_json(parser)
 

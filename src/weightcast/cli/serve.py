@@ -1,6 +1,6 @@
 """`weightcast serve`: a model directory as an engine, for laptops, tests and small models.
 
-Reads safetensors only, never a pickle, runs no code of the model directory, and asks no hub.
+It reads only safetensors, never pickles, runs no code of the model directory, and downloads nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ examples:
   weightcast serve ./Qwen3-0.6B --random-weights --dtype bfloat16
   weightcast serve ./Qwen3-0.6B --host 0.0.0.0 --token-file ./token
 
-The first line on stdout says that it serves, and where: `weightcast: serving NAME at URL`. Each installed version is
-a line of the log on stderr, with its seconds.
-Ctrl-C or SIGTERM ends it, with status 0.
+The first line on stdout is `weightcast: serving NAME at URL`. For each installed version the log on stderr has a line
+with its seconds. Ctrl-C or SIGTERM ends the server, with status 0.
 """
 
 _STDIN = 0
@@ -36,27 +35,36 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", type=Path, metavar="MODEL_DIR", help="config.json, safetensors, and a tokenizer if there is one")
-    add("--host", default="127.0.0.1", help="another than loopback needs --token-file (default: %(default)s)")
-    add("--port", type=values.integer(0, 65535), default=8000, help="0 lets the system choose (default: %(default)s)")
-    add("--token-file", type=Path, metavar="FILE", help="a file with the bearer token that weight routes ask for")
+    add(
+        "model",
+        type=Path,
+        metavar="MODEL_DIR",
+        help="a directory with config.json, safetensors and optionally a tokenizer",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on; except loopback, needs --token-file (%(default)s)")
+    add("--port", type=values.integer(0, 65535), default=8000, help="port; 0: any free one (default: %(default)s)")
+    add("--token-file", type=Path, metavar="FILE", help="a file with the bearer token that weight routes require")
     publisher_dtype = "a publisher must send this dtype, see `weightcast publish --dtype`"
-    dtype_help = f"of the weights (default: %(default)s, the checkpoint's); {publisher_dtype}"
+    dtype_help = f"dtype of the weights (default: %(default)s, the checkpoint's); {publisher_dtype}"
     add("--dtype", choices=DTYPES, default="auto", help=dtype_help)
-    add("--threads", type=values.integer(1), metavar="N", help="of torch (default: torch's own)")
-    random_help = "start with random weights, from config.json alone, and wait for a publisher"
+    add("--threads", type=values.integer(1), metavar="N", help="number of torch's threads (default: torch's)")
+    random_help = "start with random weights, from config.json alone, until a version is published"
     add("--random-weights", type=int, nargs="?", const=0, metavar="SEED", help=random_help)
-    add("--exit-with-parent", action="store_true", help="end when stdin ends, so that no engine outlives its starter")
+    add(
+        "--exit-with-parent",
+        action="store_true",
+        help="end when stdin is closed, so that the server does not outlive its parent",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     token = output.read_token(args.token_file)
     if not args.model.is_dir():
         raise FileNotFoundError(
-            f"{args.model} is no directory: download the model first, nothing is fetched from a hub"
+            f"{args.model} is not a directory: download the model first (this command downloads nothing)"
         )
     if not (args.model / "config.json").is_file():
-        raise FileNotFoundError(f"{args.model} has no config.json: give the directory that save_pretrained wrote")
+        raise FileNotFoundError(f"{args.model} has no config.json: pass the directory that save_pretrained wrote")
     if args.random_weights is None and not any(args.model.glob("*.safetensors")):
         raise FileNotFoundError(f"{args.model} has no safetensors: add them, or start with --random-weights")
     try:  # before the model is loaded, which takes time
@@ -66,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.exit_with_parent:
         threading.Thread(target=_end_with_stdin, name="weightcast-stdin", daemon=True).start()
     with contextlib.ExitStack() as stack:
-        # SIGTERM unwinds like Ctrl-C, so that what was begun is closed.
+        # SIGTERM raises like Ctrl-C, so that everything is closed.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         with output.stage(f"loading {args.model}"):
@@ -76,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(directory: Path, dtype: str, seed: int | None, num_threads: int | None) -> tuple[Any, Any]:
-    """The model and its tokenizer, None where the directory has none."""
+    """Load the model and its tokenizer; None if the directory has none."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -96,7 +104,7 @@ def _load(directory: Path, dtype: str, seed: int | None, num_threads: int | None
     try:
         return AutoModelForCausalLM.from_pretrained(directory, **options), tokenizer
     except exits.safetensor_errors() as exc:
-        raise ValueError(f"a safetensors file of {directory} is damaged: {exc}") from exc
+        raise ValueError(f"a safetensors file of {directory} is damaged: {exc}; download it again") from exc
 
 
 def _serve(model: Any, tokenizer: Any, args: argparse.Namespace, token: str | None) -> None:
@@ -117,14 +125,14 @@ def _serve(model: Any, tokenizer: Any, args: argparse.Namespace, token: str | No
         def announce() -> None:
             print(f"weightcast: serving {name} at {server.url}", flush=True)
             if args.host in _ALL_ADDRESSES:
-                print(f"weightcast: it listens on all addresses of this machine, port {server.port}", flush=True)
+                print(f"weightcast: listening on all addresses of this machine, port {server.port}", flush=True)
 
         server.run(announce=announce)
 
 
 def _end_with_stdin() -> None:
-    """End this process as SIGTERM does, as soon as the process at the other end of stdin has gone."""
-    # Not sys.stdin.read: it would hold a lock that the interpreter wants when it ends for another reason.
+    """End this process as SIGTERM does, once the process at the other end of stdin has ended."""
+    # Not sys.stdin.read: it holds a lock that the interpreter needs at exit.
     while os.read(_STDIN, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

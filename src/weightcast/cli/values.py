@@ -14,7 +14,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A whole number from `low` to `high`, both included."""
+    """Return a parser of whole numbers from `low` to `high`, both included."""
     wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
 
     def parse(text: str) -> int:
@@ -30,7 +30,7 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """A number above 0, and no more than a wait can take."""
+    """Parse a positive number of seconds, up to the longest possible wait."""
     try:
         number = float(text)
     except ValueError:
@@ -46,7 +46,7 @@ def is_store(target: str) -> bool:
 
 
 def store(url: str) -> str:
-    """A store's URL."""
+    """Check a store's URL, and return it."""
     try:
         StoreAddress.parse(url)
     except ValueError as exc:
@@ -55,7 +55,7 @@ def store(url: str) -> str:
 
 
 def transport_between_processes(url: str) -> str:
-    """A transport's URL, of any but `memory`, which reaches no engine that has a URL."""
+    """Check a transport's URL, and return it. Refuses memory://, which can't reach an engine with a URL."""
     if url.partition("://")[0] == "memory":
-        raise argparse.ArgumentTypeError(f"{url} joins ends of one process only, and an engine is another: use ipc://")
+        raise argparse.ArgumentTypeError(f"{url} works only within one process, not with an engine's URL: use ipc://")
     return url

@@ -1,4 +1,4 @@
-"""`weightcast verify`: does the engine hold exactly this checkpoint, tensor by tensor; is a store whole?"""
+"""`weightcast verify`: compare an engine with a checkpoint, tensor by tensor, or check that a store is intact."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ examples:
   weightcast verify file:///mnt/weights
   weightcast verify file:///mnt/weights --engine http://127.0.0.1:8000
 
-A digest of each tensor's elements as they are stored is computed on both sides: an engine that casts to another dtype
-does not hold this checkpoint, and differs. vLLM and SGLang with weightcast's plugin read their live memory by the way
-their own loader was seen to fill it, once weightcast has installed a version; what can't be read back is listed as not
-proven. An engine reads 64 MiB at a time and generates between; --bandwidth makes that slow enough for a busy one.
-In a store's newest version every bucket's header and digest is checked.
+Both sides compute a digest of each tensor's elements as stored, so an engine with another dtype differs. vLLM and
+SGLang with weightcast's plugin can be compared once weightcast has installed a version; tensors whose live memory can't be
+read back are listed as not proven. An engine reads 64 MiB at a time and generates in between; for a busy engine, limit
+the rate with --bandwidth. In a store's newest version the header and digest of every bucket are checked.
 """
 
 _MEANING = {
@@ -41,9 +40,9 @@ _MEANING = {
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """The tensors of an engine or a checkpoint: specs, and each one's digest by its first name.
+    """The tensors of an engine or a checkpoint: specs, and digests by first name.
 
-    `unproven`: those that an engine can't read, and why. `problems`: what is wrong with an engine by itself, by name.
+    `unproven`: by name, why an engine can't read the tensor. `problems`: by name, inconsistencies within the engine.
     """
 
     specs: Sequence[TensorSpec]
@@ -58,7 +57,8 @@ class Holding(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """`what`: "differs" (values, dtype or shape), "missing" in the engine, or "unknown" to the checkpoint."""
+    """A tensor that differs. `what`: "differs" (values, dtype or shape), "missing" in the engine, or "unknown" to the
+    checkpoint."""
 
     name: str
     what: str
@@ -67,7 +67,10 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class EngineVerdict(msgspec.Struct, frozen=True):
-    """One engine; it holds the checkpoint if there are no differences. `unproven`: what can't be read, and why."""
+    """Result for one engine, which has the checkpoint's weights if there are no differences.
+
+    `unproven`: see Holding.
+    """
 
     engine: str
     weight_version: str
@@ -76,7 +79,7 @@ class EngineVerdict(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The JSON of `verify`: `ok` if no engine differs. A store that is not whole is an error instead."""
+    """The JSON output of `verify`: `ok` if no engine differs. For a damaged store an error is printed instead."""
 
     ok: bool
     num_tensors: int
@@ -88,8 +91,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, positive = parser.add_argument, values.integer(1)
     add("checkpoint", metavar="CHECKPOINT", help="a directory of safetensors files, or file:///dir")
     output.add_engines(parser, required=False)
-    add("--bandwidth", type=positive, metavar="BYTES", help="read at most so many a second of an engine's weights")
-    quarantine_help = "have an engine that differs refuse to serve until a complete update has come"
+    add(
+        "--bandwidth",
+        type=positive,
+        metavar="BYTES",
+        help="limit, in bytes per second, for reading an engine's weights",
+    )
+    quarantine_help = "have an engine that differs refuse to serve until a complete update"
     add("--quarantine", action="store_true", help=quarantine_help)
     parser.set_defaults(usage_error=parser.error)
     output.add_json(parser)
@@ -106,13 +114,13 @@ def run(args: argparse.Namespace) -> int:
     elif values.is_store(args.checkpoint):
         verdict = _verify_store(args.checkpoint)
     else:
-        args.usage_error("one --engine at least is required, unless a store is to be verified")
+        args.usage_error("at least one --engine is required, unless a store is verified")
     output.show(verdict, args.json, lambda: _view(verdict))
     return exits.OK if verdict.ok else exits.NEGATIVE
 
 
 def compare(checkpoint: Holding, engine: Holding) -> list[Difference]:
-    """Every tensor in which the two differ. Tensors are matched by any of their names; tied ones have several."""
+    """Return every tensor that differs. Tensors match by any of their names; tied ones have several."""
     by_name: dict[str, list[TensorSpec]] = {}
     for spec in engine.specs:
         for name in spec.names:
@@ -135,7 +143,7 @@ def compare(checkpoint: Holding, engine: Holding) -> list[Difference]:
 
 
 def _verify_store(url: str) -> Verdict:
-    """Read every bucket of the newest version, in the memory of one. Raises IntegrityError if it is not whole."""
+    """Read every bucket of the newest version. Memory: one bucket. Raises IntegrityError if it is damaged."""
     from weightcast.store.reading import pinned
 
     with pinned(StoreAddress.parse(url).directory, label="weightcast verify") as version:
@@ -156,18 +164,18 @@ def verify(
     bandwidth: int | None = None,
     quarantine: bool = False,
 ) -> Verdict:
-    """Compare what a source has, whole tensors, with what each engine holds; each of its answers by that time.
+    """Compare a source's whole tensors with each engine's weights. `timeout_seconds`: limit of each reply.
 
-    `bandwidth`: how many bytes a second an engine is to read at most. `quarantine`: those that differ refuse to serve
-    then. Raises UnsupportedError for an engine of which no tensor can be compared, PeerError; ControlError for one that
-    serves another version by then.
+    `bandwidth`: limit, in bytes per second, for an engine's reading. `quarantine`: engines that differ then refuse to
+    serve. Raises UnsupportedError for an engine whose tensors can't be compared, PeerError, ControlError for an engine
+    that changes its version meanwhile.
     """
     from weightcast.format.tensor_digest import tensor_digest
 
     asked = {
         in_background(partial(_ask, url, token, timeout_seconds, bandwidth), name="weightcast-verify"): url
         for url in engines
-    }  # they compute while we do
+    }  # the engines compute their digests meanwhile
     specs, regions = source.specs(), source.regions()
     num_bytes, done_bytes, digests = sum(spec.num_bytes for spec in specs), 0, {}
     with output.measured("checkpoint") as show:
@@ -180,7 +188,7 @@ def verify(
     verdicts: dict[str, EngineVerdict] = {}
     errors: list[Exception] = []
     with output.stage("waiting for the engines"):
-        # In the order of their answers: one that differs does not serve on while another has no answer, or fails.
+        # In the order of their answers, so that an engine that differs is quarantined before others have answered.
         for answer in as_completed(asked):
             url = asked[answer]
             judge = partial(_verdict, url, answer.result, ours, token, quarantine=quarantine)
@@ -212,12 +220,12 @@ def _quarantine(url: str, token: str | None, verdict: EngineVerdict) -> None:
         now = engine.connect().info().weight_version
         if now != verdict.weight_version:
             change = f"from version {verdict.weight_version}, which differs, to {now}"
-            raise ControlError(f"{url} went {change}, before it could be quarantined: verify it again", peer=url)
+            raise ControlError(f"{url} changed {change} before it could be quarantined: verify it again", peer=url)
         engine.quarantine(f"it was compared with a checkpoint and differs in {names}")
 
 
 def _ask(url: str, token: str | None, timeout_seconds: float, bandwidth: int | None) -> tuple[str, Holding]:
-    """The engine's version and what it holds. Raises UnsupportedError, or ControlError if it changes meanwhile."""
+    """Return the engine's version and tensors. Raises UnsupportedError, or ControlError if they change meanwhile."""
     from weightcast.control.client import HttpEngine
 
     with contextlib.closing(HttpEngine(url, token=token, timeout_seconds=timeout_seconds)) as engine:
@@ -225,9 +233,9 @@ def _ask(url: str, token: str | None, timeout_seconds: float, bandwidth: int | N
         held = engine.held(bytes_per_second=bandwidth)
         if held is None or (held.unproven and not held.digests):
             raise UnsupportedError(
-                f"{url} does not say what it holds, so it can't be compared with a checkpoint: vLLM and SGLang do with "
-                "weightcast's plugin, from the first version that is published to them; `weightcast inspect` shows its "
-                "version"
+                f"{url} reports no digests of its weights, so it can't be compared with a checkpoint: for vLLM and "
+                "SGLang, install weightcast's plugin and publish a version first; `weightcast inspect` shows the "
+                "present version"
             )
     return held.weight_version, Holding(held.tensors, held.digests, held.unproven, held.differing)
 

@@ -1,4 +1,4 @@
-"""The control protocol over HTTP, from both sides, and over a method of an engine's workers.
+"""The control protocol: over HTTP, both ends; in one process; and as a method of an engine's workers.
 
-Here belongs what carries control messages. Their records are in `format.messages`, what they do in `serving.worker`.
+The records of control messages are in `format.messages`, their effects in `serving.worker`.
 """

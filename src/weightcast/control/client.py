@@ -1,10 +1,10 @@
-"""The trainer's side of the control protocol: one engine behind vLLM's four-phase routes, over HTTP.
+"""The trainer's side of the control protocol over HTTP: one engine behind vLLM's four-phase routes.
 
-Invariants: every request has a deadline; connections are kept between requests, and a request is sent again only, and
-once, if a kept one was closed before any byte of the answer came (a lost reply is healed by the protocol's own
-idempotence); no reply is read beyond the largest size of a message; errors name the engine, and are of the class that
-it raised; requests go straight to it, never through a proxy of the environment. The kind of server at a URL is asked
-whenever a publisher connects, and never configured.
+Invariants: every request has a deadline; connections are kept between requests, and a request is sent again, once, only
+if a kept connection was closed before any byte of the answer came (control calls are idempotent, so a lost reply does
+no harm); no reply is read beyond the largest size of a message; errors name the engine and have the class that the
+engine raised; requests never go through a proxy from the environment. The kind of server is detected whenever a
+publisher connects, never configured.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from weightcast.seams.client import EngineClient, ServesTraffic
 
 T = TypeVar("T")
 _MAX_IDLE_SECONDS = 4.0
-"""Below the 5 s after which uvicorn, and with it vLLM and SGLang, closes an idle connection by default."""
+"""Below 5 s, after which uvicorn, and so vLLM and SGLang, closes an idle connection by default."""
 _READ_BYTES = 1 << 16
 _PAGE_BYTES = 64 << 20
-"""Of weights that an engine reads in one go: it does not generate meanwhile."""
+"""Bytes of weights that an engine reads in one request, during which it does not generate."""
 _encode = msgspec.json.encode
 
 _NOT_READY = (502, 503, 504)
-_START_FIRST = "start it first, or wait for it: publish(wait_ready_seconds=...), `weightcast publish --wait`"
+_START_FIRST = "start the server first, or wait for it: publish(wait_ready_seconds=...) or `weightcast publish --wait`"
 _TOKEN = re.compile(r"[!-~]+")
 
 
 class HttpEngine(EngineClient, ServesTraffic):
     """An engine server: `weightcast serve`, EngineServer, or vLLM.
 
-    `pause` is how its requests are treated during an install: `keep` freezes them and goes on with the new weights
-    (the answer says which tokens came from which), `wait` finishes them first, `abort` ends them. `token` is the
-    server's. The methods speak the native protocol; `connect` has the client for a server of another dialect.
-    Requests go straight to the engine, never through a proxy that the environment names. Thread-safe.
+    `pause`: how running requests are treated during an install. "keep" freezes them and continues with the new weights
+    (the answer says which tokens came from which version), "wait" finishes them first, "abort" ends them. `token`: the
+    server's bearer token. The methods speak weightcast's protocol; `connect` returns the client for a server of another
+    dialect. Requests never go through a proxy from the environment. Thread-safe.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class HttpEngine(EngineClient, ServesTraffic):
         self._has_lease = False
 
     def connect(self) -> EngineClient:
-        """Ask what answers here now; return the client that speaks to it: this one, or one of a registered dialect.
+        """Detect the kind of server at the URL; return the client for it: this one, or one of a registered dialect.
 
-        Raises PeerDiedError if nothing answers yet, ControlError if it is no engine server or lacks what it
-        names, other PeerErrors.
+        Raises PeerDiedError if nothing answers yet, ControlError if the server is not an engine server or lacks a route
+        that the message names, other PeerErrors.
         """
         info = self._routes.probe("/weight_info", _AnyInfo)
         if info is not None and info.protocol is not None:
@@ -103,8 +103,8 @@ class HttpEngine(EngineClient, ServesTraffic):
                 return client
             asked.append(kind)
         raise ControlError(
-            f"{self.name} is no engine server that weightcast knows: it has no /weight_info of the control protocol, "
-            f"and is none of {', '.join(asked)}{self._routes.path_hint}",
+            f"{self.name} is not an engine server that weightcast knows: it has no route /weight_info of weightcast's "
+            f"protocol, and it is not one of {', '.join(asked)}{self._routes.path_hint}",
             peer=self.name,
         )
 
@@ -120,13 +120,13 @@ class HttpEngine(EngineClient, ServesTraffic):
         self._run = info.run
 
     def update(self, info: UpdateInfo) -> None:
-        """POST /update_weights with an offer, a seal or an abort. Raises what the engine refused it with."""
+        """POST /update_weights with an offer, a seal or an abort. Raises the engine's error."""
         self._routes.post("/update_weights", _encode({"update_info": info}))
 
     def finish(self, version: int) -> None:
         """POST /finish_weight_update: install the sealed update. Raises IncompleteUpdateError, InstallError.
 
-        An engine with the ability "install" pauses for it by itself, in the mode that is named here.
+        An engine with the ability "install" pauses by itself, in this client's `pause` mode.
         """
         body, run = _encode({"weight_version": str(version)}), f"&run={self._run}" if self._run else ""
         path, start, said_seconds = f"/finish_weight_update?mode={self._pause_mode}{run}", time.perf_counter(), None
@@ -138,7 +138,7 @@ class HttpEngine(EngineClient, ServesTraffic):
                 self.paused_seconds = time.perf_counter() - start if said_seconds is None else said_seconds
 
     def pause(self, run: str) -> None:
-        """POST /pause; the pause ends with the run's lease where the engine has that ability."""
+        """POST /pause. In an engine with the ability "lease" the pause ends with the run's lease."""
         self._routes.post(f"/pause?mode={self._pause_mode}&run={run}")
 
     def resume(self, run: str) -> None:
@@ -146,15 +146,15 @@ class HttpEngine(EngineClient, ServesTraffic):
         self._routes.post(f"/resume?run={run}")
 
     def shutdown(self) -> None:
-        """POST /shutdown_weight_transfer_engine: end the present run's hold; the engine serves on."""
+        """POST /shutdown_weight_transfer_engine: end the present run's session; the engine goes on serving."""
         self._routes.post("/shutdown_weight_transfer_engine")
 
     def specs(self) -> list[TensorSpec]:
-        """GET /weight_specs: the tensors that the engine holds. Raises UnsupportedError, PeerError."""
+        """GET /weight_specs: the engine's tensors. Raises UnsupportedError, PeerError."""
         return self._routes.get("/weight_specs", _Specs).tensors
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str] | None:
-        """POST /weight_dtypes. None if the server has no such route. Raises UnsupportedError, PeerError."""
+        """POST /weight_dtypes. Returns None if the server has no such route. Raises UnsupportedError, PeerError."""
         if "dtypes" not in self.info().abilities:
             return None
         return self._routes.post_for("/weight_dtypes", encode(DtypesQuestion(list(specs))), TensorDtypes).dtypes
@@ -166,12 +166,11 @@ class HttpEngine(EngineClient, ServesTraffic):
         bytes_per_second: float | None = None,
         on_page: Callable[[int], None] = lambda num_bytes: None,
     ) -> HeldWeights | None:
-        """GET /weight_digests: a digest for each tensor (or those named), all of one version (see `tensor_digest`).
+        """GET /weight_digests: digests of all tensors (or of `names`), all of one version (see `tensor_digest`).
 
-        None if the engine's weights can't be read.
-
-        The engine reads some 64 MiB at a time, and may generate between; `bytes_per_second` bounds how many on average.
-        `on_page` gets the bytes of the tensors read each time. Raises ControlError if the version changes meanwhile.
+        Returns None if the engine's weights can't be read. The engine reads about 64 MiB per request, and may generate
+        between requests; `bytes_per_second` limits the average. `on_page` is called with the bytes of each request.
+        Raises ControlError if the version changes meanwhile.
         """
         if "prove" not in self.info().abilities:
             return None
@@ -184,7 +183,7 @@ class HttpEngine(EngineClient, ServesTraffic):
                 found = page
             elif (page.run, page.weight_version) != (found.run, found.weight_version):
                 change = f"from version {found.weight_version} to {page.weight_version}"
-                raise ControlError(f"{self.name} went {change} while it was read: read it again", peer=self.name)
+                raise ControlError(f"{self.name} changed {change} while it was read: read it again", peer=self.name)
             else:
                 found.tensors.extend(page.tensors)
                 found.digests.update(page.digests)
@@ -192,7 +191,11 @@ class HttpEngine(EngineClient, ServesTraffic):
                 found.differing.update(page.differing)
                 found.unproven.update(page.unproven)
             if 0 <= page.next <= start:
-                raise ControlError(f"{self.name} lists its weights in a circle, from tensor {start} on", peer=self.name)
+                raise ControlError(
+                    f"{self.name} repeats its list of weights from tensor {start} on: install the same version of "
+                    "weightcast in the engine",
+                    peer=self.name,
+                )
             start, num_bytes = page.next, sum(spec.num_bytes for spec in page.tensors)
             on_page(num_bytes)
             if bytes_per_second is not None and start >= 0:
@@ -200,7 +203,7 @@ class HttpEngine(EngineClient, ServesTraffic):
         return found
 
     def digests(self) -> dict[str, str]:
-        """The digest of every tensor that can be read out of the engine. Raises as `held`."""
+        """Return the digest of every tensor that can be read. Raises what `held` raises."""
         held = self.held()
         return {} if held is None else held.digests
 
@@ -209,23 +212,23 @@ class HttpEngine(EngineClient, ServesTraffic):
         self._routes.post("/quarantine", _encode({"reason": reason[:4096]}))
 
     def recovery_requests(self, run: str) -> list[RecoveryRequest]:
-        """Return the watchdog process's requests for the case that this process dies during the pause of `run`.
+        """Return the requests that the watchdog process sends if this process dies during the pause of `run`.
 
-        Empty if the engine that `connect` has found ends the pause with the run's lease.
+        Empty if the engine that `connect` has detected ends the pause with the run's lease.
         """
         if self._has_lease:
             return []
         return [RecoveryRequest(url=f"{self.name}/resume?run={run}", headers=dict(self._routes.headers))]
 
     def close(self) -> None:
-        """Close the connections, and the client that `connect` gave last. Idempotent."""
+        """Close the connections, and the client that `connect` returned last. Idempotent."""
         if self._negotiated is not None:
             self._negotiated.close()
         self._routes.close()
 
 
 class _AnyInfo(msgspec.Struct):
-    """/weight_info of the control protocol, or of stock vLLM, which says nothing of a protocol."""
+    """Reply of /weight_info, of weightcast's protocol or of stock vLLM, whose reply has no `protocol`."""
 
     weight_version: str
     protocol: int | None = None
@@ -233,7 +236,7 @@ class _AnyInfo(msgspec.Struct):
 
 
 class _Finished(msgspec.Struct):
-    """Of whatever an engine says after an install."""
+    """The part of an engine's reply to an install that is used."""
 
     pause_seconds: float | None = None
 
@@ -243,9 +246,10 @@ class _Specs(msgspec.Struct):
 
 
 class HttpRoutes:
-    """The routes of the server at `url`, which is the engine's name. `headers` go with every request. Thread-safe.
+    """HTTP requests to the server at `url`, which is the engine's name in errors. Thread-safe.
 
-    `token` is sent as a bearer token. `timeout_seconds` bounds a whole request. Raises ValueError if `url` is no URL.
+    `headers`: sent with every request. `token`: sent as a bearer token. `timeout_seconds`: limit of a whole request.
+    Raises ValueError if `url` is not the URL of a server.
     """
 
     def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
@@ -261,13 +265,16 @@ class HttpRoutes:
         if not is_whole or parts.query or parts.fragment or url.split() != [url]:
             raise ValueError(f"{url!r} {wanted}")
         if "@" in parts.netloc:
-            raise ValueError(f"{url!r} is not the URL of an engine: a user and a password are not sent: pass token=")
+            raise ValueError(
+                f"{url!r} is not the URL of an engine: it has a user name, which is not sent; leave it out, and pass "
+                "token="
+            )
         given: Any = token
         if given is not None and not (isinstance(given, str) and _TOKEN.fullmatch(given)):
-            raise ValueError("the token must be one word of ASCII, without spaces and line ends")
+            raise ValueError("the token must be one word of ASCII, without spaces and line ends: strip() it")
         root = f"{parts.scheme}://{parts.netloc}"
         self.path_hint = f"; its URL has the path {parts.path}: give the server's root, {root}" if parts.path else ""
-        """For a server that does not answer as an engine: what is wrong with its URL, or empty."""
+        """For a server that is not an engine: the remedy if its URL has a path, else empty."""
         self.token = token
         self.headers = {"content-type": "application/json"}
         if token is not None:
@@ -275,35 +282,35 @@ class HttpRoutes:
         self._timeout_seconds = number_of_seconds("timeout_seconds", timeout_seconds)
         self._lock = threading.Lock()
         self._idle: list[tuple[HttpConnection, float]] = []
-        """Kept connections, and when each had its last answer, by `time.monotonic`; the last one used is at the end."""
+        """Idle connections with the time of their last answer, by `time.monotonic`, the most recent one last."""
         self._closed = False
 
     def get(self, path: str, kind: type[T]) -> T:
-        """GET, decoded. Raises PeerError, or the engine's own error; ControlError for a reply of another form."""
+        """Send a GET and decode the reply. Raises PeerError, the engine's error; ControlError for an invalid reply."""
         return self.decoded(path, self.request("GET", path)[1], kind)
 
     def post(self, path: str, body: bytes = b"", *, once: bool = False) -> bytes:
-        """POST, and the reply's bytes. Raises PeerError, or the engine's own error.
+        """Send a POST and return the reply's bytes. Raises PeerError, or the engine's error.
 
-        `once`: for what a server must not be asked twice; it goes over a connection of its own and is never repeated.
+        `once`: for a request that is not idempotent. It uses a new connection and is never repeated.
         """
         return self.request("POST", path, body, once=once)[1]
 
     def post_for(self, path: str, body: bytes, kind: type[T]) -> T:
-        """POST, and the reply decoded. Raises what `get` does."""
+        """Send a POST and decode the reply. Raises what `get` raises."""
         return self.decoded(path, self.request("POST", path, body)[1], kind)
 
     def probe(self, path: str, kind: type[T]) -> T | None:
-        """GET; None if the server has no such route or answers in another form. Raises the other errors of `get`.
+        """Send a GET; return None if the server lacks the route or its reply is invalid. Else raises what `get` raises.
 
-        Raises PeerDiedError for 502, 503 or 504, the answers of a starting server or of a proxy in front of one, as if
-        nothing had answered.
+        The statuses 502, 503 and 504, which a starting server or its proxy sends, raise PeerDiedError, as if nothing
+        had answered.
         """
         try:
             status, content = self.request("GET", path, expected=(200, 404, 405, *_NOT_READY))
         except PeerDiedError as exc:
             has_no_address = isinstance(exc.__cause__, socket.gaierror)
-            remedy = f"check the host's name; {_START_FIRST}" if has_no_address else _START_FIRST
+            remedy = f"check the host name; {_START_FIRST}" if has_no_address else _START_FIRST
             raise PeerDiedError(f"{exc}; {remedy}", peer=self.name) from exc
         if status in _NOT_READY:
             error = self._error(path, status, content)
@@ -316,7 +323,7 @@ class HttpRoutes:
             return None
 
     def close(self) -> None:
-        """Close the connections; one with a request under way is closed when that ends. Idempotent."""
+        """Close the connections; one with a request in progress is closed when that ends. Idempotent."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -324,20 +331,20 @@ class HttpRoutes:
             connection.close()
 
     def decoded(self, path: str, content: bytes, kind: type[T]) -> T:
-        """Decode a route's answer. Raises ControlError for a reply of another form."""
+        """Decode a reply. Raises ControlError if it is invalid."""
         try:
             return decode(content, kind)
         except WeightcastError as exc:
-            raise ControlError(f"{self.name}{path} did not answer as an engine: {exc}", peer=self.name) from exc
+            raise ControlError(f"{self.name}{path} did not answer as an engine does: {exc}", peer=self.name) from exc
 
     def request(
         self, method: str, path: str, body: bytes = b"", *, expected: Collection[int] = (200,), once: bool = False
     ) -> tuple[int, bytes]:
-        """The status, one of those expected, and the whole reply: by the deadline, no larger than a message may be.
+        """Return the status, one of `expected`, and the reply, up to the size limit of a message, by the deadline.
 
-        A kept connection that the server closed before any byte of the answer came is replaced, once: the server closed
-        it while it was idle, or has died, and the request reached nobody. Should it have been acted on all the same,
-        nothing is done twice: control calls are idempotent for a (run, version). All else goes out with `once`.
+        If the server closes a kept connection before any byte of the answer came, the request is sent once more, over a
+        new connection: most likely the server had closed an idle connection. If it did act on the request, the repeat
+        does no harm, since control calls are idempotent for a (run, version); all other requests use `once`.
         """
         deadline = Deadline(self._timeout_seconds)
         connection = None if once else self._kept()
@@ -357,11 +364,14 @@ class HttpRoutes:
                 connection, is_kept = None, False
         except TimeoutError as exc:
             has_begun = connection is not None and connection.has_answered
-            what = "did not end its answer in time" if has_begun else "gave no answer in time"
+            what = "did not complete its answer in time" if has_begun else "gave no answer in time"
             raise PeerTimeoutError(f"{self.name}{path} {what}", peer=self.name) from exc
         except (OSError, h11.ProtocolError, UnicodeError) as exc:
             if isinstance(exc, ssl.SSLError):
-                raise ControlError(f"{self.name}{path} did not answer by TLS: {exc}", peer=self.name) from exc
+                raise ControlError(
+                    f"{self.name}{path} did not answer with TLS: {exc}; use http:// for a server without TLS",
+                    peer=self.name,
+                ) from exc
             if short := shortage(exc):
                 raise WeightcastError(f"{self.name}{path} can't be called: {short}") from exc
             raise PeerDiedError(f"{self.name}{path} can't be reached: {exc}", peer=self.name) from exc
@@ -372,17 +382,20 @@ class HttpRoutes:
         if not is_kept:
             connection.close()
         if len(content) > MAX_MESSAGE_BYTES:
-            raise ControlError(f"{self.name}{path} answered with over {MAX_MESSAGE_BYTES} bytes", peer=self.name)
+            raise ControlError(
+                f"{self.name}{path} answered with more than {MAX_MESSAGE_BYTES} bytes, the limit of a message",
+                peer=self.name,
+            )
         if status not in expected:
             raise self._error(path, status, content)
         return status, content
 
     def _kept(self) -> HttpConnection | None:
-        """A connection that can be used again, if there is one. Raises ClosedError."""
+        """Return an idle connection that can be reused, if there is one. Raises ClosedError."""
         while True:
             with self._lock:
                 if self._closed:
-                    raise ClosedError(f"the connections to {self.name} were closed")
+                    raise ClosedError(f"the client of {self.name} was closed: make another one")
                 if not self._idle:
                     return None
                 connection, used_at = self._idle.pop()
@@ -391,9 +404,9 @@ class HttpRoutes:
             connection.close()
 
     def _error(self, path: str, status: int, content: bytes) -> WeightcastError:
-        """The error inside a reply: weightcast's own record where there is one, else the text that came.
+        """Return the error in a reply: rebuilt from weightcast's record if there is one, else with the reply's text.
 
-        The body is {"error": {"record", "message"}} here, {"error": text or {"message"}} in vLLM.
+        weightcast's body is {"error": {"record", "message"}}, vLLM's is {"error": text or {"message"}}.
         """
         text, record = content[:500].decode("utf-8", "replace"), None
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -412,20 +425,19 @@ class HttpRoutes:
             return raised
         hint = {
             401: ": pass the engine's token" if self.token is None else ": the token does not match",
-            404: self.path_hint or ": is this an engine server?",
+            404: self.path_hint or ": check that this is the URL of an engine server",
         }.get(status, "")
         return ControlError(f"{self.name}{path} answered {status}{hint}: {text}", peer=self.name)
 
 
 class HttpConnection:
-    """One HTTP/1.1 connection, for one request at a time. Connected when it is made; no forked child has the socket.
+    """One HTTP/1.1 connection, for one request at a time. Connects on creation; is closed in forked children.
 
-    A request ends by its deadline, however slowly bytes come. Raises OSError; TimeoutError, which is one, at the
-    deadline.
+    A request ends by its deadline, however slowly bytes come. Raises OSError, at the deadline TimeoutError.
     """
 
     def __init__(self, url: urllib.parse.SplitResult, deadline: Deadline) -> None:
-        """`url` has a host; its port is by default that of its scheme, http or https."""
+        """`url`: must have a host; the default port is that of its scheme, http or https."""
         assert url.hostname is not None
         port = url.port or (443 if url.scheme == "https" else 80)
         sock = socket.create_connection((url.hostname, port), _remaining_seconds(deadline))
@@ -441,9 +453,9 @@ class HttpConnection:
 
     @property
     def is_reusable(self) -> bool:
-        """True if another request may be sent: the last answer is complete, with no byte and no end after it."""
+        """True if another request may be sent: the last answer is complete, and neither bytes nor EOF followed it."""
         is_idle = self._protocol.our_state is h11.IDLE and not self._protocol.trailing_data[0]
-        if not is_idle or self._socket.fileno() < 0:  # closed, in a forked child
+        if not is_idle or self._socket.fileno() < 0:  # closed in a forked child
             return False
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
@@ -452,15 +464,15 @@ class HttpConnection:
     def request(
         self, method: str, target: str, headers: Mapping[str, str], body: bytes, deadline: Deadline
     ) -> tuple[int, bytes]:
-        """Send a request; return the answer's status and content, which is read on only up to `MAX_MESSAGE_BYTES`.
+        """Send a request; return the answer's status and content, of which at most `MAX_MESSAGE_BYTES` are read.
 
-        Raises OSError if the connection breaks, TimeoutError at the deadline, h11.ProtocolError for what is no HTTP.
+        Raises OSError if the connection breaks, TimeoutError at the deadline, h11.ProtocolError for invalid HTTP.
         """
         self.has_answered = False
         fields = {"host": self._host, "content-length": str(len(body)), **headers}
         request = h11.Request(method=method, target=target, headers=list(fields.items()))
         data = b"".join(filter(None, map(self._protocol.send, (request, h11.Data(body), h11.EndOfMessage()))))
-        # A server may refuse a request before it has read all of it, and close: its answer is still to be read.
+        # A server may refuse a request and close before it has read all of it; its answer can still be read.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.settimeout(_remaining_seconds(deadline))
             self._socket.sendall(data)
@@ -469,8 +481,8 @@ class HttpConnection:
             event = self._protocol.next_event()
             if event is h11.NEED_DATA:
                 self._socket.settimeout(_remaining_seconds(deadline))
-                # A server without TCP_NODELAY sends the rest only once it has an acknowledgement of the header, which
-                # Linux delays by 40 ms on a connection that is not new; the option does not stay.
+                # A server without TCP_NODELAY sends the body only after the ACK of the header, which Linux delays by
+                # 40 ms on a kept connection. The option is reset by the kernel, so it is set each time.
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
                 received = self._socket.recv(_READ_BYTES)
                 self.has_answered |= bool(received)
@@ -493,7 +505,7 @@ class HttpConnection:
 
 
 def _remaining_seconds(deadline: Deadline) -> float:
-    """For a socket's timeout. Raises TimeoutError: zero would have it not block at all."""
+    """Return the remaining time for a socket timeout. Raises TimeoutError if none is left (0 means non-blocking)."""
     if deadline.has_passed:
         raise TimeoutError("timed out")
     return deadline.remaining_seconds or 1e-6

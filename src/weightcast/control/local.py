@@ -1,4 +1,4 @@
-"""An engine of this very process as a member of a fleet: its worker is called, no HTTP in between."""
+"""Client of an engine in the publisher's own process: calls its worker directly, without HTTP."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from weightcast.serving.worker import Worker
 
 
 class LocalEngine(EngineClient, ServesTraffic):
-    """An `EngineClient` for an `Engine` object: hand it to `Publisher(engines=[...])`.
+    """An `EngineClient` for an `Engine` object of this process: pass it to `Publisher(engines=[...])`.
 
-    Generate in steps under `gate.step()`, so that no install comes between. That waits while the engine is torn, which
-    the next complete publish heals, or until `close`. `pause` as for `HttpEngine`.
+    Run each step of generation under `gate.step()`, so that no install happens within a step. `gate.step()` waits while
+    the engine is torn, until the next complete publish or `close`. `pause`: see `HttpEngine`.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class LocalEngine(EngineClient, ServesTraffic):
         pause: PauseMode = "keep",
         **options: Any,
     ) -> None:
-        """`gate`: the one that the engine's own steps run under. `options` are those of `Worker`."""
+        """`gate`: the one under which the engine's steps run. `options`: those of `Worker`."""
         if pause not in get_args(PauseMode):
             raise ValueError(f"pause is {pause!r}; it must be one of {', '.join(get_args(PauseMode))}")
         self.name = name
@@ -66,5 +66,5 @@ class LocalEngine(EngineClient, ServesTraffic):
         self.gate.tear(reason)
 
     def close(self) -> None:
-        """End the publisher's session; the engine keeps its version. Steps that wait raise ClosedError. Idempotent."""
+        """End the publisher's session; the engine keeps its version. Waiting steps raise ClosedError. Idempotent."""
         self.worker.close()

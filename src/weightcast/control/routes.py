@@ -1,9 +1,9 @@
-"""The weight routes of every server, in one table, and what they share: bodies under a cap, errors as replies.
+"""One table of the weight routes that all servers mount, with their size limits, authentication and error replies.
 
-Invariants: with a token set, no weight route answers without it; without one, none answers a browser's page; a call
-that could block runs in a thread, never on the event loop. Bodies are decoded as typed records, and never held in
-memory beyond their cap. Every error's text reaches the client, with an `ErrorRecord` where the client can rebuild the
-error from it; no traceback does.
+Invariants: with a token set, every weight route requires it; without one, requests of a browser's page are refused; a
+call that could block runs in a thread, never on the event loop. Bodies are decoded as typed records, and are not read
+beyond their limit. Every error's text is sent to the client, with an `ErrorRecord` for library errors, from which the
+client rebuilds the exception; tracebacks are not sent.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _STATUS: tuple[tuple[tuple[type[Exception], ...], int], ...] = (
     ((PeerDiedError,), 502),
     ((ManifestError, ValueError), 400),
 )
-"""The first row that fits decides; any other error, such as InstallError, is 500."""
+"""HTTP status by class of error: the first row that matches. Any other error, such as InstallError, is 500."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -76,25 +76,25 @@ class QuarantineBody(msgspec.Struct, frozen=True):
 
 
 def held_range(request: Request) -> tuple[int, int]:
-    """The query's `start`, a tensor's number, and `limit_bytes`, of the tensors to read. Raises ManifestError."""
+    """Return the query's `start` (index of a tensor) and `limit_bytes` (of tensors to read). Raises ManifestError."""
     start, limit = request.query_params.get("start", "0"), request.query_params.get("limit_bytes", str(MAX_BYTES))
     return natural_number("start", start), natural_number("limit_bytes", limit)
 
 
 def version_number(text: str) -> int:
-    """The number in a `weight_version`. Raises ManifestError if it is none."""
+    """Return the number in a `weight_version`. Raises ManifestError if it is not a number."""
     return natural_number("weight_version", text)
 
 
 def natural_number(what: str, text: str) -> int:
-    """A number in decimal digits. Raises ManifestError if it is none."""
+    """Return the number in `text`, in decimal digits. Raises ManifestError if it is not one."""
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise ManifestError(f"{what} is {text[:40]!r}; it must be a number in decimal digits", fault="type")
     return int(text)
 
 
 def pause_mode(request: Request, default: PauseMode) -> PauseMode:
-    """The query's `mode`. Raises ValueError for an unknown one."""
+    """Return the query's `mode`. Raises ValueError for an unknown one."""
     mode = request.query_params.get("mode", default)
     if mode not in get_args(PauseMode):
         raise ValueError(f"mode is {mode[:40]!r}; it must be one of {', '.join(get_args(PauseMode))}")
@@ -102,36 +102,36 @@ def pause_mode(request: Request, default: PauseMode) -> PauseMode:
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status of an error on a weight route."""
+    """Return the HTTP status for an error of a weight route."""
     if isinstance(error, ManifestError) and error.fault == "too_large":
         return 413
     return next((status for classes, status in _STATUS if isinstance(error, classes)), 500)
 
 
 def reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON reply of anything that msgspec encodes."""
+    """Return a JSON reply. `body`: anything that msgspec can encode."""
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
 def error_reply(error: BaseException, status: int | None = None) -> Response:
-    """The reply of a weight route to an error; the client rebuilds it from the record."""
+    """Return a weight route's reply for an error, with a record from which the client rebuilds it."""
     status = status or status_of(error)
     if status == 500:
         logger.error("a weight route failed", exc_info=error)
     body = {"message": str(error), "type": type(error).__name__, "code": status, "record": to_record(error)}
-    # After a refused body the rest of it is still on its way; the connection ends rather than read it.
+    # The rest of a refused body is still arriving: close the connection instead of reading it.
     return reply({"error": body}, status, {"connection": "close"} if status == 413 else None)
 
 
 def refusal(message: str, kind: str, status: int) -> Response:
-    """An error that no library class stands for: authentication, unknown route."""
+    """Return a reply for an error without a library exception: authentication, unknown route."""
     headers = {"www-authenticate": "Bearer"} if status == 401 else None
     return reply({"error": {"message": message, "type": kind, "code": status}}, status, headers)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises ManifestError (`too_large`) as soon as it is over the cap, declared or not."""
-    message = f"the body is larger than the {max_bytes} bytes that this route takes"
+    """Return the whole body. Raises ManifestError (`too_large`) as soon as it, or its declared length, is too long."""
+    message = f"the body is larger than {max_bytes} bytes, the limit of this route"
     if int(request.headers.get("content-length") or 0) > max_bytes:
         raise ManifestError(message, fault="too_large")
     body = bytearray()
@@ -147,10 +147,10 @@ def answering(
     error_reply: Callable[[Exception], Response],
     refuse: Callable[[Request], Response | None] = lambda request: None,
 ) -> Handler:
-    """A route that answers with what `refuse` returns, if it returns something, and with `error_reply` of an error.
+    """Return a handler that replies with the result of `refuse`, if any, and with `error_reply(error)` after an error.
 
-    Errors become replies here, not in handlers of the application: for a plugin that is the host's, and after such a
-    handler has answered an unforeseen error, Starlette raises it again, and uvicorn logs it and closes the connection.
+    Errors become replies here and not in the application's exception handlers: in a plugin the application is the
+    server's, and Starlette raises an unexpected error again after its handler, so that uvicorn closes the connection.
     """
 
     async def answering(request: Request) -> Response:
@@ -165,7 +165,7 @@ def answering(
 
 
 def guarded(handler: Handler, *, token: str | None, on_error: Callable[[Exception], None]) -> Handler:
-    """A weight route: refuses callers without the token, and answers with the error that `handler` raises."""
+    """Return a weight route's handler: it refuses callers without the token, and replies with errors of `handler`."""
     expected = None if token is None else f"Bearer {token}".encode()
 
     def refuse(request: Request) -> Response | None:
@@ -184,7 +184,7 @@ def guarded(handler: Handler, *, token: str | None, on_error: Callable[[Exceptio
 
 
 class InstallAnswer(NamedTuple):
-    """An install's outcome. `pause_seconds`: for how long the engine was paused for it, where it pauses by itself."""
+    """Result of an install. `pause_seconds`: time for which the engine was paused, if it pauses by itself."""
 
     weight_version: str
     run: str
@@ -192,9 +192,9 @@ class InstallAnswer(NamedTuple):
 
 
 class ServedEngine(Protocol):
-    """The engine behind the routes, for one event loop. Errors are WeightcastErrors.
+    """The engine behind the routes, called from one event loop. Its errors are WeightcastErrors.
 
-    `default_pause`: what a pause without a mode is. `run`: the caller's, where it says so.
+    `default_pause`: mode of a pause that names none. `run`: that of the caller, or empty.
     """
 
     default_pause: PauseMode
@@ -204,13 +204,13 @@ class ServedEngine(Protocol):
     async def update(self, info: UpdateInfo) -> None: ...
 
     async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
-        """Install the sealed version; goes on to its end also where the caller waits no longer."""
+        """Install the sealed version. The install is finished also if the caller is gone."""
         ...
 
     async def pause(self, mode: PauseMode, run: str, *, clear_cache: bool) -> None: ...
 
     async def resume(self, run: str) -> None:
-        """Raises EngineTornError if it must not serve."""
+        """Resume generation. Raises EngineTornError if the engine must not serve."""
 
     async def shutdown(self) -> None: ...
 
@@ -228,7 +228,7 @@ class ServedEngine(Protocol):
 
 
 class RouteCall(NamedTuple):
-    """A request of a weight route: its engine, its body where the route takes one, and its query."""
+    """A request to a weight route: its engine, its body if the route takes one, and its query."""
 
     engine: ServedEngine
     body: Any
@@ -239,12 +239,12 @@ class RouteCall(NamedTuple):
         return self.request.query_params.get("run", "")
 
     def is_on(self, option: str) -> bool:
-        """Return whether an option of the query is on, as it is by default."""
+        """Return whether an option of the query is true, which is the default."""
         return self.request.query_params.get(option, "true").lower() not in ("false", "0", "no", "off")
 
 
 async def _started(call: RouteCall) -> None:
-    """An offer starts an update here; vLLM's clients call this first."""
+    """Do nothing: the offer starts an update, but vLLM's clients call this route before it."""
 
 
 async def _finish(call: RouteCall) -> dict[str, Any]:
@@ -263,7 +263,7 @@ async def _resume(call: RouteCall) -> Any:
     try:
         await call.engine.resume(call.run)
     except EngineTornError as exc:
-        return error_reply(exc, 409)  # 503 is for what may be asked again as it is
+        return error_reply(exc, 409)  # not 503, which would mean that the same request may succeed later
     return {"status": "resumed"}
 
 
@@ -298,13 +298,13 @@ WEIGHT_ROUTES: tuple[tuple[str, str, Any, Callable[[RouteCall], Awaitable[Any]]]
     ("POST", "/weight_dtypes", DtypesQuestion, _dtypes),
     ("POST", "/quarantine", QuarantineBody, lambda call: call.engine.quarantine(call.body.reason)),
 )
-"""The control protocol: method, path, the record that the body is, and what is called."""
+"""The control protocol: method, path, record of the body, function that is called."""
 _LARGE_BODIES = (UpdateBody, DtypesQuestion)
-"""Those that may be as large as a message; they are decoded in a thread."""
+"""Bodies that may have the size of a message; they are decoded in a thread."""
 
 
 def weight_handlers(find: Callable[[], ServedEngine]) -> list[tuple[str, str, Handler]]:
-    """Method, path and handler of each route. `find` gives the engine, or raises ClosedError where there is none."""
+    """Return method, path and handler of each route. `find` returns the engine, or raises ClosedError without one."""
 
     def handler(kind: Any, answer: Callable[[RouteCall], Awaitable[Any]]) -> Handler:
         async def handle(request: Request) -> Response:

@@ -1,8 +1,8 @@
-"""The control protocol for an engine that has a control plane of its own: one method of its workers, JSON in and out.
+"""The control protocol for an engine with its own RPC: one method of the engine's workers, JSON values in and out.
 
-vLLM runs a method on every rank and hands back what each returned (`collective_rpc`). weightcast adds one, named
-`METHOD`: it takes a `RankCall` as plain JSON values, returns a `RankReply` as plain JSON values, and never raises for a
-failed update, since vLLM stops reading replies at the first that did (and answers later calls with them).
+vLLM runs a method on every rank and returns all results (`collective_rpc`). weightcast adds a method named `METHOD`,
+which takes a `RankCall` and returns a `RankReply`, both as plain JSON values. It never raises for a failed update: vLLM
+stops reading replies at the first error, and returns the unread ones to later calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ METHOD = "weightcast"
 
 
 class Init(msgspec.Struct, frozen=True, tag="init", tag_field="call"):
-    """Let a run hold this rank; it connects in the background."""
+    """Begin a run's session on this rank, which connects in the background."""
 
     info: InitInfo
 
@@ -36,8 +36,8 @@ class UpdateCall(msgspec.Struct, frozen=True, tag="update", tag_field="call"):
 class InstallCall(msgspec.Struct, frozen=True, tag="install", tag_field="call"):
     """Install the sealed version, on all ranks of the engine or on none. The engine is paused.
 
-    `world_size`: number of ranks called, over all data-parallel engines. If that is more than one engine, the install
-    is provisional until `Settle`, and torn until then. `keep`: it is one engine; commit at once.
+    `world_size`: number of called ranks, over all data-parallel engines. With several engines the install is
+    provisional until `Settle`, and the engine is torn until then. `keep`: there is only one engine; commit at once.
     """
 
     run: RunId
@@ -59,13 +59,13 @@ class Ask(msgspec.Struct, frozen=True, tag="ask", tag_field="call"):
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave", tag_field="call"):
-    """End the present run's hold; the engine serves on."""
+    """End the present run's session; the engine goes on serving."""
 
 
 class Prove(msgspec.Struct, frozen=True, tag="prove", tag_field="call"):
-    """Read the live weights of tensors, from number `start` of the catalog on, up to `limit_bytes` of whole tensors.
+    """Read digests of live tensors, from index `start` of the catalog on, up to `limit_bytes` of whole tensors.
 
-    `names`: of these alone; none for all.
+    `names`: only these tensors; if empty, all.
     """
 
     start: Count = 0
@@ -74,13 +74,13 @@ class Prove(msgspec.Struct, frozen=True, tag="prove", tag_field="call"):
 
 
 class Dtypes(msgspec.Struct, frozen=True, tag="dtypes", tag_field="call"):
-    """Say in which dtypes this rank has these tensors."""
+    """Ask for this rank's dtypes of these tensors."""
 
     tensors: list[TensorSpec]
 
 
 class Quarantine(msgspec.Struct, frozen=True, tag="quarantine", tag_field="call"):
-    """Refuse to serve until a complete update has come."""
+    """Refuse to serve until a complete update."""
 
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -89,12 +89,12 @@ RankCall: TypeAlias = Init | UpdateCall | InstallCall | Settle | Ask | Leave | P
 
 
 class RankReply(msgspec.Struct, frozen=True):
-    """One rank's answer to any call. `info` is as after the call; `error` is None where the call did what it should.
+    """One rank's reply to any call. `info`: state after the call. `error`: None if the call succeeded.
 
-    `weights_asleep`: the host has taken the weights' memory away for now. `serial`: the call's, where it had one.
-    `instance`: this rank's, as in WeightInfo, which is the same on all ranks and has none. `held`: what `Prove` asked
-    for; `next`: the number of the tensor to go on from, -1 after the last. `is_loading`: a version is streamed in.
-    `dtypes`: what `Dtypes` asked for, by record name, of the tensors that this rank takes any of.
+    `weights_asleep`: the engine has put the weights' memory to sleep. `serial`: that of the call, if it had one.
+    `instance`: id of this rank's engine, since `info` is equal on all ranks and has none. `held`: reply to `Prove`;
+    `next`: index of the next tensor, -1 after the last. `is_loading`: a streaming update is in progress. `dtypes`:
+    reply to `Dtypes`, by record name, for the tensors of which this rank has a part.
     """
 
     engine_rank: Count
@@ -111,26 +111,30 @@ class RankReply(msgspec.Struct, frozen=True):
 
 
 def numbered(call: RankCall) -> dict[str, Any]:
-    """The call as plain JSON values, with a serial that its replies must have."""
+    """Return the call as plain JSON values, with a serial that its replies must have."""
     return {**msgspec.to_builtins(call), "serial": secrets.token_hex(8)}
 
 
 def replies_to(values: Mapping[str, Any], answers: Any, peer: str) -> list[RankReply]:
-    """The ranks' replies to a `numbered` call, from plain JSON values.
+    """Return the ranks' replies to a `numbered` call, decoded from plain JSON values.
 
-    Raises ControlError for what is none, and where an engine gives the answers to an earlier call.
+    Raises ControlError for invalid replies, and if the engine returns replies to an earlier call.
     """
     try:
         replies = msgspec.convert(answers, list[RankReply])
     except msgspec.ValidationError as exc:
-        raise ControlError(f"{peer} did not answer as weightcast's ranks do: {exc}", peer=peer) from exc
+        raise ControlError(
+            f"the ranks of {peer} did not answer as weightcast's plugin does: {exc}; install the same version of "
+            "weightcast in the trainer and the engine",
+            peer=peer,
+        ) from exc
     if not replies:
-        raise ControlError(f"no rank of {peer} answered", peer=peer)
-    # A rank of another version of weightcast may say none.
+        raise ControlError(f"no rank of {peer} answered: see the engine's log", peer=peer)
+    # A rank with another version of weightcast may send no serial.
     if any(reply.serial not in ("", values["serial"]) for reply in replies):
         raise ControlError(
             f"the workers of {peer} are out of step: another client's call (/collective_rpc?) failed on several of "
-            "them, and the replies that it left unread are taken for those to later calls; start the server again",
+            "them, and the engine returns its unread replies to later calls; start the server again",
             peer=peer,
         )
     return replies

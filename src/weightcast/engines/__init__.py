@@ -1,1 +1,1 @@
-"""Engines of this process: a module, a text generator. They share the gate and import nothing from each other."""
+"""Engines in this process: a module, a text generator. They share the gate and do not import each other."""

@@ -1,8 +1,7 @@
-"""Stands between generation and installs: generation runs in steps, an install only between two of them.
+"""Gate between generation and installs: generation runs in steps, an install runs only between two steps.
 
-Invariants: no step runs while the gate is paused, torn or held for an install; a step that has begun ends before
-`exclusive` is granted, and a thread that is in a step is refused it; a pause that a run asked for ends when that run
-does (`resume`).
+Invariants: no step runs while the gate is paused, torn or held for an install; `exclusive` waits until a running step
+has ended, and raises in a thread that is in a step; a run's pause ends with that run's session (`resume`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from weightcast.host.deadline import Deadline
 
 Drain = Callable[[str, float], None]
 _threads_in_steps: list[int] = []
-"""The thread of each step that runs, of every gate of this process."""
+"""The threads of the running steps, of every gate of this process."""
 
 
 def require_no_step(what: str) -> None:
@@ -30,10 +29,10 @@ def require_no_step(what: str) -> None:
 
 
 class Gate:
-    """One per engine process. All methods may be called from any thread."""
+    """Lets an install run only between steps of generation; one per engine process. Thread-safe."""
 
     def __init__(self, *, drain: Drain | None = None) -> None:
-        """`drain(mode, deadline_seconds)` is called by `pause` with `wait` or `abort`, before the gate closes."""
+        """`drain(mode, deadline_seconds)`: called by `pause` for "wait" or "abort", before the gate closes."""
         self.drain = drain
         self._condition = threading.Condition()
         self._owners: set[str] = set()
@@ -43,9 +42,9 @@ class Gate:
         self._exclusive = False
         self._is_closed = False
         self.torn = ""
-        """Why the engine must not serve, or empty; set by `tear`."""
+        """Reason why the engine must not serve, or empty; set by `tear`."""
         self.version: WeightVersion | None = None
-        """The version that serves, set by `set_version`; None before the first update."""
+        """The version that the engine serves, set by `set_version`; None before the first update."""
 
     @property
     def is_paused(self) -> bool:
@@ -58,7 +57,7 @@ class Gate:
 
     @property
     def is_draining(self) -> bool:
-        """A pause with `wait` or `abort` is under way: begin no new request."""
+        """True during a pause with "wait" or "abort": begin no new request."""
         return self._num_drains > 0
 
     @property
@@ -68,21 +67,23 @@ class Gate:
 
     @contextlib.contextmanager
     def step(self, *, timeout_seconds: float | None = None) -> Iterator[WeightVersion | None]:
-        """Run one step of generation under one version. No install happens inside.
+        """Run one step of generation under one version. No install happens during the block.
 
-        Waits while the gate is paused, and while the engine is torn, until a complete update has healed it. Raises
-        ClosedError where the gate is closed and the wait can't end; after `timeout_seconds` EngineTornError if the
-        engine is torn, else PeerTimeoutError.
+        Waits while the gate is paused, and while the engine is torn, until a complete update. Raises ClosedError if the
+        gate is closed, so that the wait can't end; after `timeout_seconds` EngineTornError if the engine is torn, else
+        PeerTimeoutError.
         """
         with self._condition:
             self._condition.wait_for(lambda: self.is_open or self._is_closed, timeout_seconds)
             if not self.is_open:
                 if self._is_closed:
                     state = f"torn ({self.torn})" if self.torn else "paused"
-                    raise ClosedError(f"the engine was closed while it was {state}: no update comes any more")
+                    raise ClosedError(f"the engine was closed while it was {state}, so no update can come any more")
                 if self.torn:
                     raise EngineTornError(self.torn)
-                raise PeerTimeoutError(f"the engine was still paused after {timeout_seconds} s", peer="engine")
+                raise PeerTimeoutError(
+                    f"the engine was still paused after {timeout_seconds:g} s: try again, or resume it", peer="engine"
+                )
             thread = threading.get_ident()
             self._step_threads.append(thread)
             _threads_in_steps.append(thread)
@@ -95,17 +96,17 @@ class Gate:
                 self._condition.notify_all()
 
     def close(self) -> None:
-        """No update comes any more: steps that wait, or would have to, raise ClosedError. Idempotent."""
+        """End every wait: steps that wait, or would have to wait, raise ClosedError from now on. Idempotent."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
 
     def pause(self, mode: str = "keep", *, owner: str = "", deadline_seconds: float = 60.0) -> None:
-        """Close the gate: `keep` after the current step, `wait` after the running requests, `abort` ends those.
+        """Close the gate. "keep": after the current step; "wait": after the running requests; "abort": end these first.
 
-        `owner` is the run that asked, or empty for a person, whose pause only `resume()` ends. Idempotent for an
-        owner. Raises PeerTimeoutError, with the gate left as it was, if it can't be paused by the deadline, ValueError
-        inside a step of this thread.
+        `owner`: the run that pauses, or empty for a person, whose pause only `resume()` ends. Idempotent per owner.
+        Raises PeerTimeoutError, with the gate unchanged, if it can't be paused by the deadline; ValueError inside a
+        step of this thread.
         """
         deadline = Deadline(deadline_seconds)
         if mode == "keep" or self.drain is None:
@@ -130,11 +131,13 @@ class Gate:
                 if not was_holder:
                     holders.discard(name)
                     self._condition.notify_all()
-                raise PeerTimeoutError("generation did not reach the end of its step by the deadline", peer="engine")
-            holders.add(name)  # another pause of this owner that timed out meanwhile has taken it away
+                raise PeerTimeoutError(
+                    "the current step of generation did not end by the deadline: use a longer one", peer="engine"
+                )
+            holders.add(name)  # added again: another pause of this owner that timed out may have removed it
 
     def resume(self, *, owner: str = "") -> None:
-        """End the pause of `owner`; a person's resume (empty) ends everybody's, but no `begin_writing`. Idempotent."""
+        """End the pause of `owner`; a person's resume (empty) ends all pauses, but no `begin_writing`. Idempotent."""
         with self._condition:
             if owner:
                 self._owners.discard(owner)
@@ -143,7 +146,7 @@ class Gate:
             self._condition.notify_all()
 
     def begin_writing(self, writer: str, *, deadline_seconds: float = 60.0) -> None:
-        """Let no step begin while an update writes into the model bit by bit; only its own `end_writing` ends that.
+        """Let no step begin while a streaming update writes into the model; only its own `end_writing` ends that.
 
         Raises PeerTimeoutError, with nothing changed, if the current step does not end by the deadline.
         """
@@ -157,21 +160,23 @@ class Gate:
 
     @contextlib.contextmanager
     def exclusive(self, *, deadline_seconds: float = 60.0) -> Iterator[None]:
-        """Hold the model alone, for an install or a read of all weights. Steps wait until it is given back.
+        """Run an install, or a read of all weights, while no step runs. Steps wait for the end of the block.
 
-        Raises PeerTimeoutError if steps or another holder don't end by the deadline, ValueError inside a step of this
-        thread.
+        Raises PeerTimeoutError if a step or another exclusive block does not end by the deadline, ValueError inside a
+        step of this thread.
         """
         self._require_no_own_step("an install")
         deadline = Deadline(deadline_seconds)
         with self._condition:
             if not deadline.wait_for(self._condition, lambda: not self._exclusive):
-                raise PeerTimeoutError("another install held the engine past the deadline", peer="engine")
+                raise PeerTimeoutError("another install did not end by the deadline: use a longer one", peer="engine")
             self._exclusive = True
         try:
             with self._condition:
                 if not deadline.wait_for(self._condition, lambda: not self._step_threads):
-                    raise PeerTimeoutError("a generation step did not end by the deadline", peer="engine")
+                    raise PeerTimeoutError(
+                        "the current step of generation did not end by the deadline: use a longer one", peer="engine"
+                    )
             yield
         finally:
             with self._condition:
@@ -183,16 +188,16 @@ class Gate:
             require_no_step(what)
 
     def set_version(self, version: WeightVersion | None) -> None:
-        """A whole version is installed: it serves from the next step on, and heals a torn engine.
+        """Note that a whole version is installed: it is served from the next step on, and the engine is not torn.
 
-        None: the weights are again those from before the first update.
+        None: the engine has again the weights from before the first update.
         """
         with self._condition:
             self.version, self.torn = version, ""
             self._condition.notify_all()
 
     def tear(self, reason: str) -> None:
-        """The weights are of no whole version: let no step begin until `set_version`."""
+        """Note that the engine has parts of two versions: let no step begin until `set_version`."""
         with self._condition:
             self.torn = reason
             self._condition.notify_all()

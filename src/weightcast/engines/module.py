@@ -1,7 +1,7 @@
-"""Installs weights into a live `nn.Module`, in place: for models served in your own process, and as the reference.
+"""Engine that installs weights into a live `nn.Module` in place, for models in your own process; the reference engine.
 
-Invariants: nothing is written before the whole call has been checked; only memory of the module is written, in a few
-calls however many tensors there are; a tensor of another shape, or without `cast` of another dtype, is never taken.
+Invariants: nothing is written before all tensors of a call were checked; only memory of the module is written, in a few
+calls however many tensors there are; a tensor of another shape, or without `cast` of another dtype, is refused.
 Parameters keep their identity, so compiled and graph-captured models stay valid.
 """
 
@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 
 
 class ModuleEngine:
-    """An `Engine` that copies into a module's own parameters and buffers; also undoes and reads.
+    """An `Engine` that copies into a module's own parameters and buffers. Supports undo and reading.
 
     It accepts the names and shapes that the module has in checkpoint form (see `checkpoint`): a model with fused
-    experts takes one tensor per expert. With `cast`, half, bfloat16, single and double precision may differ: what comes
-    is cast to the module's dtype as it is copied. It can't bring back what a source with a dtype of its own has rounded
-    before: float32 that is sent as bfloat16 to a float32 parameter is rounded, which `dtype="engine"` avoids.
-    Calls come from one thread at a time, and nothing else may use the module meanwhile. Extra memory: none but
-    `snapshot_bytes` for an undo. Raises ValueError if the module has no checkpoint form in place, or
-    where tensors share memory without being tied as a whole.
+    experts takes one tensor per expert. With `cast`, tensors in half, bfloat16, single or double precision are cast to
+    the module's dtype while they are copied. Values that the source has rounded before stay rounded: to send float32
+    to a float32 parameter, give the source `dtype="engine"` or no dtype.
+    Call it from one thread at a time, while nothing else uses the module. Extra memory: `snapshot_bytes` for an undo,
+    otherwise none. Raises ValueError if the module has no checkpoint form that can be written in place, or if tensors
+    share memory without being tied as a whole.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class ModuleEngine:
         self._install_map = _ModuleMap(self._live)
         if hooks := state_dict_hooks(model, loading=True):
             logger.warning(
-                "weights are copied into what the module holds: these are not called, which may do more when a state "
-                "dict is loaded: %s",
+                "weights are copied into the module's parameters and buffers; these hooks for loading a state dict, "
+                "which may do more than copy, are not called: %s",
                 listed(hooks, separator=", "),
             )
         self.discard()
 
     @property
     def snapshot_bytes(self) -> int:
-        """Host memory that `snapshot` takes."""
+        """Host memory that `snapshot` needs."""
         return sum(spec.num_bytes for spec in self._live.specs)
 
     @property
     def devices(self) -> Collection[torch.device]:
-        """All devices that weights of the module lie on."""
+        """All devices that have weights of the module."""
         self._live.look()
         return self._live.devices
 
@@ -83,15 +83,15 @@ class ModuleEngine:
         return offered == held or (self._cast and offered in CASTABLE and held in CASTABLE)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy into the module; on a GPU the copies are only queued on this thread's stream, and over at `commit`.
+        """Copy into the module. On a GPU the copies are queued on this thread's stream; `commit` waits for them.
 
         Raises IncompatibleWeightsError, before anything is written, for unknown names, other shapes or dtypes, or
-        different tensors for names that are tied; InstallError (torn) if a copy fails, or if what an earlier call of
-        this update has written to is no longer the module's memory.
+        different tensors under tied names; InstallError (torn) if a copy fails, or if the module's tensors were
+        replaced since an earlier call of this update.
         """
         names: list[str] = []
         sources: list[torch.Tensor] = []
-        # One object at a time: tens of thousands of tuples alive at once would set off collections of the whole heap.
+        # Not as a list of tuples: tens of thousands of live tuples would trigger garbage collections of the whole heap.
         for name, tensor in tensors:
             names.append(name)
             sources.append(tensor)
@@ -104,7 +104,7 @@ class ModuleEngine:
             numbers, sources = _once(names, numbers, sources)
         self._check(numbers, sources)
         self._require_in_place()
-        # Not no_grad: parameters that were made in inference mode can be written only so.
+        # Not no_grad: parameters that were created in inference mode can be written only in it.
         with _copying, torch.inference_mode():
             host_copy.copy_all([self._live.views[number] for number in numbers], sources)
         self._loaded.update(self._live.specs[number].name for number in unique)
@@ -116,11 +116,11 @@ class ModuleEngine:
         self._require_in_place()
 
     def commit(self, version: WeightVersion) -> None:
-        """Every tensor has been loaded since the last commit or discard: `version` is served.
+        """Complete the update to `version`: every tensor must have been loaded since the last commit or discard.
 
-        Raises IncompleteUpdateError, naming what was not loaded; InstallError (torn) if the module's tensors were
-        replaced during the update (`param.data = ...`, other parameters, other modules), so that what was written is
-        no longer in use.
+        Raises IncompleteUpdateError that names the missing tensors; InstallError (torn) if the module's tensors were
+        replaced during the update (`param.data = ...`, other parameters, other modules), so that the written memory is
+        no longer used.
         """
         self._live.look()
         self._require_in_place()
@@ -142,9 +142,9 @@ class ModuleEngine:
         self._copied = ()
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy the live weights to host memory; the result restores them, and frees nothing until it is dropped.
+        """Copy the live weights to host memory (`snapshot_bytes`); return a function that restores them.
 
-        Takes `snapshot_bytes` of host memory. The restorer raises InstallError (torn) if the module has other tensors.
+        The copy is kept as long as the function is. It raises InstallError (torn) if the module's tensors have changed.
         """
         self._live.look()
         specs = self._live.specs
@@ -155,7 +155,11 @@ class ModuleEngine:
         def restore() -> None:
             self._live.look()
             if self._live.specs != specs:
-                raise InstallError("the module's tensors changed their form, the undo copy no longer fits", torn=True)
+                raise InstallError(
+                    "the undo copy no longer fits: the module's tensors have other names, shapes or dtypes by now; "
+                    "publish again",
+                    torn=True,
+                )
             with _copying, torch.inference_mode():
                 host_copy.copy_all(self._live.views, copies)
             self._finish_copies()
@@ -164,12 +168,12 @@ class ModuleEngine:
         return restore
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every record's name with the live memory, in the order of `specs`."""
+        """Yield each tensor's name and live memory, in the order of `specs`."""
         self._live.look()
         yield from self._live.live.items()
 
     def _require_in_place(self) -> None:
-        """Raises InstallError unless the tensors of the last look are those that this update has written to so far."""
+        """Raise InstallError if the module's tensors are not those that this update has written to so far."""
         if self._written is None:
             self._written = self._live.live
         elif self._written is not self._live.live:
@@ -183,16 +187,19 @@ class ModuleEngine:
                 for number, source in zip(numbers, sources, strict=True)
                 if source.shape != shapes[number]
             ]
-            raise IncompatibleWeightsError(f"other shapes: {listed(problems)}", problems)
+            raise IncompatibleWeightsError(
+                f"shapes differ: {listed(problems)}; publish the model that is served", problems
+            )
         if not all(map(operator.is_, map(_dtype_of, sources), map(dtypes.__getitem__, numbers))):
             for number, source in zip(numbers, sources, strict=True):
                 spec, offered = specs[number], DTYPE_NAMES.get(source.dtype, str(source.dtype))
                 if not self.can_cast(offered, spec.dtype):
                     found = f"{spec.name!r} is {offered}, the module has {spec.dtype}"
-                    raise IncompatibleWeightsError(f"{found}: give the source a dtype, or the engine cast=True")
+                    raise IncompatibleWeightsError(f"{found}: give the source this dtype, or the engine cast=True")
 
     def _finish_copies(self) -> None:
-        # As torch's own copies would: a backward pass over the former weights is an error. In parts, for other threads.
+        # As torch's own copies do, so that a backward pass over the former weights raises. In parts, since the GIL is
+        # held meanwhile.
         for start in range(0, len(self._live.views), _VERSIONS_AT_ONCE):
             increment_version(self._live.views[start : start + _VERSIONS_AT_ONCE])
         for device in self._live.devices:
@@ -211,9 +218,9 @@ _dtype_of = operator.attrgetter("dtype")
 
 
 class _LiveModule:
-    """The module's tensors by name and by number, as the last look has found them.
+    """The module's tensors by name and by index, as of the last `look`.
 
-    `live` is another object once a look has found tensors elsewhere, and `specs` once it has found others.
+    `live` is a new object after a look that found moved tensors, `specs` after one that found other tensors.
     """
 
     def __init__(self, checkpoint: LiveCheckpoint) -> None:
@@ -229,14 +236,17 @@ class _LiveModule:
         return self._checkpoint.views
 
     def look(self) -> None:
-        """Look at every tensor. Raises ValueError for what can't be written to."""
+        """Look up every tensor of the module. Raises ValueError for tensors that can't be written to."""
         self._checkpoint.refresh()
-        # What can't be written to is looked at again each time, not left at the former tensors.
+        # Indexed only after success, so that a tensor that can't be written to is found again at the next look.
         if self._indexed is not self.live:
             self._index()
 
     def numbers(self, names: Sequence[str]) -> list[int]:
-        """Raises IncompatibleWeightsError, naming every name that the module does not have."""
+        """Return the tensors' indices.
+
+        Raises IncompatibleWeightsError with every name that the module does not have.
+        """
         try:
             return [self._by_name[name] for name in names]
         except KeyError as exc:
@@ -255,7 +265,7 @@ class _LiveModule:
 
 
 class _ModuleMap(InstallMap):
-    """Of offers that were checked against the module's present specs."""
+    """Install map of a module: each tensor is copied to the live tensor of its name."""
 
     def __init__(self, module: _LiveModule) -> None:
         super().__init__(module.live)
@@ -272,13 +282,14 @@ class _ModuleMap(InstallMap):
 def _once(
     names: Sequence[str], numbers: Sequence[int], sources: Sequence[torch.Tensor]
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """Each target once: tied names may come each with the same tensor, not with different ones."""
+    """Return each target once: tied names may each come with the same tensor, but not with different ones."""
     first: dict[int, int] = {}
     for position, number in enumerate(numbers):
         former = first.setdefault(number, position)
         if sources[former] is not sources[position] and _memory(sources[former]) != _memory(sources[position]):
             raise IncompatibleWeightsError(
-                f"{names[former]!r} and {names[position]!r} are one tensor in the module, but two different ones came"
+                f"{names[former]!r} and {names[position]!r} are one tensor in the module, but two different tensors "
+                "came: tie them in the trainer too, or untie them in the engine"
             )
     return list(first), [sources[position] for position in first.values()]
 

@@ -1,4 +1,4 @@
-"""An engine that serves nothing and keeps the tensors that it was given: for tools, relays and tests."""
+"""An engine that only keeps the received tensors, for tools, relays and tests."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from weightcast.format.manifest import TensorSpec, WeightVersion
 
 
 class TensorSink:
-    """An `Engine` that keeps copies: `held` has the tensors by name, those of `version` once it is committed.
+    """An `Engine` that keeps copies of the tensors: `held` has those of the committed `version`, by name.
 
-    Host memory: the model once; twice while an update is installed.
+    Host memory: one model; two while an update is installed.
     """
 
     def __init__(self, specs: Sequence[TensorSpec] | None = None) -> None:
-        """`specs`: what it accepts; None: whatever comes."""
+        """`specs`: the tensors that it accepts; None accepts all."""
         self.held: dict[str, torch.Tensor] = {}
         self.version: WeightVersion | None = None
         self._specs = specs
@@ -26,11 +26,11 @@ class TensorSink:
         return self._specs
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the held tensors, so that a publisher can compare them with what was sent."""
+        """Yield the kept tensors, so that a publisher can compare them with the sent ones."""
         return iter(self.held.items())
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy them: they are valid only during this call."""
+        """Copy the tensors, which are valid only during this call."""
         self._loaded.update((name, tensor.clone()) for name, tensor in tensors)
 
     def commit(self, version: WeightVersion) -> None:

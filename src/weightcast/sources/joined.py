@@ -1,4 +1,4 @@
-"""Several sources as one: what a trainer trains, and what belongs to the model and is not in the trainer's model."""
+"""Several sources as one, for a model of which the trainer's module has only a part."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from weightcast.seams.source import CollectiveSource, Gather, Regions, Source, S
 
 
 class JoinedSource:
-    """A `Source` of all tensors of several sources, those of the first one first. Nothing is copied.
+    """A `Source` of all tensors of several sources, in their order. Nothing is copied.
 
-    With several trainer ranks make one of the same sources on every rank. Raises TypeError for a source that streams
-    its tensors; ValueError, here and when a source has other tensors than before, for a name that two of them have.
+    With several trainer ranks, join the same sources on every rank. Raises TypeError for a source that streams its
+    tensors; ValueError, here and when a source's tensors change, for a name that two sources have.
     """
 
     def __init__(self, *sources: Source) -> None:
         streams = [type(source).__name__ for source in sources if isinstance(source, StreamSource)]
         if streams:
-            raise TypeError(f"{', '.join(streams)} streams its tensors, and can't be joined with others")
+            raise TypeError(
+                f"{', '.join(streams)} streams its tensors and can't be joined with other sources: yield all tensors "
+                "from one stream"
+            )
         self.casts_to_engines = any(map(casts_to_engines, sources))
         if not all(casts_to_engines(source) is self.casts_to_engines for source in sources):
-            raise ValueError("of joined sources all are cast to the engines' dtypes (dtype='engine'), or none")
+            raise ValueError("only some of the joined sources have dtype='engine': give it to all of them or to none")
         self._sources = sources
         self._each_specs: list[Sequence[TensorSpec]] = []
         self._specs: tuple[TensorSpec, ...] = ()
@@ -31,21 +34,24 @@ class JoinedSource:
         self.specs()
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Those of all sources; the same object as long as each of them returns its own."""
+        """Return the specs of all sources; the same object while each source returns the same object."""
         found = [source.specs() for source in self._sources]
         if not _are_same(found, self._each_specs):
             specs = tuple(spec for each in found for spec in each)
             counts = collections.Counter(name for spec in specs for name in spec.names)
             repeated = [name for name, count in counts.items() if count > 1]
             if repeated:
-                raise ValueError(f"{len(repeated)} names are those of two of the joined sources: {listed(repeated)}")
+                raise ValueError(
+                    f"two of the joined sources have {len(repeated)} names in common, {listed(repeated)}: leave these "
+                    "out of one source, or rename them"
+                )
             self._each_specs, self._specs = found, specs
         return self._specs
 
     def regions(self) -> Regions:
-        """Those of all sources; the same object as long as each of them holds the same objects."""
+        """Return the regions of all sources; the same object while each source's mapping has the same values."""
         found = {name: held for source in self._sources for name, held in source.regions().items()}
-        # One by one: a source may have put others into the mapping that it gave before.
+        # Value by value, since a source may have changed the mapping that it returned before.
         is_same = found.keys() == self._regions.keys() and _are_same([*found.values()], [*self._regions.values()])
         if not is_same:
             self._regions = found

@@ -1,4 +1,4 @@
-"""Publishes a version that a store holds, by default the newest: read and checked as a whole when it is made."""
+"""Source of one version of a store, by default the newest, which is read and checked on creation."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from weightcast.store.reading import PinnedVersion, pinned
 
 
 class StoreSource:
-    """A `Source` of one version of a store, which may go on meanwhile: nothing is held there after it was read.
+    """A `Source` of one version of a store. The version is read on creation; the store is not used afterwards.
 
-    Host memory: the version, and one bucket while it is read.
+    Host memory: the version, and one more bucket while it is read.
     """
 
     def __init__(self, url: str, *, previous: bool = False, version: WeightVersion | int | None = None) -> None:
-        """`previous`: the version before the newest, which is there until the next but one is begun, at least.
+        """`previous`: read the version before the newest, which the store keeps at least until the next one is begun.
 
-        `version`: the number of one that is there still (of several runs that of the one committed last); or this one,
-        which is the newest, or is to be when an engine of its publish has installed it.
-        Raises VersionNotFoundError if there is no such version, IntegrityError, InsufficientMemoryError.
+        `version`: number of a version in the store (if several runs have it, of the one that was committed last); or a
+        WeightVersion, which may also be sealed but not committed yet.
+        Raises VersionNotFoundError if the store lacks the version, IntegrityError, InsufficientMemoryError.
         """
         directory = StoreAddress.parse(url).directory
         if not isinstance(version, WeightVersion | int | None):
@@ -41,11 +41,11 @@ class StoreSource:
         self._regions = {spec.name: ((whole(spec.shape), tensors[spec.name]),) for spec in self._specs}
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Every tensor, in the order in which it was published."""
+        """Return every tensor's spec, in the order of publishing."""
         return self._specs
 
     def regions(self) -> Regions:
-        """Every tensor whole, in memory of this object."""
+        """Return every tensor, in this object's memory."""
         return self._regions
 
 

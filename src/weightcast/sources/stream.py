@@ -1,4 +1,4 @@
-"""A source of the (name, tensor) pairs that an exporter yields one after another."""
+"""Source of the (name, tensor) pairs that an exporter yields one after another."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from weightcast.host import memory
 from weightcast.seams.source import TensorStream
 
 _CHECKED_BYTES = 256 << 20
-"""How much is copied between two looks at the memory that is left."""
+"""Bytes that are copied between two checks of the available memory."""
 
 
 class IteratorSource:
-    """A `StreamSource` of what an exporter yields: (name, tensor) pairs, each tensor valid until the next is asked for.
+    """A `StreamSource` of an exporter's (name, tensor) pairs, each tensor valid until the next one is requested.
 
-    Give it an iterator before each publish, by `use`; a publish takes each tensor once, and copies it into buckets
-    before it asks for the next. All iterators yield the same names, dtypes and shapes in the same order. If these are
-    not given they are learned from the first iterator: its tensors are copied to host memory, all of them before the
-    first byte is sent, each freed when it was packed. Later ones need no memory but the tensor that is there.
+    Call `use` with an iterator before each publish. A publish reads each tensor once, and copies it into buckets before
+    it requests the next. All iterators must yield the same names, dtypes and shapes in the same order. Without `specs`
+    these are learned from the first iterator: all its tensors are copied to host memory before the first byte is sent,
+    and each is freed after it was packed. Later iterators need memory for one tensor at a time.
     """
 
     def __init__(self, specs: Sequence[TensorSpec] = ()) -> None:
-        """`specs`: of what each iterator yields; by default they are learned from the first."""
+        """`specs`: those of the tensors that each iterator yields; by default learned from the first iterator."""
         self.device = torch.device("cpu")
-        """Device of the tensors that the specs were learned from; with `specs`, of the last iterator's first tensor."""
+        """Device of the tensors from which the specs were learned; with `specs`, of the last iterator's first tensor.
+        """
         self._specs = specs
         self._is_learning = not specs
         self._given: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def use(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Publish these next. To learn what they are it takes all of them, and blocks until the iterator ends; with
-        `specs` it takes the first one.
+        """Publish these tensors next. Reads the first one; to learn the specs, reads all and blocks until the end.
 
-        Raises what the iterator raises; where it learns, InsufficientMemoryError, and ValueError for a tensor that
-        can't travel: nothing was learned then.
+        Raises the iterator's exceptions; while it learns, InsufficientMemoryError, and ValueError for a tensor of an
+        unsupported dtype or without memory. After an error nothing was learned.
         """
         given = iter(tensors)
         if not self._is_learning:
             first = list(itertools.islice(given, 1))
             self.device = first[0][1].device if first else self.device
-            # A chain keeps what it is made of, but an iterator at its end keeps no tensor.
+            # A chain keeps its parts alive, but a list iterator at its end no longer refers to the list.
             given = itertools.chain(iter(first), given)
         elif not self._specs:
             given = self._copied(given)
@@ -55,7 +55,7 @@ class IteratorSource:
         return self._specs
 
     def stream(self) -> TensorStream:
-        """The tensors of the last `use`, once. Raises ValueError if they were taken."""
+        """Return the tensors of the last `use`, once. Raises ValueError if they were taken before."""
         if self._given is None:
             raise ValueError("this source has no tensors: call use(iterator) before each version")
         given, self._given = self._given, None
@@ -67,12 +67,17 @@ class IteratorSource:
         specs, unchecked_bytes = [], 0
         for name, tensor in given:
             if tensor.dtype not in DTYPE_NAMES:
-                raise ValueError(f"{name!r} is {tensor.dtype}; known: {', '.join(DTYPE_NAMES.values())}")
+                raise ValueError(
+                    f"{name!r} has dtype {tensor.dtype}, which is not supported; supported: "
+                    f"{', '.join(DTYPE_NAMES.values())}"
+                )
             if tensor.is_meta or not is_memory(tensor):
-                raise ValueError(f"{name!r} on {tensor.device} is without memory, or computed when it is read")
+                raise ValueError(
+                    f"{name!r} on {tensor.device} has no memory, or computes its values when read: yield a plain tensor"
+                )
             unchecked_bytes += tensor.nbytes
             if unchecked_bytes >= _CHECKED_BYTES:
-                what = f"a copy of the first version, which is {name!r} and all tensors before it,"
+                what = f"a copy of the first version's tensors, up to {name!r},"
                 memory.require(unchecked_bytes, what, "free host memory on the rank that publishes")
                 unchecked_bytes = 0
             specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))

@@ -1,4 +1,4 @@
-"""Tensors that the caller has by name, as a source: for loops of one's own, relays and tests."""
+"""Source of the caller's tensors by name, for custom loops, relays and tests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from weightcast.seams.source import Regions
 class TensorSource:
     """A `Source` of whole tensors in checkpoint form, `tensors` by name. Nothing is copied.
 
-    A publish reads their values as they are by then; for other tensors, call `replace`. Tensors of equal memory and
-    geometry are tied: they travel once, under the first name, and reach engines under all of them.
+    A publish reads the present values of these tensors; call `replace` to publish other tensors. Tensors with equal
+    memory and geometry are tied: they are sent once, under the first name, and reach engines under all names.
     """
 
     def __init__(
@@ -32,10 +32,11 @@ class TensorSource:
         groups: Mapping[str, str] | None = None,
         aliases: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """`dtype`: what half, bfloat16, single and double precision tensors are cast to while they are packed; others
-        stay; "engine": to the dtype that the engines have each in. `groups`: for names that must reach an engine in
-        one call, the name of their group. `aliases`: for a name, the other names that are tied to the same values.
-        Raises ValueError for a dtype that can't travel, TypeError for what is no dtype or no mapping of tensors.
+        """`dtype`: half, bfloat16, single and double precision tensors are cast to it while they are packed; others are
+        not; "engine": each tensor is cast to the engines' dtype of it. `groups`: by name, the load group of tensors
+        that an engine must load in one call. `aliases`: by name, the other names of the same values.
+
+        Raises ValueError for an unsupported dtype, TypeError for arguments of other types.
         """
         self._dtype = None if dtype is None else cast_target(dtype)
         self.casts_to_engines = dtype == "engine"
@@ -48,15 +49,15 @@ class TensorSource:
         self.replace(tensors or {})
 
     def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Publish these from the next publish on. Tensors of the same memory as before cost a publisher nothing."""
+        """Publish these tensors from now on. If their memory is that of the former ones, nothing is planned again."""
         _require_tensors(tensors)
         have_memory = all(map(is_memory, tensors.values()))
         lie_at = (list(tensors), places(list(tensors.values()))) if have_memory else None
         if lie_at is not None and lie_at == self._places:
-            return  # those before keep their memory alive, so that it is the same
+            return  # the former tensors keep this memory alive, so that equal addresses mean the same memory
         unknown = [f"{name!r} is {t.dtype}" for name, t in tensors.items() if t.dtype not in DTYPE_NAMES]
         if unknown:
-            raise ValueError(f"{', '.join(unknown)}; known: {', '.join(DTYPE_NAMES.values())}")
+            raise ValueError(f"unsupported dtypes: {', '.join(unknown)}; supported: {', '.join(DTYPE_NAMES.values())}")
         tied: dict[Any, list[str]] = {}
         for name, tensor in tensors.items():
             key = memory_key(tensor) if have_memory else id(tensor)
@@ -67,7 +68,7 @@ class TensorSource:
             aliases = [*names[1:], *(alias for known in names for alias in self._aliases.get(known, ()))]
             held.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tuple(aliases), group))
         specs = cast_specs(held, self._dtype)
-        # The same object for the same specs: a publisher then keeps its plan.
+        # Equal specs keep the present object, so that a publisher keeps its plan.
         self._specs = self._specs if specs == self._specs else specs
         self.tensors = MappingProxyType(dict(tensors))
         self._regions = {spec.name: ((whole(spec.shape), tensors[spec.name]),) for spec in specs}
@@ -81,10 +82,10 @@ class TensorSource:
 
 
 def _require_tensors(tensors: object) -> None:
-    """Raises TypeError unless these are tensors by name."""
+    """Raise TypeError unless `tensors` is a mapping of names to tensors."""
     if not isinstance(tensors, Mapping):
         remedy = "pass ModuleSource(model) instead" if isinstance(tensors, nn.Module) else "pass a dict"
-        raise TypeError(f"{type(tensors).__name__} is no mapping of names to tensors: {remedy}")
+        raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a mapping of names to tensors: {remedy}")
     for name, value in tensors.items():
         if not (isinstance(name, str) and isinstance(value, torch.Tensor)):
             raise TypeError(f"{name!r} is {type(value).__name__}; each name must be a str, each value a torch.Tensor")

@@ -1,5 +1,5 @@
-"""A directory of weight versions: what its files are, who may touch which, how one is written and read.
+"""A store: a directory of weight versions, with one writer and many readers.
 
-`address` is the URL, `records` the small files, `locks` who holds what, `files` how files are read and replaced,
-`reading` and `writing` the two sides. Layout and promises are in `docs/store.md`.
+`address`: its URL. `records`: the small files. `locks`: locks of readers and writers. `files`: reading and replacing of
+files. `reading`, `writing`: the two sides. The layout and its guarantees are in `docs/store.md`.
 """

@@ -1,4 +1,4 @@
-"""The URL of a store: `file:///dir?num_slots=3&num_threads=4`. All its options are in it, so that they travel."""
+"""The URL of a store: `file:///dir?num_slots=3&num_threads=4`. It has all options, so that both sides get them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ SCHEME = "file"
 MAX_SLOTS = 64
 MAX_THREADS = 256
 MAX_BUFFERS = 8
-"""Buckets that a writer, or a reader that streams, has in memory at once, however many threads it may have."""
+"""Limit on the buckets that a writer, or a streaming reader, has in memory at once, whatever `num_threads` is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreAddress:
     """A store's directory and its options for writing and reading.
 
-    `num_slots`: how many versions are kept before the oldest is overwritten; `max_slots`: how many there may be while
-    readers hold the others (default: two more). `num_threads`: files per version, written and read at once, as far as
-    there are buckets for them, and `MAX_BUFFERS` allows. `fsync`: wait for the disk before a version is committed.
+    `num_slots`: number of versions that are kept before the oldest is overwritten. `max_slots`: limit while readers
+    have pinned the others (default: two more). `num_threads`: number of files per version, which are written and read
+    concurrently, up to the number of buckets and `MAX_BUFFERS`. `fsync`: wait for the disk before a version is
+    committed.
     """
 
     directory: Path
@@ -31,9 +32,9 @@ class StoreAddress:
 
     @classmethod
     def parse(cls, url: str) -> StoreAddress:
-        """Raises ValueError for another scheme, a relative path, an unknown option or one out of range; TypeError."""
+        """Parse a URL. Raises ValueError for another scheme, a relative path, a wrong option; TypeError."""
         if not isinstance(url, str):
-            raise TypeError(f"{url!r:.80} is not the URL of a store; write it as text, such as 'file:///dir'")
+            raise TypeError(f"{url!r:.80} is not the URL of a store; pass a str such as 'file:///dir'")
         parts = urllib.parse.urlsplit(url)
         if parts.scheme != SCHEME or not parts.path.startswith("/") or parts.fragment:
             known = f"file://{os.path.abspath(url)}" if url and not parts.scheme else "file:///absolute/directory"

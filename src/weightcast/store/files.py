@@ -1,7 +1,7 @@
-"""Files of a store: read whole, replaced atomically, grown before they are written, cut into places for buckets.
+"""Files of a store: small ones are read whole and replaced atomically, data files are allocated and laid out.
 
-Invariants: no file is ever mapped, so that one that is cut short or slow is an error, never a signal; what lies in the
-store's directory is a regular file or a directory, or is refused: links are not followed, FIFOs are not waited for.
+Invariants: no file is mapped, so that a truncated file is an error and not a signal; in the store's directory only
+regular files and directories are accepted: links are not followed, FIFOs are not opened.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KINDS = {
 
 
 def slot_path(directory: Path, slot: int) -> Path:
-    """The directory of a slot, which need not be there. Raises IntegrityError if something else is in its place."""
+    """Return the directory of a slot, which may not exist. Raises IntegrityError if it is not a directory."""
     path = directory / SLOTS / str(slot)
     check_folder(path.parent)
     check_folder(path)
@@ -54,7 +54,7 @@ def slot_path(directory: Path, slot: int) -> Path:
 
 
 def slot_numbers(directory: Path) -> set[int]:
-    """The slots that are there, of those that a pointer could name. Raises IntegrityError, FileNotFoundError."""
+    """Return the numbers of the existing slots. Raises IntegrityError, FileNotFoundError."""
     check_folder(directory / SLOTS)
     names = (path.name for path in (directory / SLOTS).iterdir())
     known = map(str, range(MAX_STORED_SLOTS))
@@ -62,7 +62,7 @@ def slot_numbers(directory: Path) -> set[int]:
 
 
 def check_folder(path: Path) -> None:
-    """Raises IntegrityError if there is anything but a directory, a link to one included."""
+    """Raise IntegrityError if the path exists and is not a directory; a link to one is refused, too."""
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISDIR(mode):
@@ -70,7 +70,7 @@ def check_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a directory, if it is not there. Raises InsufficientMemoryError, OSError."""
+    """Create a directory unless it exists. Raises InsufficientMemoryError, OSError."""
     try:
         with room_for(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -79,9 +79,9 @@ def make_folder(path: Path) -> None:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open a regular file. Raises IntegrityError if something else is in its place, OSError.
+    """Open a regular file. Raises IntegrityError if the path is not a regular file, OSError.
 
-    InsufficientMemoryError if it is to be made and there is no room.
+    Raises InsufficientMemoryError if the file is to be created and there is no room.
     """
     try:
         with room_for(path):
@@ -98,7 +98,7 @@ def open_file(path: Path, flags: int) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, if it is there. Raises IntegrityError if it is a directory, OSError."""
+    """Remove a file if it exists. Raises IntegrityError if it is a directory, OSError."""
     try:
         path.unlink(missing_ok=True)
     except IsADirectoryError as exc:
@@ -107,11 +107,11 @@ def remove(path: Path) -> None:
 
 def _misplaced(path: Path, mode: int, expected: str) -> IntegrityError:
     found = _KINDS.get(stat.S_IFMT(mode), "something else")
-    return IntegrityError(f"{path} is {found}, {expected} was expected: it is not a store's; remove it, publish again")
+    return IntegrityError(f"{path} is {found}, expected {expected}: remove it, and publish again")
 
 
 def must_read(path: Path) -> Translated:
-    """Reading a file that is there, or was: raises IntegrityError for any OSError."""
+    """Return a context that raises IntegrityError for any OSError of reading the file `path`."""
 
     def raise_as_files(error: OSError) -> NoReturn:
         is_missing = isinstance(error, FileNotFoundError)
@@ -129,10 +129,10 @@ def data_name(file: int | str) -> str:
 
 
 class FileLayout:
-    """Places of a manifest's buckets in `num_files` files, as many for each origin, one behind the other, aligned.
+    """Aligned offsets of a manifest's buckets in `num_files` files, equally many for each origin.
 
-    Bucket k of an origin is in the origin's file number k modulo their number. An origin has several files since a
-    filesystem lets only one thread at a time write into a file.
+    Bucket k of an origin with n files is in its file k mod n. An origin may have several files, since a filesystem lets
+    only one thread at a time write to a file.
     """
 
     def __init__(self, manifest: Manifest, num_files: int) -> None:
@@ -150,14 +150,14 @@ class FileLayout:
                 self.sizes_bytes[file] = -(-end // FILE_ALIGNMENT_BYTES) * FILE_ALIGNMENT_BYTES
 
     def at(self, index: int) -> tuple[int, int]:
-        """The file and the offset in bytes of a bucket."""
+        """Return the file number and the offset in bytes of a bucket."""
         return self._places[index]
 
 
 def read_file(path: Path, max_bytes: int) -> bytes | None:
-    """A small file as it is now, opened afresh; None if there is none. Raises IntegrityError.
+    """Return the present content of a small file; None if it does not exist. Raises IntegrityError.
 
-    A file that a network filesystem has replaced under our hands is opened again.
+    It is opened again if it becomes stale because another NFS client has replaced it.
     """
     for _ in range(_STALE_TRIES):
         with must_read(path):
@@ -169,7 +169,8 @@ def read_file(path: Path, max_bytes: int) -> bytes | None:
                         data += more
                         if len(data) > max_bytes:
                             raise IntegrityError(
-                                f"{path} has more than {max_bytes} bytes: it is no file of a weightcast store"
+                                f"{path} has more than {max_bytes} bytes, so it is not a file of a weightcast store: "
+                                "remove it, and publish again"
                             )
                     return data
                 finally:
@@ -179,13 +180,13 @@ def read_file(path: Path, max_bytes: int) -> bytes | None:
             except OSError as exc:
                 if exc.errno != errno.ESTALE:
                     raise
-    raise IntegrityError(f"{path} went stale {_STALE_TRIES} times while it was read")
+    raise IntegrityError(f"{path} was replaced {_STALE_TRIES} times while it was read: read it again")
 
 
 def replace_file(path: Path, data: bytes, *, fsync: bool = False) -> None:
-    """Make `data` the file's content, in one step for those who open it. A crash leaves the former content.
+    """Replace the file's content by `data`, atomically for readers. A crash leaves the former content.
 
-    The new file is closed before it gets its name, which is when a network filesystem has its bytes.
+    The new file is closed before it is renamed, since a network filesystem sends its bytes upon close.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
@@ -225,14 +226,14 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def read_at(descriptor: int, parts: Sequence[memoryview], offset: int, path: Path) -> None:
-    """Fill `parts`, one after the other. Raises IntegrityError if the file ends before, or can't be read."""
+    """Fill `parts`, one after another. Raises IntegrityError if the file is too short, or can't be read."""
     left, end = list(parts), offset + sum(map(len, parts))
     try:
         while left:
             num_bytes = os.preadv(descriptor, left, offset)
             if not num_bytes:
                 raise IntegrityError(
-                    f"{path} ends after {offset} bytes, {end} were expected: it was cut short; publish again"
+                    f"{path} ends after {offset} bytes, expected {end}: it was truncated; publish again"
                 )
             offset += num_bytes
             while left and num_bytes >= len(left[0]):
@@ -244,9 +245,9 @@ def read_at(descriptor: int, parts: Sequence[memoryview], offset: int, path: Pat
 
 
 def grow(paths: Sequence[Path], descriptors: Sequence[int], sizes_bytes: Sequence[int]) -> None:
-    """Have the filesystem set aside what the files need; they are never shrunk.
+    """Allocate the files' space in the filesystem; files are never shrunk.
 
-    Raises InsufficientMemoryError, with the files as they were, if there is no room.
+    Raises InsufficientMemoryError, with the files unchanged, if there is no room.
     """
     former = [os.fstat(descriptor) for descriptor in descriptors]
 
@@ -263,26 +264,26 @@ def grow(paths: Sequence[Path], descriptors: Sequence[int], sizes_bytes: Sequenc
 
 
 def room_for(path: Path) -> Translated:
-    """Writing there: raises InsufficientMemoryError if there is no room, any other OSError as it is."""
+    """Return a context that raises InsufficientMemoryError for an OSError of missing room; others are raised on."""
 
     def raise_as_memory(error: OSError) -> None:
         if error.errno not in _NO_SPACE:
             return
         what, remedy = f"{error.strerror}", "Free space, or use fewer slots (num_slots)"
         if error.errno == errno.EDQUOT:
-            what = f"{what}: of bytes, or of files"
+            what = f"{what} (of bytes or of files)"
             remedy = "Free some, have the quota raised, or use fewer slots (num_slots)"
         elif error.errno == errno.ENOSPC and (free := _without_inodes(path)) is not None:
-            what = f"the filesystem has no inodes left, which every file takes one of, though {free} bytes are free"
-            remedy = "Remove files there, or make the filesystem with more inodes"
-        found = f"no room for {path}: {what}; the version before stays. {remedy}"
+            what = f"the filesystem has no inodes left, though {free} bytes are free"
+            remedy = "Remove files there, or create the filesystem with more inodes"
+        found = f"no room for {path}: {what}; the former version stays. {remedy}"
         raise InsufficientMemoryError(found) from error
 
     return Translated(OSError, raise_as_memory)
 
 
 def _without_inodes(path: Path) -> int | None:
-    """The bytes that are free, if the filesystem that `path` was to be on has no inodes left."""
+    """Return the free bytes of the filesystem of `path` if it has no inodes left; else None."""
     folder = next((folder for folder in path.parents if folder.is_dir()), path)
     with contextlib.suppress(OSError):
         found = os.statvfs(folder)
@@ -292,7 +293,7 @@ def _without_inodes(path: Path) -> int | None:
 
 
 def is_in_memory(path: Path) -> bool:
-    """Return whether a directory's filesystem keeps its files in host memory."""
+    """Return whether a directory's filesystem keeps its files in host memory (tmpfs)."""
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as lines:

@@ -1,8 +1,8 @@
-"""Kernel-held locks on ranges of files: who reads a slot, who writes it, who writes the store.
+"""Kernel locks on ranges of files, taken by a slot's readers and writer and by the store's writer.
 
-Open-file-description locks (fcntl(2), F_OFD_SETLK): a crash releases them, threads with descriptors of their own
-exclude each other, NFS forwards them to its server. A forked child closes what it inherits, so that the end of the
-process that took a lock is the lock's end.
+They are open-file-description locks (fcntl(2), F_OFD_SETLK): a crash releases them, threads with separate descriptors
+exclude each other, and NFS forwards them to its server. A forked child closes the inherited descriptors, so that a lock
+ends with the process that took it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class LockFile:
     """An open file whose byte ranges are locked. Closing it, or the end of the process, releases all of them."""
 
     def __init__(self, path: Path, flags: int) -> None:
-        """Raises OSError as open(2); else as `open_file`."""
+        """Open the file. Raises what `open_file` raises."""
         self.path = path
-        # Unbuffered, so that a child's close writes nothing.
+        # Unbuffered, so that closing it in a child writes nothing.
         self._file = close_in_child(io.FileIO(open_file(path, flags), "rb"))
         self.is_writable = flags & os.O_ACCMODE != os.O_RDONLY
 
@@ -48,17 +48,17 @@ class LockFile:
 
     @property
     def is_open(self) -> bool:
-        """False once it was closed, and in a process that was forked from the one that opened it."""
+        """False after `close`, and in a child forked from the process that opened it."""
         return not self._file.closed
 
     def is_current(self) -> bool:
-        """Return whether the path still names this file, so that others who open the path find its locks."""
+        """Return whether the path still names this file, so that others who open the path see its locks."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return os.path.samestat(os.lstat(self.path), os.fstat(self.descriptor))
         return False
 
     def try_lock(self, start: int = 0, size: int = _TO_END) -> bool:
-        """Take a range, exclusively if the file was opened for writing. False if another process has some of it."""
+        """Lock a range, exclusively if the file was opened for writing. Returns False if another process has a part."""
         kind = fcntl.F_WRLCK if self.is_writable else fcntl.F_RDLCK
         try:
             self._call(fcntl.F_OFD_SETLK, kind, start, size)
@@ -67,11 +67,13 @@ class LockFile:
         return True
 
     def unlock_from(self, start: int) -> None:
-        """Release what was taken from byte `start` on."""
+        """Release the locks from byte `start` on."""
         self._call(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, start, _TO_END)
 
     def conflict(self, start: int = 0, size: int = _TO_END) -> tuple[int, int] | None:
-        """One of the ranges that others hold of this one, as (start, size), size 0 for one without end; None: none."""
+        """Return a range that others have locked in this one, as (start, size), size 0 if endless; None if there is
+        none.
+        """
         kind, _, first, found, _ = _FLOCK.unpack(self._call(fcntl.F_OFD_GETLK, fcntl.F_WRLCK, start, size))
         return None if kind == fcntl.F_UNLCK else (first, found)
 
@@ -90,14 +92,14 @@ class LockFile:
             if exc.errno in (errno.EAGAIN, errno.EACCES):
                 raise
             raise UnsupportedError(
-                f"{self.path} can't be locked ({exc.strerror}): a store needs a filesystem with byte-range locks"
+                f"{self.path} can't be locked ({exc.strerror}): put the store on a filesystem with byte-range locks"
             ) from exc
 
 
 def pin(path: Path, reader: ReaderRecord) -> LockFile | None:
-    """Hold a slot for reading by a lock on one record of its `pins`, which then names `reader`; None during a write.
+    """Pin a slot for reading, by a lock on one record of its `pins`, which then names `reader`; None during a write.
 
-    If the file can't be written the record stays without a name. Raises IntegrityError if there is no such file.
+    If the file can't be written, the record has no name. Raises IntegrityError if there is no such file.
     """
     with must_read(path):
         try:
@@ -120,14 +122,14 @@ def pin(path: Path, reader: ReaderRecord) -> LockFile | None:
 
 
 def readers(path: Path) -> list[str]:
-    """Who holds pins of a slot now, each by what it wrote there. Raises IntegrityError, OSError."""
+    """Return descriptions of the readers that have pinned a slot. Raises IntegrityError, OSError."""
     found, ranges = list[str](), [(0, PINS_BYTES)]
     with contextlib.closing(LockFile(path, os.O_RDONLY)) as file:
         while ranges:
-            # The kernel reports any one lock of a range, not the first: look on both sides of it.
+            # The kernel reports any one lock in a range, not the first: search on both sides of it.
             start, end = ranges.pop()
             conflict = file.conflict(start, end - start)
-            if conflict is None or conflict[1] != PIN_BYTES:  # the writer's has more than a record
+            if conflict is None or conflict[1] != PIN_BYTES:  # the writer's lock is larger than a record
                 continue
             record, name = max(start, conflict[0]), "a reader that could not write its name"
             with contextlib.suppress(ManifestError):

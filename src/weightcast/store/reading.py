@@ -1,7 +1,7 @@
-"""The reading side of a store: what is newest, held against being overwritten, its bytes, and who reads and writes it.
+"""The reading side of a store: finds versions, pins them against being overwritten, reads them.
 
-Invariants: bytes are read only from a slot that is pinned and whose seal is of the version that is read; what a file
-holds is believed only after its digest was checked. A poll without news is one small file read.
+Invariants: bytes are read only from a pinned slot with the seal of the requested version; a file's content is used only
+after its digest was checked. A poll without a new version reads one small file.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from weightcast.store.locks import LockFile
 from weightcast.store.records import Commit, SlotInfo, Stored, StoreInfo, WriterRecord, read_record, this_reader
 
 _ANY = "any version yet: publish one first"
-_PREVIOUS = "the version before the newest: only one was published, or it is overwritten"
+_PREVIOUS = "the version before the newest: only one was published, or it was overwritten"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WriterState:
-    """The last writer of a store, and whether it still holds the store's lock."""
+    """The last writer of a store. `is_alive`: it still has the store's lock."""
 
     record: WriterRecord | None
     is_alive: bool
@@ -40,9 +40,9 @@ class WriterState:
 def pinned(
     directory: Path, *, previous: bool = False, version: WeightVersion | int | None = None, label: str = ""
 ) -> PinnedVersion:
-    """Hold the newest version of a store, or the one before, or `version`: see `StoreReader.pin` and `pin_number`.
+    """Pin the newest version of a store, or the one before, or `version`: see `StoreReader.pin` and `pin_number`.
 
-    Raises VersionNotFoundError if it is not there, IntegrityError.
+    Raises VersionNotFoundError if the store lacks it, IntegrityError.
     """
     reader = StoreReader(directory, label=label)
     if previous:
@@ -59,7 +59,7 @@ def pinned(
 
 
 class StoreReader:
-    """Reads the versions of a store, which need not be there yet. Calls come from one thread at a time."""
+    """Reads the versions of a store, which may not exist yet. Call it from one thread at a time."""
 
     def __init__(self, directory: Path, *, label: str = "") -> None:
         self.directory = directory
@@ -67,14 +67,14 @@ class StoreReader:
         self._manifests: dict[str, Manifest] = {}
 
     def commit(self) -> Commit | None:
-        """The pointer as it is now; None if nothing was ever committed.
+        """Return the present pointer; None if nothing was ever committed.
 
         Raises IntegrityError if the file is not a store's pointer.
         """
         return read_record(self.directory / files.POINTER, Commit)
 
     def writer(self) -> WriterState:
-        """Who writes, or wrote last."""
+        """Return the present or last writer."""
         record, path = read_record(self.directory / files.WRITER, WriterRecord), self.directory / files.WRITER_LOCK
         with files.must_read(path):
             try:
@@ -85,16 +85,16 @@ class StoreReader:
             return WriterState(record, lock.conflict() is not None)
 
     def pin(self, version: WeightVersion | None = None) -> PinnedVersion | None:
-        """Hold the newest version, or `version`, if that is the newest, or whole and about to be; None if it is not.
+        """Pin the newest version, or `version` if it is the newest, or sealed and about to be; None if it is neither.
 
-        A version that is about to be the newest is meant for the engines of its own publish. Waits only while a slot
-        changes hands. Raises IntegrityError if a part of the version is missing or damaged.
+        A sealed but uncommitted version is for the engines of the publish in progress. Waits only while another process
+        locks the slot briefly. Raises IntegrityError if a part of the version is missing or damaged.
         """
         deadline, pause = Deadline(GRACE_SECONDS), 0.001
         while (commit := self._commit_of(version)) is not None:
             pinned = self._pin(commit.newest, must_hold=deadline.has_passed)
             if pinned is not None:
-                # Once more: a newer version may have been committed meanwhile.
+                # Read the pointer again: a newer version may have been committed meanwhile.
                 if (again := self._commit_of(version)) is not None and again.newest == commit.newest:
                     return pinned
                 pinned.close()
@@ -103,7 +103,7 @@ class StoreReader:
         return None
 
     def pin_newest(self, known: WeightVersion | None) -> PinnedVersion | None:
-        """Hold the newest version; None if it is `known`, or there is none. Raises as `pin`."""
+        """Pin the newest version; None if it is `known`, or there is none. Raises what `pin` raises."""
         commit = self.commit()
         if commit is None or commit.newest.version == known:
             return None
@@ -116,19 +116,19 @@ class StoreReader:
     def _commit_of(self, version: WeightVersion | None) -> Commit | None:
         if version is None:
             return self.commit()
-        # In this order: a commit makes the one file the other.
+        # In this order, since a commit renames the first file to the second.
         commits = (read_record(self.directory / files.NEXT, Commit), self.commit())
         return next((commit for commit in commits if commit is not None and commit.newest.version == version), None)
 
     def pin_previous(self) -> PinnedVersion | None:
-        """Hold the version before the newest; None if there is none, or if it has been overwritten."""
+        """Pin the version before the newest; None if there is none, or if it was overwritten."""
         commit = self.commit()
         return None if commit is None or commit.previous is None else self._pin(commit.previous, must_hold=False)
 
     def pin_number(self, number: int) -> PinnedVersion | None:
-        """Hold the version of that number in the slot that still has all of it: of several runs the one committed last.
+        """Pin the version of this number; if several runs have it, the one that was committed last.
 
-        Returns None if no slot has it, or if it was never committed.
+        Returns None if no slot has all of it, or if it was never committed.
         """
         for stored in self.complete_versions():
             if stored.number == number and (pinned := self._pin(stored, must_hold=False)) is not None:
@@ -136,22 +136,25 @@ class StoreReader:
         return None
 
     def complete_versions(self) -> list[Stored]:
-        """Every version that is whole in a slot, the newest first. A slot that can't be read is left out."""
+        """Return every complete version, the newest first. A slot that can't be read is skipped."""
         found, commit = list[Stored](), self.commit()
         for slot in () if commit is None else files.slot_numbers(self.directory):
             with contextlib.suppress(IntegrityError):
                 sealed = read_record(files.slot_path(self.directory, slot) / files.SEAL, Commit)
-                # A version that is sealed and not yet committed is later than the newest one.
+                # A sealed but uncommitted version is later than the newest one, and is not included.
                 if sealed is not None and commit and sealed.newest.committed_at <= commit.newest.committed_at:
                     found.append(sealed.newest)
         return sorted(found, key=lambda stored: stored.committed_at, reverse=True)
 
     def _pin(self, stored: Stored, *, must_hold: bool) -> PinnedVersion | None:
-        """None if the slot is being written or holds another version; with `must_hold` that is an IntegrityError."""
+        """Pin a slot.
+
+        None if it is being written or has another version; with `must_hold` this is an IntegrityError.
+        """
         slot = files.slot_path(self.directory, stored.slot)
         lock = locks.pin(slot / files.PINS, this_reader(self._label))
         if lock is None:
-            problem = f"{slot} is locked for writing, but version {stored.number} is said to be in it"
+            problem = f"{slot} is locked for writing, but by the pointer it has version {stored.number}"
         else:
             with on_failure(lock.close):
                 sealed = read_record(slot / files.SEAL, Commit)
@@ -161,7 +164,7 @@ class StoreReader:
             found = "no whole version"
             if sealed is not None:
                 found = f"version {sealed.newest.number} of run {sealed.newest.run}"
-            problem = f"{slot} holds {found}, version {stored.number} of run {stored.run} was expected"
+            problem = f"{slot} has {found}, expected version {stored.number} of run {stored.run}"
         if must_hold:
             raise IntegrityError(problem)
         return None
@@ -176,16 +179,20 @@ class StoreReader:
             raise files.missing(path)
         found = hashlib.sha256(data).hexdigest()
         if found != stored.manifest_digest:
-            raise IntegrityError(f"the digest of {path} is {found}, the pointer says {stored.manifest_digest}")
+            raise IntegrityError(
+                f"the digest of {path} is {found}, the pointer says {stored.manifest_digest}: publish again"
+            )
         manifest = Manifest.decode(data)
         if len(manifest.buckets) != stored.num_buckets:
-            raise IntegrityError(f"{path} has {len(manifest.buckets)} buckets, the pointer says {stored.num_buckets}")
+            raise IntegrityError(
+                f"{path} has {len(manifest.buckets)} buckets, the pointer says {stored.num_buckets}: publish again"
+            )
         self._manifests = {stored.manifest_digest: manifest}
         return manifest
 
 
 class PinnedVersion(ClosedOnExit):
-    """A version that no writer touches until `close`, or until this process ends. `read` may run in several threads."""
+    """A version that no writer overwrites until `close`, or the end of this process. `read` is thread-safe."""
 
     def __init__(self, slot: Path, stored: Stored, manifest: Manifest, lock: LockFile) -> None:
         self.stored = stored
@@ -194,8 +201,8 @@ class PinnedVersion(ClosedOnExit):
         num_files, num_origins = stored.num_files, len(manifest.spans)
         if num_files % num_origins:
             raise IntegrityError(
-                f"{slot} has {num_files} data files by its seal, the manifest there has buckets of {num_origins} "
-                "origins, which have as many files each: they are not of one version; publish again"
+                f"{slot} has {num_files} data files by its seal, but its manifest has {num_origins} origins, of which "
+                "each has the same number of files: the two are not of one version; publish again"
             )
         self._layout = files.FileLayout(manifest, num_files)
         self._paths = [slot / files.data_name(file) for file in range(stored.num_files)]
@@ -214,9 +221,9 @@ class PinnedVersion(ClosedOnExit):
         files.read_at(self._descriptors[file], parts, offset, self._paths[file])
 
     def payloads(self) -> Iterator[torch.Tensor]:
-        """Each bucket's payload, read, checked and decoded, in the memory of one: it is valid until the next.
+        """Yield each bucket's payload, read, checked and decoded, valid until the next. Memory: one bucket.
 
-        Raises IntegrityError: at the end too, if the buckets are not those of one version.
+        Raises IntegrityError, also at the end, if the buckets are not of one version.
         """
         manifest, origins = self.manifest, self.manifest.bucket_origins
         buffer, digests = BucketBuffer.of(torch.empty(slot_size_bytes(manifest), dtype=torch.uint8)), []
@@ -228,7 +235,7 @@ class PinnedVersion(ClosedOnExit):
         root = root_digest(self.stored.manifest_digest, digests)
         if root != self.stored.root:
             raise IntegrityError(
-                f"the buckets of version {self.stored.number} have the root {root}, its seal says "
+                f"the buckets of version {self.stored.number} have the root digest {root}, its seal says "
                 f"{self.stored.root}: they are not of one version; publish again"
             )
 
@@ -240,7 +247,7 @@ class PinnedVersion(ClosedOnExit):
 
 
 def store_status(directory: Path) -> StoreInfo:
-    """Return a store's content, readers and writer, for people. Changes nothing and never blocks on a lock.
+    """Return a store's versions, readers and writer. Changes nothing and never blocks on a lock.
 
     Raises VersionNotFoundError if there is no version, IntegrityError if a record is damaged.
     """
@@ -263,5 +270,7 @@ def store_status(directory: Path) -> StoreInfo:
 
 def _not_found(directory: Path, what: str) -> VersionNotFoundError:
     if not directory.is_dir():
-        return VersionNotFoundError(f"the store {directory} is not there: no such directory; is it the right one?")
+        return VersionNotFoundError(
+            f"the store {directory} is not there: no such directory; check the path, or publish first"
+        )
     return VersionNotFoundError(f"the store {directory} does not hold {what}")

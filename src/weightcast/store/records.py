@@ -1,6 +1,6 @@
-"""The small files of a store, typed JSON with a digest over itself: the pointer, the seals, who writes and reads.
+"""The small files of a store: the pointer, the seals, the writer's and readers' records, as JSON with a digest.
 
-Invariant: a record is replaced as a whole or not at all, and one whose digest does not fit is never believed.
+Invariant: a record is replaced as a whole or not at all, and a record with a wrong digest is never used.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ MAX_RECORD_BYTES = 64 << 10
 MAX_REASON_CHARACTERS = 2000
 _MAX_UNIX_TIME = 253_402_300_799
 """The end of the year 9999, the last that a date can show."""
-_REMEDY = "close the publishers, remove this file, and publish again: the next version is the newest then"
+_REMEDY = "close the publishers, remove this file, and publish again: the next version will then be the newest"
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """A version in a slot: `num_files` data files, `root` as the wire format has it; the time is the writer's clock."""
+    """A version in a slot: `num_files` data files, the `root` digest; `committed_at` is by the writer's clock."""
 
     run: RunId
     number: VersionNumber
@@ -53,9 +53,9 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """`current.json`, `next.json` and every slot's `seal.json`: a version is whole.
+    """`current.json`, `next.json` and every slot's `seal.json`: a complete version.
 
-    The pointer, and what is to be the pointer, name the one before as well.
+    `current.json` and `next.json` name the version before, too.
     """
 
     format: str
@@ -65,9 +65,10 @@ class Commit(msgspec.Struct, frozen=True):
 
 
 class WriterRecord(msgspec.Struct, frozen=True):
-    """`writer.json`: who has or had `writer.lock`; `attempt` counts updates, `aborted` says why the last one ended.
+    """`writer.json`: the process that has or had `writer.lock`. `attempt`: count of updates. `aborted`: why the last
+    one ended.
 
-    `number`: of the last version that was begun, by this writer or one before.
+    `number`: that of the last version that was begun, by this or a former writer.
     """
 
     format: str
@@ -84,14 +85,14 @@ class WriterRecord(msgspec.Struct, frozen=True):
 
 
 class SlotAttempt(msgspec.Struct, frozen=True):
-    """The publishing rank to those that lead other origins: the slot that is written, in the writer's attempt."""
+    """From the publishing rank to the leaders of other origins: the slot to write, and the writer's attempt."""
 
     slot: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STORED_SLOTS)]
     attempt: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ReaderRecord(msgspec.Struct, frozen=True):
-    """A record of a slot's `pins`: who holds the lock on it."""
+    """A record of a slot's `pins`: the reader that has the lock on it."""
 
     host: str
     pid: int
@@ -102,7 +103,7 @@ class ReaderRecord(msgspec.Struct, frozen=True):
 
 
 class SlotInfo(msgspec.Struct, frozen=True):
-    """`num_bytes`: what its files take of the filesystem. `readers`: who holds it now."""
+    """State of a slot. `num_bytes`: space that its files take. `readers`: the readers that have pinned it."""
 
     number: int
     num_bytes: int
@@ -110,7 +111,7 @@ class SlotInfo(msgspec.Struct, frozen=True):
 
 
 class StoreInfo(msgspec.Struct, frozen=True):
-    """`writer`: the last one, as a text; `is_written`: it still has the store."""
+    """State of a store. `writer`: description of the last writer. `is_written`: it still has the store open."""
 
     newest: Stored
     previous: Stored | None
@@ -123,20 +124,20 @@ R = TypeVar("R", Commit, WriterRecord)
 
 
 def seal(record: R) -> bytes:
-    """The record's encoding, with the digest of the same encoding without one."""
+    """Encode a record with a digest, which covers its encoding without the digest."""
     return encode(msgspec.structs.replace(record, digest=_digest(record)))
 
 
 def unseal(data: bytes, kind: type[R], path: Path) -> R:
-    """Read a record of the file `path`. Raises IntegrityError if it is none, or not what was written."""
+    """Decode a record of the file `path`. Raises IntegrityError if it is invalid, or was changed."""
     try:
         record: R = decode(data, kind, max_bytes=MAX_RECORD_BYTES)
     except ManifestError as exc:
         raise IntegrityError(f"{path} is not a record of a weightcast store: {exc}; {_REMEDY}") from exc
     if record.format != FORMAT:
         raise IntegrityError(
-            f"{path} says it is {record.format!r}, expected {FORMAT!r}: another program or protocol wrote this store; "
-            "read it with that one, and publish into an empty directory"
+            f"{path} has the format {record.format!r}, expected {FORMAT!r}: another program or protocol version wrote "
+            "this store; read it with that one, or publish into an empty directory"
         )
     if record.digest != _digest(record):
         raise IntegrityError(f"{path} was changed: its digest does not fit; {_REMEDY}")
@@ -144,7 +145,7 @@ def unseal(data: bytes, kind: type[R], path: Path) -> R:
 
 
 def read_record(path: Path, kind: type[R]) -> R | None:
-    """The record in a file; None if there is no file. Raises IntegrityError."""
+    """Read a file's record; None if there is no file. Raises IntegrityError."""
     data = read_file(path, MAX_RECORD_BYTES)
     return None if data is None else unseal(data, kind, path)
 

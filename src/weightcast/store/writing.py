@@ -1,12 +1,12 @@
-"""The writing side of a store: one writer, a slot that no reader has pinned, the pointer last.
+"""The writing side of a store: one writer fills a slot that no reader has pinned, and then replaces the pointer.
 
-If a version is sent from several origins, the publishing rank has the writer, which takes the slot, makes room in all
-files and seals. A rank that leads another origin writes the files of that origin alone, under a lock of its own.
+If a version is sent from several origins, the publishing rank has the writer, which locks the slot, allocates all files
+and seals. A rank that leads another origin writes only that origin's files, under another lock.
 
-Invariants: the current version's slot is never touched, nor one that a reader has pinned, or an origin's rank of a
-former attempt may still write to; a slot's seal is gone before its first byte changes and comes back after its last; a
-sealed version is only for readers that ask for it by name, until the pointer moves to it, and that only if it is still
-what this writer saw last. A failure before that leaves the version before.
+Invariants: never overwritten are the current version's slot, a slot pinned by a reader, and a slot that a rank of an
+earlier attempt may still be writing; a slot's seal is removed before its first byte changes and written after its last;
+a sealed version is read only by readers that ask for it by number, until the pointer names it; the pointer is replaced
+only if it is still the one that this writer saw last. A failure before that leaves the former version.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _OURS = {files.POINTER, files.NEXT, files.WRITER, files.WRITER_LOCK, files.SLOTS
 
 
 class OriginFiles:
-    """Data files of a slot that is being written, open: those that some of the version's buckets lie in."""
+    """The open data files of a slot that is being written, which contain some of the version's buckets."""
 
     def __init__(self, slot: Path, layout: files.FileLayout, span: range) -> None:
-        """`span`: the numbers of the buckets. Raises IntegrityError if something else is in a file's place, OSError."""
+        """`span`: the numbers of the buckets. Raises IntegrityError if a path is not a regular file, OSError."""
         self._layout = layout
         self._span = span
         self._open: dict[int, tuple[Path, int]] = {}
@@ -71,7 +71,7 @@ class OriginFiles:
                 self._open[file] = path, files.open_file(path, os.O_RDWR)
 
     def write(self, number: int, data: memoryview) -> None:
-        """Write header and payload of one of these buckets, the first of which is number 0; from any thread.
+        """Write header and payload of one of these buckets, counted from 0. Thread-safe.
 
         Raises InsufficientMemoryError, OSError.
         """
@@ -81,7 +81,7 @@ class OriginFiles:
             files.write_at(descriptor, data, offset)
 
     def finish(self, *, fsync: bool) -> None:
-        """All was written: close them, which is when a network filesystem's server has the bytes. Idempotent.
+        """Close the files after all was written, so that a network filesystem's server has the bytes. Idempotent.
 
         Raises InsufficientMemoryError, OSError.
         """
@@ -95,10 +95,10 @@ class OriginFiles:
                     os.close(descriptor)
 
     def close(self) -> None:
-        """Close them, also half written. Idempotent."""
+        """Close the files, also partly written ones. Idempotent."""
         while self._open:
             _, (_, descriptor) = self._open.popitem()
-            with contextlib.suppress(OSError):  # what they hold is given up
+            with contextlib.suppress(OSError):  # their content is discarded anyway
                 os.close(descriptor)
 
 
@@ -113,7 +113,7 @@ class _Slot:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Attempt:
-    """A version on its way into a slot. `sealed`: what the pointer will be, once it is whole."""
+    """A version that is being written. `sealed`: once it is complete, the future content of the pointer."""
 
     version: WeightVersion
     manifest_digest: str
@@ -123,7 +123,7 @@ class _Attempt:
 
 
 class _SlotWriter:
-    """Base of the writers of all origins. `write` may run in several threads, the rest in one."""
+    """Base of the writers of all origins. `write` is thread-safe; call the other methods from one thread."""
 
     def __init__(self, address: StoreAddress, run: str, *, deadline_seconds: float) -> None:
         self._address = address
@@ -138,12 +138,12 @@ class _SlotWriter:
         self._files.write(number, data)
 
     def finish(self) -> None:
-        """Every bucket that is written here was written. See `OriginFiles.finish`."""
+        """Close the files after the last bucket; see `OriginFiles.finish`."""
         assert self._files is not None
         self._files.finish(fsync=self._address.fsync)
 
     def close(self) -> None:
-        """Write no more, and let go of the slot. Idempotent."""
+        """Close the files and release the slot. Idempotent."""
         for part in (self._files, self._slot_lock):
             if part is not None:
                 part.close()
@@ -153,13 +153,13 @@ class _SlotWriter:
 class StoreWriter(_SlotWriter):
     """Writes the versions of one run.
 
-    Memory: none. Disk: the sum of the slots, each of which is as large as the largest version that it ever held.
+    Disk: the sum of the slots, each as large as its largest version so far. Extra memory: none.
     """
 
     def __init__(self, address: StoreAddress, run: str, *, deadline_seconds: float) -> None:
-        """Take the store, and make it if there is none.
+        """Open the store for writing, and create it if there is none.
 
-        Raises EngineBusyError, naming the writer that has it; ValueError if the directory holds other things;
+        Raises EngineBusyError that names the writer that has it open; ValueError if the directory has other files;
         IntegrityError if its pointer is damaged, or not a file; InsufficientMemoryError if there is no room.
         """
         super().__init__(address, run, deadline_seconds=deadline_seconds)
@@ -172,7 +172,7 @@ class StoreWriter(_SlotWriter):
         if foreign and files.WRITER_LOCK not in names:
             found = ", ".join(foreign[:4])
             raise ValueError(
-                f"{self._directory} is no weightcast store, it holds {found}: name an empty or a new directory"
+                f"{self._directory} is not a weightcast store, since it has {found}: name an empty or a new directory"
             )
         self._lock = self._lock_store()
         with on_failure(self._lock.close):
@@ -191,24 +191,24 @@ class StoreWriter(_SlotWriter):
 
     @property
     def last_number(self) -> int:
-        """Number of the version that was begun last, by any writer and with any outcome; -1 if that is unknown."""
+        """Number of the version that was begun last, by any writer and whatever its outcome; -1 if unknown."""
         return self._record.number
 
     @property
     def is_locked(self) -> bool:
-        """False once it was closed, and in a process that was forked from the one that took the store."""
+        """False after `close`, and in a child forked from the process that opened the store."""
         return self._lock.is_open
 
     def ensure_lock(self) -> None:
-        """Make sure that the store is still this writer's. A lock whose file was removed is taken again; a directory
-        that was removed or renamed, or that is empty, is a store without versions again.
+        """Check that this writer still has the store's lock. If the lock's file was removed, lock again; if the
+        directory was removed, renamed or emptied, create the store again, without versions.
 
-        Raises ClosedError in a forked process, EngineBusyError if another writer has got it.
+        Raises ClosedError in a forked process, EngineBusyError if another writer has the store.
         """
         if not self.is_locked:
             raise ClosedError(
-                f"{self._lock.path} is not locked by this process (pid {os.getpid()}) but by pid {self._record.pid}, "
-                "which it was forked from: publish there, or close that publisher and make one here"
+                f"{self._lock.path} is locked by pid {self._record.pid}, from which this process (pid {os.getpid()}) "
+                "was forked: publish in that process, or close the publisher there and make one here"
             )
         if not self._lock.is_current():
             files.make_folder(self._directory)
@@ -217,29 +217,30 @@ class StoreWriter(_SlotWriter):
             lost.close()
             if is_empty and self._seen is not None:
                 logger.warning(
-                    "%s was removed or renamed: it is made again, without the versions before", self._directory
+                    "%s was removed or renamed: it is created again, without the former versions", self._directory
                 )
                 self._seen = self._commit = None
             self._write_record(self._record)
 
     def begin(self, manifest: Manifest, version: WeightVersion, span: range) -> str:
-        """Take a slot for a version and make room in it. Waits while readers hold all slots that there may be.
+        """Choose and allocate a slot for a version. Waits while readers have pinned all slots.
 
-        `span`: the buckets that are written here. Returns what an `OriginWriter` needs to write others.
+        `span`: the buckets that are written here. Returns the `join_at` with which an `OriginWriter` writes the others.
 
-        Raises PeerTimeoutError, naming the readers, at the deadline; InsufficientMemoryError if there is no room;
-        StaleVersionError if the number does not grow within its run, or the store has got another writer; ValueError
-        if it is beyond the limits; IntegrityError if something that is no file is in the place of one.
+        Raises PeerTimeoutError that names the readers at the deadline; InsufficientMemoryError if there is no room;
+        StaleVersionError if the number is not above the last of its run, or another writer has changed the store;
+        ValueError if the number is out of range; IntegrityError if a file's path is not a regular file.
         """
         if not 0 <= version.number <= MAX_VERSION:
-            raise ValueError(f"version {version.number} is not from 0 to {MAX_VERSION}")
+            raise ValueError(f"version is {version.number}; it must be from 0 to {MAX_VERSION}")
         self.ensure_lock()
         newest = self.newest
         if newest is not None and newest.run == version.run and version.number <= newest.number:
             raise StaleVersionError(
-                f"version {version.number} is not above {newest.number}, the store's newest of this run"
+                f"version {version.number} is not above {newest.number}, the store's newest of this run: publish a "
+                "higher version"
             )
-        self._check_pointer()  # whose slot is not ours to write
+        self._check_pointer()  # its slot must not be overwritten
         if self._manifest is None or self._manifest[0] is not manifest:
             self._manifest = manifest, manifest.encode(), manifest.digest()
         _, data, digest = self._manifest
@@ -255,17 +256,18 @@ class StoreWriter(_SlotWriter):
             number = self._record.attempt + 1
             self._write_record(msgspec.structs.replace(self._record, attempt=number, number=version.number, aborted=""))
             if len(span) < len(manifest.buckets):
-                # For the others now. One that still writes here for a former attempt would have kept this writer out.
+                # Unlock the other origins' bytes for their writers. A writer of a former attempt would have blocked
+                # this.
                 slot.lock.unlock_from(locks.PINS_BYTES)
             self._files, self._slot_lock = OriginFiles(slot.path, layout, span), slot.lock
             self._attempt = _Attempt(version, digest, layout, slot)
         return encode(SlotAttempt(slot.number, number)).decode()
 
     def seal(self, digests: list[bytes]) -> Stored:
-        """All files are finished, those of all origins: readers that know of the version can read it.
+        """Seal the version, after the files of all origins are finished: readers can read it by its number.
 
-        `digests`: of all buckets. All that `commit` needs is done. Raises StaleVersionError if the store has got
-        another writer, whose lock this one should have kept out.
+        `digests`: those of all buckets. After it, `commit` needs no room. Raises StaleVersionError if another writer
+        has changed the store in spite of this one's lock.
         """
         attempt, former = self._attempt, self.newest
         assert attempt is not None
@@ -288,20 +290,23 @@ class StoreWriter(_SlotWriter):
         return stored
 
     def commit(self) -> None:
-        """Make the sealed version the newest, for all who read. Needs no room.
+        """Make the sealed version the newest for all readers. Needs no room.
 
-        Raises UpdateAbortedError if none is sealed, StaleVersionError if the store has got another writer,
+        Raises UpdateAbortedError if no version is sealed, StaleVersionError if another writer has changed the store,
         IntegrityError if the seal was removed.
         """
         attempt, path = self._attempt, self._directory / files.NEXT
         if attempt is None or attempt.sealed is None:
-            raise UpdateAbortedError("no version is whole: it was committed or aborted, or buckets of it are missing")
+            raise UpdateAbortedError(
+                "there is no sealed version to commit: it was committed or aborted before, or lacks buckets; publish "
+                "again"
+            )
         self._check_pointer()
         data, found = seal(attempt.sealed), files.read_file(path, MAX_RECORD_BYTES)
         if found is None:
             raise files.missing(path)
         if found != data:
-            # Another writer's, say, whose engines have not taken it yet, and may refuse it.
+            # For example another writer's version, which its engines may still refuse.
             raise self._changed(path)
         os.replace(path, self._directory / files.POINTER)
         self._seen, self._commit, self._attempt = data, attempt.sealed, None
@@ -309,7 +314,7 @@ class StoreWriter(_SlotWriter):
             files.sync_directory(self._directory)
 
     def abort(self, reason: str) -> None:
-        """Give the version up; its slot is free for the next. Says so to waiting readers. Idempotent."""
+        """Abort the version: free its slot, and record the reason for waiting readers. Idempotent."""
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
@@ -321,15 +326,15 @@ class StoreWriter(_SlotWriter):
             if attempt.sealed is not None:
                 data = seal(attempt.sealed)
                 if files.read_file(self._directory / files.POINTER, MAX_RECORD_BYTES) == data:
-                    # A Ctrl-C came right after the commit's rename: the version is the store's newest.
+                    # A Ctrl-C came right after the commit's rename: the version is committed.
                     self._seen, self._commit = data, attempt.sealed
                     return
-            # Who has pinned the slot reads on: the seal is looked at only once, before.
+            # A reader that has pinned the slot goes on: it checks the seal only once, at the beginning.
             for path in (self._directory / files.NEXT, attempt.slot.path / files.SEAL):
                 found = None
                 with contextlib.suppress(IntegrityError):
                     found = read_record(path, Commit)
-                # Another writer, which the lock should have kept out, may have put a version of its own there.
+                # Another writer may have put its version there in spite of the lock.
                 if found is None or found.newest.version == attempt.version:
                     files.remove(path)
             if self._lock.is_current():
@@ -347,9 +352,9 @@ class StoreWriter(_SlotWriter):
         with on_failure(lock.close):
             if not lock.try_lock():
                 holder = self._former_writer()
-                name = "a publisher that has just begun" if holder is None else holder.describe()
+                name = "a publisher that has just started" if holder is None else holder.describe()
                 raise EngineBusyError(
-                    f"{self._directory} is being written by {name}: close it first (asked by run {self._run})"
+                    f"{self._directory} is being written by {name}: close it first (requested by run {self._run})"
                 )
         return lock
 
@@ -363,7 +368,7 @@ class StoreWriter(_SlotWriter):
         files.replace_file(self._directory / files.WRITER, seal(record))
 
     def _sweep(self) -> None:
-        """Remove what a writer that died left half replaced, or not committed."""
+        """Remove temporary and uncommitted files of a writer that died."""
         files.remove(self._directory / files.NEXT)
         for folder in (self._directory, *(files.slot_path(self._directory, number) for number in self._slots())):
             for name in (files.POINTER, files.NEXT, files.WRITER, files.MANIFEST, files.SEAL):
@@ -377,20 +382,20 @@ class StoreWriter(_SlotWriter):
 
     def _changed(self, path: Path) -> StaleVersionError:
         return StaleVersionError(
-            f"{path} was changed by another process while run {self._run} had the store: there were two writers, or "
-            "the filesystem lost a lock; close all publishers and begin again"
+            f"{path} was changed by another process while run {self._run} had the store open: there were two writers, "
+            "or the filesystem lost a lock; close all publishers, and make a new one"
         )
 
     # --- slots ---
 
     def _free_slot(self) -> _Slot:
-        """A slot that no reader has pinned: a new one while there are few, else the oldest, else another new one."""
+        """Return a slot that no reader has pinned: a new one up to `num_slots`, else the oldest, else a new one."""
         for _ in Deadline(self._deadline_seconds).polls():
             known = self._slots()
             previous = None if self._commit is None else self._commit.previous
             if len(known) >= self._address.num_slots:
                 for number in self._by_age(known):
-                    # With more than two slots the version before the newest is there while the next one is written.
+                    # With more than two slots, keep the version before the newest while the next one is written.
                     is_kept = previous is not None and number == previous.slot and self._address.num_slots > 2
                     if is_kept and len(known) < self._address.max_slots:
                         continue
@@ -398,7 +403,7 @@ class StoreWriter(_SlotWriter):
                     if slot is not None:
                         return slot
             if len(known) < self._address.max_slots:
-                # Not the newest version's, whose directory may have been removed.
+                # Not the newest version's number, whose directory may have been removed.
                 taken = known if self.newest is None else known | {self.newest.slot}
                 number = next(n for n in range(len(taken) + 1) if n not in taken)
                 files.make_folder(files.slot_path(self._directory, number))
@@ -413,7 +418,7 @@ class StoreWriter(_SlotWriter):
         return files.slot_numbers(self._directory)
 
     def _by_age(self, known: set[int]) -> list[int]:
-        """The slots that may be overwritten: without a whole version first, the version before the newest last."""
+        """Return the slots that may be overwritten: incomplete ones first, the version before the newest last."""
         newest, previous = self.newest, None if self._commit is None else self._commit.previous
         kept = None if previous is None else previous.slot
         ages = {number: self._sealed_at(number) for number in known if newest is None or number != newest.slot}
@@ -441,9 +446,9 @@ class StoreWriter(_SlotWriter):
             names = locks.readers(path)
             with contextlib.closing(LockFile(path, os.O_RDONLY)) as lock:
                 if not names and lock.conflict(locks.PINS_BYTES) is not None:
-                    names = ["a trainer rank of a publish that was given up"]
+                    names = ["a trainer rank of an aborted publish"]
             holders += [f"{name} holds slot {number}" for name in names]
-        shown = "; ".join(holders) or "they have ended just now"
+        shown = "; ".join(holders) or "they have just ended"
         return PeerTimeoutError(
             f"readers held every slot of {self._directory} that may be overwritten for {self._deadline_seconds:g} s: "
             f"{shown}. End them, or allow more than max_slots={self._address.max_slots}",
@@ -451,7 +456,7 @@ class StoreWriter(_SlotWriter):
         )
 
     def _prepare(self, slot: _Slot, layout: files.FileLayout) -> None:
-        """Make the slot's files and room in them. Raises InsufficientMemoryError before anything is written."""
+        """Create and allocate the slot's files. Raises InsufficientMemoryError before anything is written."""
         paths = [slot.path / files.data_name(file) for file in range(layout.num_files)]
         for path in set(slot.path.glob(files.data_name("*"))).difference(paths):
             files.remove(path)
@@ -466,7 +471,7 @@ class StoreWriter(_SlotWriter):
             )
             if needed and files.is_in_memory(slot.path):
                 host_memory.require(needed, f"{slot.path}, in memory,", "put the store on a disk, or free memory")
-            # With room for the readers' names, which a full disk must not keep from reading.
+            # Including the readers' records, so that a full disk does not keep readers from pinning.
             files.grow(
                 [slot.path / files.PINS, *paths],
                 [slot.lock.descriptor, *descriptors],
@@ -477,31 +482,31 @@ class StoreWriter(_SlotWriter):
 class OriginWriter(_SlotWriter):
     """Writes one origin's files of versions that the `StoreWriter` of another rank has begun, maybe on another host.
 
-    It opens nothing when it is made. It holds a lock on its part of the slot while it may write, so that no writer
-    takes the slot for another version; the end of the process releases it.
+    It opens nothing on creation. It has a lock on its part of the slot while it may write, so that no writer uses the
+    slot for another version; the end of the process releases the lock.
     """
 
     @property
     def is_locked(self) -> bool:
-        """False while nothing is written, and in a process that was forked from the one that writes."""
+        """False while nothing is written, and in a child forked from the writing process."""
         return self._slot_lock is not None and self._slot_lock.is_open
 
     def begin(self, manifest: Manifest, origin: int, place: str) -> None:
-        """Open the origin's files in the slot that the publishing rank's `begin` has named.
+        """Open the origin's files in the slot that the publishing rank's `begin` has chosen.
 
-        Waits until that writer's record is seen here. Raises PeerTimeoutError at the deadline: the directory is not
-        the same one, or the version was given up meanwhile; OSError, IntegrityError.
+        Waits until that writer's record is visible here. Raises PeerTimeoutError at the deadline, if this is another
+        directory or the version was aborted meanwhile; OSError, IntegrityError.
         """
         where: SlotAttempt = decode(place.encode(), SlotAttempt)
         slot = files.slot_path(self._address.directory, where.slot)
         for _ in Deadline(self._deadline_seconds).polls():
             if not self._is_written(where):
                 continue
-            # On a network filesystem names of new files may be seen later than a file that was replaced.
+            # On a network filesystem new files may become visible later than a replaced one.
             with contextlib.suppress(FileNotFoundError):
                 lock = LockFile(slot / files.PINS, os.O_RDWR)
                 with on_failure(lock.close):
-                    # The record again, under the lock: from here on no writer takes this slot for another attempt.
+                    # Checked again under the lock, from which on no writer uses this slot for another attempt.
                     if lock.try_lock(locks.PINS_BYTES + origin, 1) and self._is_written(where):
                         self._files = OriginFiles(slot, _layout(manifest, self._address), manifest.spans[origin])
                         self._slot_lock = lock
@@ -516,7 +521,7 @@ class OriginWriter(_SlotWriter):
         )
 
     def _is_written(self, where: SlotAttempt) -> bool:
-        """Return whether the publishing rank still makes this attempt, as far as this host sees."""
+        """Return whether the publishing rank is still in this attempt, as far as this host can see."""
         record = read_record(self._address.directory / files.WRITER, WriterRecord)
         found = None if record is None else (record.run, record.attempt, record.aborted)
         return found == (self._run, where.attempt, "")
@@ -526,16 +531,16 @@ class OriginWriter(_SlotWriter):
         self.close()
 
     def abort(self, reason: str) -> None:
-        """Stop writing; the publishing rank says why. Idempotent."""
+        """Stop writing; the publishing rank records the reason. Idempotent."""
         self.close()
 
 
 def _layout(manifest: Manifest, address: StoreAddress) -> files.FileLayout:
-    """`num_threads` files for each origin, as far as there may be. Raises ValueError for too many origins."""
+    """Return a layout with `num_threads` files for each origin, within the limit. Raises ValueError for too many."""
     num_origins = len(manifest.spans)
     if num_origins > files.MAX_FILES:
         raise ValueError(
-            f"{num_origins} origins have a data file each, a store's version has at most {files.MAX_FILES}: publish "
-            "from fewer trainer hosts"
+            f"{num_origins} origins need a data file each, but a store's version has at most {files.MAX_FILES} files: "
+            "publish from fewer trainer hosts"
         )
     return files.FileLayout(manifest, num_origins * min(address.num_threads, files.MAX_FILES // num_origins))

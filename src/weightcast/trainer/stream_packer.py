@@ -51,7 +51,11 @@ class StreamPacker:
         was filled before, NotFiniteError, and any exception of the iterator.
         """
         if self._tensors is None or index != self._num_filled:
-            raise _gone(version)
+            raise UpdateAbortedError(
+                f"version {version.number} was streamed, each tensor once, and some of it is needed again, for an "
+                "engine that was added later or because a peer was lost during the transfer: publish the weights "
+                "again, as a new version"
+            )
         manifest = self._layout.manifest
         self._layout.clear_gaps(index, payload)
         for entry, view in zip(self._layout.entries[index], self._layout.views(index, payload), strict=True):
@@ -95,13 +99,6 @@ class StreamPacker:
 
     def forget_views(self) -> None:
         self._layout.forget_views()
-
-
-def _gone(version: WeightVersion) -> UpdateAbortedError:
-    return UpdateAbortedError(
-        f"version {version.number} was streamed, each tensor once, and some of it is needed again, for an engine that "
-        "was added later or because a peer was lost during the transfer: publish the weights again, as a new version"
-    )
 
 
 def _other(problem: str) -> IncompatibleWeightsError:

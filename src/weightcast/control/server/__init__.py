@@ -1,4 +1,4 @@
 """The reference server: an engine behind the control routes, with completions in the OpenAI format and metrics.
 
-Here belongs what only this server has. Routes that plugins share are in `control.routes`.
+The weight routes, which engines' plugins mount too, are in `control.routes`.
 """

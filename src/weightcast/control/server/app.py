@@ -1,7 +1,7 @@
-"""An engine behind HTTP: the weight routes, health, metrics and, given a generator, OpenAI completions.
+"""HTTP server of an engine: the weight routes, health, metrics and, with a generator, OpenAI completions.
 
-Invariants: the socket is bound before anything is served, and to loopback unless a token guards the weight routes;
-nothing of the server outlives `close`: no thread, no socket; health answers whatever an update does.
+Invariants: the socket is bound to loopback unless a token guards the weight routes; no thread and no socket outlives
+`close`; /health answers also during an update.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _QUEUE_LENGTH = 1024
 
 
 class EngineServer:
-    """Serves `engine`, which takes weights, and `generator`, which answers completions: one model in one process.
+    """Serves `engine`, which is updated, and `generator`, which answers completions: one model in one process.
 
-    Both step through one `gate`: the generator's if there is one, else a new one; code that runs the model by itself
-    wraps each use in `with server.step():`. `port=0` asks the OS for one (`url`, `port`). A `host` that other machines
-    can reach needs a `token`, or ValueError is raised; weight routes then want it as a bearer token. The server owns
-    what it was given: `close` closes worker and generator too.
+    Both use one `gate`: the generator's if there is one, else a new one. Other code that runs the model wraps each use
+    in `with server.step():`. `port=0` chooses a free port (see `url`, `port`). A `host` that other machines can reach
+    needs a `token`, otherwise ValueError is raised; with a token, weight routes require it as a bearer token. `close`
+    also closes the worker and the generator.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EngineServer:
         gates = [] if gate is None else [gate]
         gates += [owner.gate for owner in (generator, worker) if owner is not None]
         if any(other is not gates[0] for other in gates):
-            raise ValueError("generator, worker and server step through different gates; give all of them one Gate")
+            raise ValueError("generator, worker and server have different gates: pass the same Gate to all of them")
         self.gate = gates[0] if gates else Gate()
         self.generator = generator
         self._host, self._port = host, port
@@ -85,7 +85,7 @@ class EngineServer:
     @property
     def port(self) -> int:
         if self._socket is None:
-            raise ClosedError("the server has no port: it was not started, or is closed")
+            raise ClosedError("the server has no port, because it was not started or was closed: call start() first")
         return self._port
 
     @property
@@ -95,29 +95,29 @@ class EngineServer:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def step(self, *, timeout_seconds: float | None = None) -> contextlib.AbstractContextManager[WeightVersion | None]:
-        """`Gate.step`: use the model inside, and no install happens meanwhile.
+        """Run one use of the model, during which no install happens (see `Gate.step`).
 
-        Waits while the engine is paused or torn. Raises ClosedError once the server is closed, also in that wait; after
-        `timeout_seconds` EngineTornError or PeerTimeoutError. After either of these step again: an update may come.
+        Waits while the engine is paused or torn. Raises ClosedError once the server is closed, also during that wait;
+        after `timeout_seconds` EngineTornError or PeerTimeoutError, after which the call may be repeated.
         """
         if self._is_closed:
-            raise ClosedError("the server was closed: no update comes any more")
+            raise ClosedError("the server was closed, so no update can come any more: make a new EngineServer")
         return self.gate.step(timeout_seconds=timeout_seconds)
 
     def start(self) -> EngineServer:
-        """Bind and serve in the background; returns once requests are answered. Raises WeightcastError if it can't."""
+        """Bind and serve in the background; return once requests are answered. Raises WeightcastError on failure."""
         if self._is_closed or self._thread is not None:
-            raise ClosedError("an EngineServer is started once; make a new one")
+            raise ClosedError("this EngineServer was started before, and can be started only once: make a new one")
         try:
             family, address = _resolve(self._host, self._port)[0]
             both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
             self._socket = socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
-            # Accepted connections inherit it; asyncio leaves it out here, and an answer's body would wait for an
-            # acknowledgement of its header.
+            # Accepted connections inherit the option, which asyncio does not set on this socket; without it the body of
+            # an answer waits for the ACK of its header.
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as exc:
             what = f"can't listen on {self._host}:{self._port}: {exc}"
-            raise WeightcastError(f"{what}; name an address of this host, and a free port or 0 for any") from exc
+            raise WeightcastError(f"{what}; pass an address of this host, and a free port or 0") from exc
         self._port = self._socket.getsockname()[1]
         self._thread = threading.Thread(
             target=asyncio.run, args=(self._serve(self._socket),), name="weightcast-server", daemon=True
@@ -128,8 +128,8 @@ class EngineServer:
             self._thread.join(POLL_SECONDS)
         if not self._uvicorn.started:
             self.close()
-            raise WeightcastError(f"the server on {self._host}:{self._port} did not start; see its log")
-        # asyncio has made the queue as short as what it accepts at once.
+            raise WeightcastError(f"the server on {self._host}:{self._port} did not start: see the log")
+        # asyncio has set the listen queue to the number of connections that it accepts at once.
         self._socket.listen(_QUEUE_LENGTH)
         return self
 
@@ -147,7 +147,7 @@ class EngineServer:
         await self._uvicorn.serve(sockets=[listening])
 
     def close(self) -> None:
-        """Stop serving: requests under way are answered with an error. Idempotent; waits for an install under way."""
+        """Stop serving. Running requests are answered with an error; an install in progress is finished. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -163,11 +163,11 @@ class EngineServer:
             self._socket = None
 
     def run(self, *, announce: Callable[[], None] | None = None) -> None:
-        """Serve until SIGTERM or SIGINT, then close. Blocks; for the main thread. Starts the server if need be.
+        """Serve until SIGTERM or SIGINT, then close. Blocks; call it in the main thread. Starts the server if needed.
 
-        `announce` is called once requests are answered and signals end the server.
+        `announce` is called once requests are answered and the signal handlers are set.
         """
-        # The handler appends and nothing else: a lock could be held by the very thread that the signal interrupts.
+        # The handler only appends: it must take no lock, which the interrupted thread may hold.
         signals: list[int] = []
         numbers = (signal.SIGTERM, signal.SIGINT)
         former = [signal.signal(number, lambda got, _: signals.append(got)) for number in numbers]
@@ -189,7 +189,7 @@ class EngineServer:
         self.close()
 
     def _make_server(self, token: str | None, model_name: str) -> uvicorn.Server:
-        """uvicorn on a socket of ours, silent. In a thread that is not the main one it leaves signal handlers alone."""
+        """Return a uvicorn server without logs, to be given a socket. Outside the main thread it sets no signals."""
         engine = WorkerEngine(self.worker, self._pool)
         handlers = [*weight_handlers(lambda: engine), ("GET", "/weight_specs", engine.specs)]
         routes = [
@@ -204,7 +204,7 @@ class EngineServer:
             from weightcast.control.server.completions import completion_routes
 
             routes += completion_routes(self.generator, self._metrics, model_name=model_name)
-        # Imports uvicorn's protocol, which a process that only names EngineServer does not need.
+        # Imported here, since it imports uvicorn, which is not needed to import EngineServer.
         from weightcast.control.server.connections import KEEP_ALIVE_SECONDS, LimitedConnection, backlog
 
         config = uvicorn.Config(
@@ -226,25 +226,25 @@ class EngineServer:
 
     async def _health(self, request: Request) -> Response:
         if self.gate.torn:
-            return refusal(f"the engine holds no whole version: {self.gate.torn}", "EngineTornError", 503)
+            return refusal(f"the engine has no whole version: {self.gate.torn}", "EngineTornError", 503)
         if self.generator is not None and not self.generator.is_alive:
-            return refusal("the generator has ended", "ClosedError", 503)
+            return refusal("the generator's thread has ended: restart the server", "ClosedError", 503)
         return reply({"status": "ok"})
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """A path or a method that no route has. The other errors are answered by their routes."""
+    """Reply to an unknown path or method. The routes reply to all other errors."""
     assert isinstance(error, HTTPException)
     return reply({"detail": error.detail}, error.status_code, dict(error.headers or {}))
 
 
 def _check_port(port: object) -> None:
     if not isinstance(port, int) or not 0 <= port <= 65535:
-        raise ValueError(f"port is {port!r}; it must be a number from 0 to 65535, 0 for any that is free")
+        raise ValueError(f"port is {port!r}; it must be a number from 0 to 65535 (0: any free port)")
 
 
 def _check_exposure(host: str, token: Any) -> None:
-    """Raises ValueError for a token that no header can carry, and for a reachable host without a token."""
+    """Raise ValueError for a token that can't be sent in a header, and for a reachable host without a token."""
     if token is not None:
         if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable() or " " in token:
             raise ValueError("a token must be text, printable ASCII without spaces, and not empty")
@@ -256,7 +256,7 @@ def _check_exposure(host: str, token: Any) -> None:
     if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
         raise ValueError(
             f"{host} can be reached from other machines, which could then replace the weights: "
-            "pass token= (`--token-file`), or bind to 127.0.0.1"
+            "pass token= (`--token-file`), or listen on 127.0.0.1"
         )
 
 

@@ -1,8 +1,8 @@
 """OpenAI's POST /v1/completions and GET /v1/models over a TextGenerator.
 
-Invariants: a field that would change the answer and can't be honoured is refused, never ignored; choices carry their
-token ids and the spans of the versions that made them, beside OpenAI's own fields; the rows of a client that goes away
-are cancelled; errors have OpenAI's shape. Tokenizing runs in a thread, generation in the generator's own.
+Invariants: an unsupported field that would change the answer is refused, never ignored; choices have, besides OpenAI's
+fields, their token ids and the spans of the versions that generated them; the rows of a client that disconnects are
+cancelled; errors have OpenAI's form. Tokenizing runs in a thread pool, generation in the generator's thread.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ERROR_HEADERS = {413: {"connection": "close"}, 429: {"retry-after": "1"}, 503: 
 
 
 class CompletionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/completions. Fields below `stream` are known but taken with their neutral values only."""
+    """Body of POST /v1/completions. Fields after `stream` are accepted only with their neutral values."""
 
     prompt: str | list[str | int | list[int]]
     model: str | None = None
@@ -66,7 +66,7 @@ class CompletionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logit_bias: dict[str, float] | None = None
 
     def check(self, model_name: str) -> None:
-        """Raises ValueError that names what is not supported."""
+        """Raise ValueError for unsupported values, LookupError for another model."""
         asked = {
             "echo": self.echo,
             "suffix": self.suffix,
@@ -79,10 +79,10 @@ class CompletionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if unsupported:
             raise ValueError(f"{', '.join(unsupported)} is not supported by this server; leave it out")
         if self.model not in (None, "", model_name):
-            raise LookupError(f"no model {self.model!r} here; this server has {model_name!r}")
+            raise LookupError(f"this server has no model {self.model!r}; it serves {model_name!r}")
 
     def sampling(self) -> SamplingParams:
-        """Raises ValueError for values out of range."""
+        """Return the sampling parameters. Raises ValueError for values out of range."""
         names = ("n", "temperature", "top_p", "max_tokens", "logprobs", "seed")
         given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return SamplingParams(
@@ -93,18 +93,21 @@ class CompletionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
-        """Token ids of each prompt: one text, several, one list of ids, or several. Raises ValueError for a mixture."""
+        """Return each prompt's token ids, from a text, texts, token ids or lists of these.
+
+        Raises ValueError for others.
+        """
         items: list[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         kinds = {type(item) for item in items}
         if len(kinds) != 1:
-            raise ValueError("prompt must be a text, texts, token ids, or lists of token ids; it is empty or a mixture")
+            raise ValueError("prompt is empty or a mixture; it must be a text, texts, token ids, or lists of token ids")
         if kinds == {str}:
             return [encode(text) for text in items]
         return [items] if kinds == {int} else items
 
 
 class AnswerFormat:
-    """Formats all replies to one request."""
+    """Formats the replies to one request, a single one or the events of a stream."""
 
     def __init__(self, model_name: str, token_text: Callable[[int], str]) -> None:
         self._head = {
@@ -120,7 +123,7 @@ class AnswerFormat:
     def answer(
         self, completions: Sequence[Completion], num_per_prompt: int, version: WeightVersion | None
     ) -> dict[str, Any]:
-        """The whole reply. `version` is the last one that any choice was made under."""
+        """Return the whole reply. `version`: the last one that generated a token of any choice."""
         num_prompt_tokens = sum(len(c.prompt_token_ids) for c in completions[::num_per_prompt])
         num_tokens = sum(len(c.token_ids) for c in completions)
         choices = [
@@ -135,7 +138,7 @@ class AnswerFormat:
         return {**self._head, "choices": choices, "usage": usage, **_version_fields(version)}
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        """One event of a stream; spans and text offsets count from the beginning of the choice."""
+        """Return one event of a stream. Spans and text offsets count from the beginning of the choice."""
         start, num_chars = self._num_tokens[delta.index], self._num_chars[delta.index]
         self._num_tokens[delta.index] += len(delta.token_ids)
         self._num_chars[delta.index] += len(delta.text)
@@ -162,9 +165,9 @@ class AnswerFormat:
         if logprobs is None:
             return None
         texts = [self._token_text(token) for token in tokens]
-        offsets, at = [], 0  # A token that the text shows otherwise (special, half a character) takes no room.
+        offsets, at = [], 0  # A token without text of its own (special, part of a character) has the next one's offset.
         for piece in texts:
-            found = text.find(piece, at, at + len(piece) + 1)  # Some tokenizers put a space between two tokens.
+            found = text.find(piece, at, at + len(piece) + 1)  # Some tokenizers insert a space between two tokens.
             offsets.append(offset + max(found, at))
             at = at if found < 0 else found + len(piece)
         return {
@@ -175,8 +178,8 @@ class AnswerFormat:
         }
 
     def _top(self, chosen: int, found: TokenLogprobs) -> dict[str, float]:
-        """By text. Of tokens with one text (half a character each) the chosen one or the likeliest has it as its key,
-        and the others `token_id:237`, so that none is lost."""
+        """Return log-probabilities by token text. If several tokens have the same text (parts of characters), the
+        chosen one or else the likeliest gets it as its key, and the others get keys such as `token_id:237`."""
         logprobs = {**dict(found.top), chosen: found.chosen}
         owners: dict[str, int] = {}
         for token in (chosen, *logprobs):
@@ -195,10 +198,10 @@ def _label(number: int | None) -> str:
 
 
 def completion_routes(generator: TextGenerator, metrics: ServerMetrics, *, model_name: str) -> list[Route]:
-    """The two OpenAI routes; they need no token."""
+    """Return the two OpenAI routes, which require no token."""
     completions = _Completions(generator, metrics, model_name)
     metrics.gauge("running_completions", "Completions that are being generated.", lambda: generator.num_running)
-    metrics.gauge("waiting_completions", "Completions that wait for their turn.", lambda: generator.num_waiting)
+    metrics.gauge("waiting_completions", "Completions that wait in the queue.", lambda: generator.num_waiting)
     return [
         Route("/v1/completions", answering(completions.create, _error_reply), methods=["POST"]),
         Route("/v1/models", completions.models, methods=["GET"]),
@@ -253,8 +256,8 @@ class _Completions:
         loop = asyncio.get_running_loop()
 
         def put(delta: Delta | None) -> None:
-            """Called in the generator's thread."""
-            with contextlib.suppress(RuntimeError):  # The loop has ended, and the reader with it.
+            """Pass a delta from the generator's thread to the event loop."""
+            with contextlib.suppress(RuntimeError):  # The loop has ended, so nobody reads the stream.
                 loop.call_soon_threadsafe(deltas.put_nowait, delta)
 
         generation = await self._submit(body, put)
@@ -295,7 +298,10 @@ def _error_reply(error: Exception) -> Response:
 
 
 def _error_body(error: BaseException) -> dict[str, Any]:
-    """Return an error in OpenAI's shape. Unlike on weight routes, ClosedError (the server closes) is 503, not 409."""
+    """Return an error in OpenAI's form.
+
+    Unlike on weight routes, ClosedError (the server is closing) is 503, not 409.
+    """
     own = ((QueueFullError, 429), (ClosedError, 503), (LookupError, 404))
     status = next((status for kind, status in own if isinstance(error, kind)), status_of(error))
     message = str(error)

@@ -1,7 +1,7 @@
-"""Connections of the reference server: how many there may be, and how long each may take to send a request.
+"""Limits on connections of the reference server: their number, and the time for sending a request.
 
-Invariant: a connection that owes a request, or a part of one, never keeps another one out: where there are too many,
-those go first that have not sent a request yet. A request that is being answered is left alone.
+Invariant: a connection that has not sent its request completely never keeps a new one out: if there are too many, those
+that have not sent a request are closed first. A connection whose request is being answered is not closed.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from weightcast.host.deadline import GRACE_SECONDS
 _Message = MutableMapping[str, Any]
 
 KEEP_ALIVE_SECONDS = 75
-"""For a request's body, and for the next request.
+"""Time for sending a request's body, and for the next request.
 
-Longer than HTTP clients keep an idle connection, so that they close it: a server that closes first can lose the request
-that is on its way.
+Longer than HTTP clients keep an idle connection, so that the client closes it first: a server that closes first can
+lose a request that the client has just sent.
 """
 _MAX_BACKLOG = 128
 
 
 def most_connections() -> int:
-    """Half of the descriptors that this process may have."""
+    """Return the limit on connections: half of the file descriptors that this process may have."""
     return max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 def backlog() -> int:
-    """How many connections asyncio accepts at once, before any of them is looked at."""
+    """Return the number of connections that asyncio accepts at once before it handles the first."""
     return min(_MAX_BACKLOG, most_connections() // 2)
 
 
 class LimitedConnection(H11Protocol):
-    """uvicorn's connection, which ends if a header or a body takes too long."""
+    """A uvicorn connection that is closed if a header or a body takes too long."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class LimitedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def _order(self) -> tuple[int, float]:
-        """Those without a request first, of these and the others the oldest first."""
+        """Sort key for closing: connections without a request first, then the oldest first."""
         return min(self._num_requests, 1), 0.0 if self._timer is None else self._timer.when()
 
     def _expect_within(self, seconds: float) -> None:
-        """End the connection unless the request, or the rest of it, has come by then."""
+        """Close the connection unless the request, or its rest, has come within this time."""
         self._has_come()
         self._owes_request = True
         self._timer = self.loop.call_later(seconds, self.transport.abort)

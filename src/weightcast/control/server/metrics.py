@@ -1,4 +1,4 @@
-"""The server's Prometheus metrics, in a registry of their own so that two servers of one process do not mix."""
+"""The server's Prometheus metrics, in a separate registry, so that two servers of one process do not mix theirs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class ServerMetrics:
-    """Everything that GET /metrics shows. Gauges are read from their subject at each scrape. Thread-safe.
+    """The metrics of GET /metrics. Gauges are read at each scrape. Thread-safe.
 
-    A worker's `StageMetrics`: the worker counts stages itself.
+    It implements `StageMetrics`, in which the worker counts its stages.
     """
 
     def __init__(self, gate: Gate) -> None:
         self._registry = CollectorRegistry()
-        seconds = "Seconds that each stage of an update took, failed ones included."
+        seconds = "Seconds of each stage of an update, failed stages included."
         self.stage_seconds = Histogram(
             "weightcast_update_seconds", seconds, ["stage"], registry=self._registry, buckets=_BUCKETS
         )
@@ -45,7 +45,7 @@ class ServerMetrics:
         Gauge(f"weightcast_{name}", text, registry=self._registry).set_function(read)
 
     def request_failed(self, error: BaseException) -> None:
-        """Count an error that a weight route answered with."""
+        """Count an error reply of a weight route."""
         self._errors.labels(type(error).__name__).inc()
 
     def completed(self, finish_reason: str, num_prompt_tokens: int, num_tokens: int) -> None:

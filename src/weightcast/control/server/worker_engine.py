@@ -1,4 +1,4 @@
-"""The worker of a reference server as its routes call it: what may block runs in a thread of `pool`."""
+"""The reference server's worker, adapted to the routes: calls that may block run in a thread pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightcast.serving.worker import Worker
 
 
 class WorkerEngine(ServedEngine):
-    """Pauses are of the gate, which knows whose each is."""
+    """Implements `ServedEngine` with a `Worker`. The gate keeps the pauses of runs and persons apart."""
 
     default_pause: PauseMode = "keep"
 
@@ -69,8 +69,8 @@ class WorkerEngine(ServedEngine):
         self._worker.gate.tear(reason)
 
     async def specs(self, request: Request) -> Response:
-        """The handler of /weight_specs, a route of this server alone."""
+        """Handle GET /weight_specs, a route that only this server has."""
         specs = await self._run(self._worker.engine.specs)
         if specs is None:
-            raise UnsupportedError(f"{type(self._worker.engine).__name__} can't say which tensors it takes")
+            raise UnsupportedError(f"{type(self._worker.engine).__name__} can't list its tensors: its specs() is None")
         return reply({"tensors": list(specs)})

@@ -1,7 +1,7 @@
-"""Text generation with a transformers causal language model that can take new weights between any two steps.
+"""Text generation with a transformers causal language model, whose weights can be updated between any two steps.
 
-The embedded default behind `weightcast serve`: for laptops, tests and small models. Weights reach the same model
-through a `ModuleEngine`; the gate keeps generation and installs apart.
+The default engine of `weightcast serve`, for laptops, tests and small models. A `ModuleEngine` installs weights into
+the same model; the gate keeps generation and installs apart.
 """
 
 from weightcast.engines.transformers.generator import QueueFullError as QueueFullError

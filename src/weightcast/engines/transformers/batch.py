@@ -1,8 +1,8 @@
-"""One request's rows, which decode together: the model's forward pass, their KV cache, and the choice of tokens.
+"""Decoding of one request's rows: the model's forward pass, the KV cache and sampling.
 
-Invariants: the cache holds every token of every row but the last, left-padded to one length, and was computed whole
-under one version; a step under any other version computes it again. A row's token depends on its own logits and random
-numbers only. Rows that have ended stay in the batch until its cache is computed again.
+Invariants: the cache has every token of every row except the last one, left-padded to one length, and was computed
+under one version; a step under any other version computes it again. A row's token depends only on its own logits and
+random numbers. Rows that have ended stay in the batch until its cache is computed again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weightcast.engines.transformers.request import DecodeRow, Request, Sampling
 from weightcast.format.manifest import WeightVersion
 
 _LOWEST_LOGPROB = -9999.0
-"""JSON has no infinity: tokens of probability 0 are reported with this, as vLLM does."""
+"""Log-probability that is reported for tokens of probability 0, as vLLM does, since JSON has no infinity."""
 
 
 class CausalModel:
@@ -27,7 +27,10 @@ class CausalModel:
 
     def __init__(self, model: Any, tokenizer: Tokenizer | None) -> None:
         if not hasattr(model, "generate"):
-            raise TypeError(f"{type(model).__name__} is no causal language model of transformers: it can't generate")
+            raise TypeError(
+                f"{type(model).__name__} is not a causal language model of transformers, which generation needs: pass "
+                "what AutoModelForCausalLM.from_pretrained returns"
+            )
         self._model = model.eval()
         self.device: torch.device = model.device
         config = model.config.get_text_config(decoder=True)
@@ -40,16 +43,16 @@ class CausalModel:
         self.eos_token_ids = frozenset(eos)
         parameters = inspect.signature(model.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        # transformers 5.24 renamed it, and warns of the former name.
+        # transformers 5.24 renamed this argument, and warns about the former name.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
 
     def new_cache(self) -> DynamicCache:
         return DynamicCache(config=self._model.config)
 
     def logits(self, tokens: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Append `tokens` to the cache; return the logits of the last one.
+        """Append `tokens` to the cache; return the logits of the last ones.
 
-        `tokens` is num_rows x num_new, `mask` num_rows x (cached + num_new), the result num_rows x vocabulary.
+        Shapes: `tokens` (num_rows, num_new), `mask` (num_rows, cached + num_new), result (num_rows, vocabulary).
         """
         answer = self._model(
             input_ids=tokens,
@@ -62,7 +65,7 @@ class CausalModel:
         return cast(torch.Tensor, answer.logits[:, -1])
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
-        """Raises TypeError or ValueError for prompts or stop tokens that this model can't take."""
+        """Raise TypeError or ValueError for prompts or stop tokens that this model does not support."""
         if not all(hasattr(prompt, "__len__") for prompt in prompts):
             raise TypeError("each prompt must be a list of token ids: [[1, 2, 3]], not [1, 2, 3]")
         if not prompts or not all(len(prompt) for prompt in prompts):
@@ -70,18 +73,18 @@ class CausalModel:
         longest = max(map(len, prompts))
         if longest + sampling.max_tokens > self.max_model_len:
             raise ValueError(
-                f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens}; "
-                f"the model takes {self.max_model_len} together"
+                f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens} exceed the model's limit of "
+                f"{self.max_model_len} tokens: shorten the prompt, or lower max_tokens"
             )
         for tokens in (*prompts, sampling.stop_token_ids or (0,)):
             if min(tokens) < 0 or max(tokens) >= self.vocab_size:
                 raise ValueError(
-                    f"token ids go from {min(tokens)} to {max(tokens)}; the vocabulary has {self.vocab_size}"
+                    f"token ids go from {min(tokens)} to {max(tokens)}; they must be from 0 to {self.vocab_size - 1}"
                 )
 
 
 class DecodeBatch:
-    """`step` gives every row that has not ended one token."""
+    """The rows of one request with their KV cache. `step` adds one token to every row that has not ended."""
 
     def __init__(self, model: CausalModel, request: Request) -> None:
         self.request = request
@@ -92,9 +95,9 @@ class DecodeBatch:
         self._mask = torch.empty(0)  # num_rows x cached tokens: 0 for padding, 1 for a token
 
     def step(self, version: WeightVersion | None) -> None:
-        """Compute the next tokens. `version` is the version of the weights now."""
+        """Compute the next tokens. `version`: that of the present weights."""
         if self._cache is None or version != self._version:
-            # Left unset until it is whole: a model that raises leaves none.
+            # Unset until the pass has succeeded, so that a model that raises leaves no partial cache.
             self._cache, cache = None, self._model.new_cache()
             self._rows = [row for row in self.request.rows if row.finish_reason is None]
             sequences = [[*row.prompt, *row.output] for row in self._rows]
@@ -116,14 +119,14 @@ class DecodeBatch:
 
 
 def _sample(logits: torch.Tensor, rows: Sequence[DecodeRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Choose a token for each row of `logits` (num_rows x vocabulary): the likeliest, or one drawn from top_p."""
+    """Choose a token for each row of `logits` (num_rows, vocabulary): the likeliest, or one sampled from top_p."""
     sampling = rows[0].request.sampling
     if sampling.temperature == 0:
         tokens = logits.argmax(dim=-1)
     else:
-        # fp64: in fp32 the running sum over a large vocabulary is off by more than many tokens' probability.
+        # In fp32 the error of a cumulative sum over a large vocabulary exceeds the probability of many tokens.
         probs = torch.softmax(logits / sampling.temperature, dim=-1, dtype=torch.float64)
-        if sampling.top_p < 1:  # the smallest set of likeliest tokens whose probabilities reach it
+        if sampling.top_p < 1:  # keep the smallest set of likeliest tokens whose probabilities add up to top_p
             ordered, order = probs.sort(dim=-1, descending=True)
             before = ordered.cumsum(dim=-1) - ordered
             probs = torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill_(before >= sampling.top_p, 0))
@@ -134,7 +137,7 @@ def _sample(logits: torch.Tensor, rows: Sequence[DecodeRow]) -> tuple[list[int],
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int | None) -> list[TokenLogprobs | None]:
-    """Log-probabilities in fp32 of the raw `logits`: of the tokens, and of as many of the likeliest, if asked for."""
+    """Return log-probabilities, in fp32 from the raw `logits`, of the tokens and of the `num_top` likeliest ones."""
     if num_top is None:
         return [None] * len(tokens)
     logprobs = torch.log_softmax(logits, dim=-1).clamp_(min=_LOWEST_LOGPROB)

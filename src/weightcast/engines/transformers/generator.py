@@ -1,10 +1,11 @@
-"""Requests over a gate: they wait in a bounded queue, each is a batch of its own, and those that run take turns.
+"""Generator: requests wait in a bounded queue; each is decoded as one batch, and running requests alternate step by
+step.
 
 Invariants: one thread uses the model; every forward pass is one step of the gate, so an install waits for at most one;
 the KV cache of one version is never read under another; no request begins while a pause drains the running ones.
 
-Not transformers' own continuous batching: it has one random seed for all requests, no log-probabilities but those of
-the chosen token, and keeps its KV cache when the weights change.
+transformers' continuous batching is not used: it has one random seed for all requests, log-probabilities only of the
+chosen token, and keeps its KV cache when the weights change.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from weightcast.format.manifest import WeightVersion
 from weightcast.host.closing import ClosedOnExit, close_at_exit
 from weightcast.host.deadline import POLL_SECONDS, Deadline
 
-"""How often a paused generator looks for cancelled requests, an abort, or `close`."""
+"""Interval at which a paused generator checks for cancelled requests, an abort, and `close`."""
 
 
 class QueueFullError(WeightcastError):
-    """The generator's queue of completions is full; ask again later."""
+    """The generator's queue of completions is full; send the request again later."""
 
 
 class TextGenerator(ClosedOnExit):
-    """Generates with `model`, which it puts into eval mode, in a thread of its own. All methods are thread-safe.
+    """Generates with `model` in a background thread; puts it into eval mode. All methods are thread-safe.
 
-    `tokenizer` may be None where prompts are token ids and no text is wanted. At most `max_batch_size` sequences run at
-    once, unless one request alone has more, and `max_queue` completions wait. Memory: the KV cache of the running
-    sequences, twice while one grows.
+    `tokenizer`: may be None if prompts are token ids and no text is needed. At most `max_batch_size` sequences run at
+    once, unless one request alone has more, and at most `max_queue` completions wait. Memory: the KV cache of the
+    running sequences, twice while a cache grows.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class TextGenerator(ClosedOnExit):
         max_queue: int = 8192,
     ) -> None:
         if gate.drain is not None:
-            raise ValueError("the gate has a generator already; give each generator a gate of its own")
+            raise ValueError("the gate has a generator already: make another Gate for this generator")
         self.gate = gate
         self.tokenizer = tokenizer
         self._model = CausalModel(model, tokenizer)
         self.max_model_len = self._model.max_model_len
-        """How many tokens a sequence may have, prompt and output together."""
+        """Limit on the tokens of a sequence, prompt and output together."""
         self._max_batch_size = max_batch_size
         self._max_queue = max_queue
         self._condition = threading.Condition()
@@ -68,12 +69,12 @@ class TextGenerator(ClosedOnExit):
 
     @property
     def is_alive(self) -> bool:
-        """True while requests are answered; False once closed, or if the thread has died."""
+        """True while the generator's thread runs."""
         return self._thread.is_alive()
 
     @property
     def num_waiting(self) -> int:
-        """Completions of requests that have not begun."""
+        """Number of completions in the queue."""
         with self._condition:
             return sum(len(request.rows) for request in self._waiting)
 
@@ -89,17 +90,20 @@ class TextGenerator(ClosedOnExit):
         *,
         on_delta: Callable[[Delta], None] | None = None,
     ) -> Request:
-        """Queue prompts of token ids; returns at once. `on_delta` is called for each token, from another thread.
+        """Queue prompts of token ids; return at once. `on_delta` is called for each token, from another thread.
 
-        Raises ValueError for prompts this model can't take, QueueFullError, EngineTornError while the engine holds no
-        whole version, ClosedError.
+        Raises ValueError for prompts that this model does not support, QueueFullError, EngineTornError while the engine
+        is torn, ClosedError.
         """
         sampling = sampling or SamplingParams()
         self._model.check(prompts, sampling)
         if len(prompts) * sampling.n > self._max_queue:
-            raise ValueError(f"{len(prompts)} prompts x n={sampling.n} completions; the limit is {self._max_queue}")
+            raise ValueError(
+                f"{len(prompts)} prompts with n={sampling.n} exceed the limit of {self._max_queue} completions: send "
+                "fewer"
+            )
         if sampling.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, which this server lacks: use stop_token_ids")
+            raise ValueError("stop strings need a tokenizer, which this generator lacks: use stop_token_ids")
         eos = frozenset() if sampling.ignore_eos else self._model.eos_token_ids
         request = Request(
             prompts,
@@ -111,13 +115,13 @@ class TextGenerator(ClosedOnExit):
         )
         with self._condition:
             if self._is_closed:
-                raise ClosedError("the generator is closed")
+                raise ClosedError("the generator was closed: make another one")
             if self.gate.torn:
                 raise EngineTornError(self.gate.torn)
             if self.num_waiting + len(request.rows) > self._max_queue:
                 raise QueueFullError(
-                    f"{len(request.rows)} more completions would wait with {self.num_waiting} others; "
-                    f"the limit is {self._max_queue}: ask again later or for fewer"
+                    f"{self.num_waiting} completions wait, and {len(request.rows)} more exceed the limit of "
+                    f"{self._max_queue}: send the request again later, or a smaller one"
                 )
             self._waiting.append(request)
             self._condition.notify_all()
@@ -137,24 +141,28 @@ class TextGenerator(ClosedOnExit):
         try:
             return request.future.result(timeout_seconds)
         except TimeoutError as exc:
-            raise PeerTimeoutError(f"not generated within {timeout_seconds} s", peer="engine") from exc
+            raise PeerTimeoutError(
+                f"the completions were not generated within timeout_seconds={timeout_seconds:g}: use a longer timeout, "
+                "or fewer tokens",
+                peer="engine",
+            ) from exc
         finally:
             request.cancel()
 
     def encode(self, text: str) -> list[int]:
-        """Text to token ids. Raises ValueError without a tokenizer."""
+        """Convert text to token ids. Raises ValueError without a tokenizer."""
         if self.tokenizer is None:
-            raise ValueError("this server has no tokenizer: send prompts as token ids, and no stop strings")
+            raise ValueError("this generator has no tokenizer: send prompts as token ids, and no stop strings")
         return list(self.tokenizer.encode(text))
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself; `token_id:5` without a tokenizer."""
+        """Return the text of one token; `token_id:5` without a tokenizer."""
         if self.tokenizer is None:
             return f"token_id:{token_id}"
         return self.tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def close(self) -> None:
-        """End the thread; unfinished requests fail with ClosedError. Waits for the step that runs. Idempotent."""
+        """End the thread, after its current step; unfinished requests fail with ClosedError. Idempotent."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
@@ -172,7 +180,7 @@ class TextGenerator(ClosedOnExit):
                         with self.gate.step(timeout_seconds=POLL_SECONDS) as version:
                             self._step(version)
                     except PeerTimeoutError:
-                        pass  # Paused: the next turn looks again.
+                        pass  # paused: checked again in the next turn
                     except (EngineTornError, ClosedError) as exc:
                         self._fail_all(exc)
                     self._drop_what_is_over()
@@ -182,14 +190,14 @@ class TextGenerator(ClosedOnExit):
             self._fail_all(ClosedError("the generator was closed before the request was answered"))
 
     def _wait_for_work(self) -> bool:
-        """False once the generator is closed."""
+        """Wait until there is a request; return False once the generator is closed."""
         with self._condition:
             while not (self._is_closed or self._running or (self._waiting and not self.gate.is_draining)):
                 self._condition.wait(POLL_SECONDS if self._waiting else None)
             return not self._is_closed
 
     def _step(self, version: WeightVersion | None) -> None:
-        """Begin the requests that there is room for; one step of the one whose turn it is."""
+        """Begin the requests for which there is room, and make one step of the next running request."""
         with self._condition:  # so that a drain sees each request either waiting or running
             while self._waiting and not self.gate.is_draining:
                 num_rows = self.num_running + len(self._waiting[0].rows)
@@ -204,11 +212,11 @@ class TextGenerator(ClosedOnExit):
             return
         try:
             batch.step(version)
-        except Exception as exc:  # What the model raises fails this request, and the generator goes on.
+        except Exception as exc:  # an error of the model fails this request; the generator goes on
             batch.request.fail(exc)
 
     def _drop_what_is_over(self) -> None:
-        """Between steps: forget what was answered or cancelled, wake a drain that waits."""
+        """Between steps: drop answered and cancelled requests, and wake a drain that waits for them."""
         for batch in self._running if self._is_aborting else ():
             for row in batch.request.rows:
                 row.abort(self.gate.version)
@@ -241,6 +249,7 @@ class TextGenerator(ClosedOnExit):
                 return
             self._is_aborting = False
             raise PeerTimeoutError(
-                f"{self.num_running} sequences still ran after {deadline_seconds} s; pause with `abort` or `keep`",
+                f"{self.num_running} sequences still ran after {deadline_seconds:g} s: pause with mode=abort or "
+                "mode=keep",
                 peer="engine",
             )

@@ -1,6 +1,6 @@
-"""The families' tables. A new family is a table: pick the parts that it shares with others, and add what it has alone.
+"""Tables of the model families. To add a family, combine the parts that it shares with others and its own rules.
 
-Names of Megatron-core, in the local layer spec and in Transformer Engine's, against names of the published checkpoints.
+The rules map names of Megatron-core, of the local layer spec and of Transformer Engine's, to names of the checkpoints.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from weightcast.sources.megatron.rules import Config, Family, Rule
 
 
 def _rule(names: str, hf: str, layout: ShardLayout, when: str = "", **options: Any) -> Rule:
-    """A rule, of texts with spaces between the parts in place of tuples."""
+    """Return a rule. Tuples of names are written as one text, with spaces between the names."""
     return Rule(tuple(names.split()), tuple(hf.split()), layout, tuple(when.split()), **options)
 
 
 def _inside(part: str, hf_part: str, *rules: Rule) -> tuple[Rule, ...]:
-    """Rules for what is in `part` of a layer, which is `hf_part` of the checkpoint's."""
+    """Return the rules with Megatron's names inside `part` of a layer and the checkpoint's inside `hf_part`."""
 
     def within(prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(f"{prefix}.{name}" for name in names)
@@ -81,7 +81,7 @@ _QK_NORMS = _inside(
     _rule("k_layernorm.weight", "k_norm.weight", Whole("head_dim")),
 )
 
-# Around attention and MLP: Megatron-core has no layer norm behind them, names are those of trainers that add one.
+# Layer norms after attention and MLP: Megatron-core has none; the names are those of trainers that add them.
 _OUTER_NORMS = (
     _rule("post_self_attn_layernorm.weight", "post_self_attn_layernorm.weight", Whole("hidden")),
     _rule("post_mlp_layernorm.weight", "post_mlp_layernorm.weight", Whole("hidden")),
@@ -109,7 +109,7 @@ _DELTA_NET = _inside(
     _rule("out_proj.weight", "out_proj.weight", Columns("hidden", "delta_value")),
 )
 
-# An engine may join these two, and then needs both in one call.
+# An engine may fuse these two tensors, and then needs both in one call.
 _DOWN = "self_attn.down_projections"
 _LATENT_ATTENTION = _inside(
     "self_attention",
@@ -239,7 +239,7 @@ _DEEPSEEK = Family(
 
 
 def _below(prefix: str, family: Family) -> Family:
-    """The same, where a checkpoint has the decoder's names with `prefix` in place of `model.`."""
+    """Return the family for checkpoints whose decoder's names begin with `prefix` in place of `model.`."""
 
     def moved(rule: Rule) -> Rule:
         return dataclasses.replace(rule, hf=tuple(re.sub(r"^model\.", prefix, name) for name in rule.hf))
@@ -349,7 +349,7 @@ FAMILIES: dict[str, Family] = {
 """By the `model_type` of a configuration."""
 
 FAMILIES |= {
-    # Of these the language part, which a GPTModel is; the vision tower is another source's.
+    # Vision-language models: only the language part, which is a GPTModel; publish the vision tower from another source.
     "qwen2_5_vl": FAMILIES["qwen2"],
     "qwen3_vl": _below("model.language_model.", FAMILIES["qwen3"]),
     "qwen3_vl_moe": _below(

@@ -1,9 +1,11 @@
-"""How a Megatron parameter's shards lie in the tensors of a Hugging Face checkpoint: views and regions, both ways.
+"""Layouts of Megatron parameters: views of a shard, and their regions in the tensors of a Hugging Face checkpoint.
 
-A layout takes the local tensor of one rank and gives its parts: each a view of that memory, and its region in one of
-the checkpoint's tensors. Publishing reads the views, loading writes into them. Invariants: no copy and no
-communication; the parts of a local tensor hold each of its elements at most once, and leave out padding only; a local
-tensor of another shape than the layout gives it is an error. Sizes are named, and looked up in a model's table.
+A layout splits the local tensor of one rank into parts: each is a view of that memory, with its region in one of the
+checkpoint's tensors. Publishing reads the views, loading writes to them.
+
+Invariants: no copy and no communication; the parts of a local tensor have each of its elements at most once, and leave
+out only padding; a local tensor of an unexpected shape is an error. Sizes have names, which are looked up in the
+model's table.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ Sizes: TypeAlias = Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Axis:
-    """This rank's place among the `size` ranks over which a parameter is cut."""
+    """This rank's index among the `size` ranks over which a parameter is sharded."""
 
     rank: int = 0
     size: int = 1
@@ -35,7 +37,7 @@ ALONE = Axis()
 class LayoutPart:
     """A view of a local tensor, and its region of tensor number `number` of a rule.
 
-    The view has the region's sizes; in place of its rows it may have two dims of as many elements.
+    The view has the region's sizes, but its rows may be split into two dims.
     """
 
     number: int
@@ -44,27 +46,27 @@ class LayoutPart:
 
 
 class Whole:
-    """Every rank has all of it: norms, routers, biases of row-parallel layers."""
+    """Replicated on every rank: norms, routers, biases of row-parallel layers."""
 
     def __init__(self, *dims: str) -> None:
         self._dims = dims
 
     def shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
-        """The shapes of the checkpoint's tensors."""
+        """Return the shapes of the checkpoint's tensors."""
         return [tuple(sizes[dim] for dim in self._dims)]
 
     def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
-        """Return the shape of a rank's tensor. Raises ValueError if the sizes can't be cut like this."""
+        """Return the shape of a rank's tensor. Raises ValueError if the sizes can't be sharded evenly."""
         return self.shapes(sizes)[0]
 
     def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
-        """The parts of a local tensor. Raises ValueError if it has another shape."""
+        """Yield the parts of a local tensor. Raises ValueError if it has another shape."""
         _require_shape(local, self.local_shape(sizes, axis))
         yield LayoutPart(0, whole(local.shape), local)
 
 
 class Columns(Whole):
-    """Cut along dim 1: row-parallel layers."""
+    """Sharded along dim 1: row-parallel layers."""
 
     def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
         rows, columns = self.shapes(sizes)[0]
@@ -76,11 +78,11 @@ class Columns(Whole):
 
 
 class Rows:
-    """Cut along dim 0: column-parallel layers, also of several tensors.
+    """Sharded along dim 0: column-parallel layers, also fused ones.
 
-    `rows` has the size of dim 0 of each of the checkpoint's tensors, `dims` their other sizes. Megatron's rows are
-    `blocks` blocks, each with an equal share of every one of these tensors in turn. `whole`: ranks may as well hold all
-    of it, which the local shape shows. `joined`: in the checkpoint they are one tensor, one after the other.
+    `rows`: names of the sizes of dim 0 of the checkpoint's tensors. `dims`: names of their other sizes. Megatron's rows
+    are in `blocks` blocks, each of which has an equal share of every tensor, one after another. `whole`: ranks may also
+    have the unsharded tensor, which the local shape shows. `joined`: the checkpoint has one tensor, the concatenation.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class Rows:
             row += size
 
     def _runs(self, sizes: Sizes, axis: Axis) -> Iterator[tuple[int, int, int]]:
-        """Megatron's rows in order, those of all ranks: number of the checkpoint's tensor, first row there, rows."""
+        """Yield runs of all ranks' rows, in order: number of the checkpoint's tensor, first row, number of rows."""
         num_blocks = self._num_blocks(sizes, axis)
         for block in range(num_blocks):
             first = 0
@@ -132,14 +134,14 @@ class Rows:
 
 
 class Gated(Rows):
-    """gate over up: each rank has its rows of both, one after the other, so that there are as many blocks as ranks."""
+    """Fused gate and up: each rank has its rows of gate, then those of up, so there is one block for each rank."""
 
     def _num_blocks(self, sizes: Sizes, axis: Axis) -> int:
         return axis.size
 
 
 class Alternating(Gated):
-    """gate over up on each rank, which alternate row by row in the checkpoint: a view of two dims for its rows."""
+    """Fused gate and up, whose rows alternate in the checkpoint; each view has two dims in place of the rows."""
 
     def __init__(self, rows: str, *dims: str) -> None:
         super().__init__((rows, rows), *dims, joined=True)
@@ -150,19 +152,21 @@ class Alternating(Gated):
 
 
 class Vocabulary(Rows):
-    """Rows, of which the last ones over all ranks may be padding, which is left out."""
+    """Sharded along dim 0 with padding at the end, which is left out: embeddings and the output layer."""
 
     def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
         rows, rest = sizes[self._rows[0]], self._rest(sizes)
         if not local.ndim or tuple(local.shape[1:]) != rest or local.shape[0] * axis.size < rows:
             raise ValueError(
-                f"its local shape is {list(local.shape)}; {axis.size} such shards must make {[rows, *rest]} or more"
+                f"its local shape is {list(local.shape)}; {axis.size} such shards must have at least the shape "
+                f"{[rows, *rest]} together"
             )
         yield from self._cut(sizes, axis, local)
 
 
 class GatedQuery(Rows):
-    """q, k and v by query group, with an output gate for each head: queries over gates in a group, and in a head."""
+    """Fused q, k and v by query group, with an output gate for each head. The queries of a group come before its gates;
+    in the checkpoint each head's query comes before its gate."""
 
     def __init__(self, *dims: str) -> None:
         super().__init__(("gated_query", "key", "key"), *dims, blocks="groups")
@@ -179,10 +183,10 @@ class GatedQuery(Rows):
 
 
 class DeltaNetInput(Rows):
-    """The input projection of a gated delta net: query, key, value and gate (z), beta and alpha.
+    """The input projection of a gated delta net: query, key, value, gate (z), beta and alpha.
 
-    Each rank has its heads of the first, of the second, and so on. The checkpoint has two tensors, (query, key, value,
-    gate) and (beta, alpha), key head by key head.
+    Each rank has its heads of query, then those of key, and so on. The checkpoint has two tensors, (query, key, value,
+    gate) and (beta, alpha), each ordered by key head.
     """
 
     def __init__(self, *dims: str) -> None:
@@ -206,33 +210,35 @@ ShardLayout: TypeAlias = Whole | Rows
 
 
 def local_size(size: int, axis: Axis) -> int:
-    """An equal share of a size. Raises ValueError if there is none."""
+    """Return the local part of a size. Raises ValueError if it can't be divided evenly."""
     if size % axis.size:
-        raise ValueError(f"a size of {size} can't be cut into {axis.size} equal shards")
+        raise ValueError(f"a size of {size} can't be divided into {axis.size} equal shards")
     return size // axis.size
 
 
 def _require_shape(local: torch.Tensor, shape: Sequence[int]) -> None:
     if tuple(local.shape) != tuple(shape):
-        raise ValueError(f"its local shape is {list(local.shape)}, by the configuration it must be {list(shape)}")
+        raise ValueError(f"its local shape is {list(local.shape)}; by hf_config it must be {list(shape)}")
 
 
 def in_stack(part: LayoutPart, expert: int) -> LayoutPart:
-    """The same where a checkpoint has all experts in one tensor, their matrices transposed: expert, in, out."""
+    """Return the part for a checkpoint with all experts in one tensor of transposed matrices: (expert, in, out)."""
     region = Region((expert, *reversed(part.region.offsets)), (1, *reversed(part.region.sizes)))
     view = part.view.movedim(-1, 0) if len(part.region.sizes) > 1 else part.view
     return LayoutPart(part.number, region, view[None])
 
 
 def unstacked(local: torch.Tensor, num_experts: int, shape: Sequence[int], *, transposed: bool) -> list[torch.Tensor]:
-    """A local tensor that holds several experts, each as a view of `shape`: out, in.
+    """Split a local tensor of several experts into views of `shape`: (out, in).
 
-    `transposed`: each expert's matrix lies as in, out (Megatron's GroupedMLP, whose parameter has two dims, and is
-    nevertheless expert by expert in memory).
+    `transposed`: each expert's matrix is stored as (in, out). This is the layout of Megatron's GroupedMLP, whose
+    parameter has two dims but is stored expert by expert.
     """
     rows, columns = shape
     stack = (num_experts, columns, rows) if transposed else (num_experts, rows, columns)
     if local.numel() != num_experts * rows * columns or (local.ndim == 3 and tuple(local.shape) != stack):
-        raise ValueError(f"its local shape is {list(local.shape)}, by the configuration it must hold {list(stack)}")
+        raise ValueError(
+            f"its local shape is {list(local.shape)}; by hf_config it must have the elements of {list(stack)}"
+        )
     experts = local.view(stack)
     return list((experts.transpose(1, 2) if transposed else experts).unbind())

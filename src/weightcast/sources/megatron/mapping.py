@@ -1,8 +1,7 @@
-"""A model's mapping: the checkpoint's records, and for each Megatron parameter of a rank its parts of them.
+"""A model's mapping: the checkpoint's specs, and for each Megatron parameter of a rank its parts of these.
 
-Invariants: the records come from the configuration alone, so that they are the same on every rank; a parameter that no
-rule takes, and one that has another shape than the configuration says, is an error that names it. Nothing here needs
-Megatron.
+Invariants: the specs follow from the configuration alone, so they are equal on every rank; a parameter without a rule,
+or with another shape than the configuration's, is an error that names it. This module does not need Megatron.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _LAYER = re.compile(rf"(?P<block>decoder|mtp)\.layers\.(?P<index>\d+)\.(?P<inner
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parallel:
-    """A rank's place: tensor-parallel, and of the experts expert-parallel and expert-tensor-parallel.
+    """A rank's tensor-parallel index and, for experts, its expert-parallel and expert-tensor-parallel indices.
 
-    Pipeline stages are known by the layers that a rank holds; data- and context-parallel ranks hold replicas.
+    A pipeline stage is known by its layers; data- and context-parallel ranks have replicas.
     """
 
     tensor: Axis = ALONE
@@ -45,8 +44,8 @@ class Parallel:
 class Chunk:
     """One rank's part of one (virtual) pipeline stage.
 
-    `tensors`: parameters and persistent buffers by name. `layers`: for each layer of the decoder its number in the
-    whole model, from 0. `is_first`: whether it is the stage that owns the embedding; other stages have a copy.
+    `tensors`: parameters and persistent buffers by name. `layers`: for each layer of the decoder its index in the whole
+    model. `is_first`: True for the stage that owns the embedding; other stages have a copy.
     """
 
     tensors: Sequence[tuple[str, torch.Tensor]]
@@ -56,10 +55,10 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterRegion:
-    """A part of the tensor `name` of the checkpoint, and the parameter of a chunk that has it.
+    """A part of the checkpoint's tensor `name`, and the chunk's parameter that has it.
 
-    `is_copy`: another stage owns it (an embedding for tied weights, or of a prediction layer); it is loaded, not sent.
-    `plus`: what the checkpoint's values are above the parameter's.
+    `is_copy`: another stage owns it (the embedding of tied weights or of a prediction layer); it is loaded but not
+    sent. `plus`: added to the parameter's values to get the checkpoint's.
     """
 
     name: str
@@ -70,12 +69,12 @@ class ParameterRegion:
 
 
 class TensorMapping:
-    """Of one model on one rank."""
+    """Mapping of one model on one rank."""
 
     def __init__(
         self, family: Family, config: Config, parallel: Parallel, *, dtype: str, num_mtp_layers: int = 0
     ) -> None:
-        """`dtype` of the records. Raises ValueError for a configuration that lacks sizes."""
+        """`dtype`: that of the specs. Raises ValueError for a configuration that lacks sizes."""
         self._family, self._config, self._parallel = family, config, parallel
         self.sizes = sizes_of(family, config)
         self._num_mtp_layers = num_mtp_layers
@@ -101,7 +100,7 @@ class TensorMapping:
 
     @functools.cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The records of the whole model."""
+        """Return the specs of the whole model."""
         return tuple(self._records())
 
     def _records(self) -> Iterator[TensorSpec]:
@@ -113,7 +112,7 @@ class TensorMapping:
             for rule in rules if layer < sizes["layers"] else (*self._mtp.rules, *rules):
                 if not rule.is_of_experts or rule.is_in_stack:
                     yield from self._specs_of(rule, self._prefix(layer))
-            # Expert by expert, as checkpoints have them: what is loaded together lies together.
+            # Expert by expert, as in checkpoints, so that tensors that are loaded together are adjacent.
             for expert in range(sizes["experts"]):
                 for rule in rules:
                     if rule.is_of_experts and not rule.is_in_stack:
@@ -133,14 +132,17 @@ class TensorMapping:
         return self._family.layer_prefix.format(layer=layer)
 
     def _table(self, layer: int) -> Table:
-        """Of the rules that hold for a layer."""
+        """Return the table of the rules that apply to a layer."""
         is_moe = bool(self.sizes["experts"]) and self._family.is_moe(self._config, layer)
         return self._layers[is_moe, self._family.is_linear(self._config, layer)]
 
     # --- Megatron's side ---
 
     def parameter_regions(self, chunk: Chunk) -> list[ParameterRegion]:
-        """Every part that a chunk holds. Raises ValueError, naming every parameter that has no place."""
+        """Return every part that a chunk has.
+
+        Raises ValueError with every parameter that has no rule or does not fit.
+        """
         placed: list[ParameterRegion] = []
         unknown, unfit = [], []
         for name, tensor in chunk.tensors:
@@ -156,14 +158,17 @@ class TensorMapping:
         if unknown:
             raise ValueError(
                 f"{len(unknown)} Megatron parameters have no rule in the table of this family: {listed(unknown)}; "
-                "add rules to it (docs/megatron.md), or give another `family`"
+                "add rules to the table (docs/megatron.md), or pass another `family`"
             )
         if unfit:
-            raise ValueError(f"{len(unfit)} Megatron parameters do not fit the configuration: {listed(unfit)}")
+            raise ValueError(
+                f"{len(unfit)} Megatron parameters do not fit hf_config: {listed(unfit)}; pass the configuration of "
+                "the trained model"
+            )
         return placed
 
     def _parameter_regions(self, name: str, tensor: torch.Tensor, chunk: Chunk) -> list[ParameterRegion] | None:
-        """The parts of one parameter; None if no rule takes it. Raises ValueError if it does not fit its rule."""
+        """Return the parts of one parameter; None if it has no rule. Raises ValueError if it does not fit its rule."""
         is_copy = name == _EMBEDDING and not chunk.is_first
         if name == "output_layer.weight" and self.sizes["tied"]:
             name, is_copy = _EMBEDDING, True
@@ -177,8 +182,8 @@ class TensorMapping:
         match = table.find(rest)
         if match is None and rest == "mlp.router.qb_beta":
             raise ValueError(
-                "it is the bias of quantile balancing; no Hugging Face checkpoint has it, and engines would choose "
-                "other experts without it: train with another moe_router_load_balancing_type"
+                "it is the bias of quantile balancing, which no Hugging Face checkpoint has, and without which engines "
+                "would choose other experts: train with another moe_router_load_balancing_type"
             )
         if match is None:
             return None
@@ -194,19 +199,19 @@ class TensorMapping:
         ]
 
     def _layer_number(self, block: str, index: int, layers: Sequence[int]) -> int:
-        """In the checkpoint, where prediction layers come after the model's own."""
+        """Return the layer's number in the checkpoint, in which prediction layers come after the model's layers."""
         num_layers = self.sizes["layers"]
         limit = len(layers) if block == "decoder" else self._num_mtp_layers
         if index >= limit:
-            raise ValueError(f"there are {limit} such layers")
+            raise ValueError(f"its layer is number {index}, but there are only {limit} such layers")
         if block == "mtp":
             return num_layers + index
         if not 0 <= layers[index] < num_layers:
-            raise ValueError(f"it is of layer {layers[index]}; the configuration has {num_layers}")
+            raise ValueError(f"its layer is number {layers[index]}, but hf_config has only {num_layers} layers")
         return layers[index]
 
     def _parts(self, match: Match, tensor: torch.Tensor) -> Iterator[tuple[int, LayoutPart]]:
-        """The parts of a parameter, each with the number of its expert in the whole model."""
+        """Yield the parts of a parameter, each with the index of its expert in the whole model."""
         sizes, layout = self.sizes, match.rule.layout
         axis = self._parallel.expert_tensor if match.rule.axis == "expert" else self._parallel.tensor
         if not match.rule.is_of_experts:
@@ -219,7 +224,10 @@ class TensorMapping:
         elif match.expert < num_local:
             matrices = [(match.expert, tensor)]
         else:
-            raise ValueError(f"each of {self._parallel.expert.size} expert-parallel ranks has {num_local} experts")
+            raise ValueError(
+                f"its expert is number {match.expert}, but each of {self._parallel.expert.size} expert-parallel ranks "
+                f"has only {num_local} experts"
+            )
         for number, matrix in matrices:
             expert = num_local * self._parallel.expert.rank + number
             for part in layout.parts(sizes, axis, matrix):
@@ -227,7 +235,7 @@ class TensorMapping:
 
 
 def canonical(name: str) -> str:
-    """A parameter's name without the prefixes of wrappers (DDP, Float16Module) and of multimodal models."""
+    """Return a parameter's name without the prefixes of wrappers (DDP, Float16Module) and of multimodal models."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name.removeprefix("language_model.")
@@ -241,38 +249,45 @@ def _hf_names(rule: Rule, prefix: str, expert: int) -> list[str]:
 
 
 def read_config(source: Any) -> Config:
-    """The fields of a transformers configuration, a mapping, a config.json or the directory that has one.
+    """Return the fields of a transformers configuration, a mapping, a config.json or a directory with one.
 
-    Raises ValueError for what is none of these, FileNotFoundError for a path where none is.
+    Raises ValueError for anything else, FileNotFoundError for a path without a config.json.
     """
     if isinstance(source, str | os.PathLike):
         path = Path(source, "config.json") if os.path.isdir(source) else Path(source)
         if not path.is_file():
-            raise FileNotFoundError(f"hf_config is {str(source)!r}: {path} is not there; nothing is fetched from a hub")
+            raise FileNotFoundError(
+                f"hf_config is {str(source)!r}, but {path} does not exist: pass a local path (nothing is downloaded)"
+            )
         config: Any = json.loads(path.read_bytes())
     else:
         config = source.to_dict() if hasattr(source, "to_dict") else source
     try:
         fields = dict(config)
     except (TypeError, ValueError) as exc:
-        raise ValueError(f"hf_config is {type(source).__name__}: give a transformers config, a dict or a path") from exc
+        raise ValueError(
+            f"hf_config is {type(source).__name__}; it must be a transformers config, a dict or a path"
+        ) from exc
     if "model_type" not in fields:
         fields["model_type"] = getattr(source, "model_type", "")
-    # Of a model with a vision tower; what both levels have is the whole model's.
+    # A model with a vision tower: a field on both levels is the whole model's.
     text = fields.get("text_config")
     return {**text, **fields} if isinstance(text, Mapping) else fields
 
 
 def sizes_of(family: Family, config: Config) -> Sizes:
-    """Every size that a table may name; what a model has not is 0. Raises ValueError for a configuration without."""
+    """Return every size that a table may name, 0 for those that a model lacks.
+
+    Raises ValueError if the configuration lacks a required field.
+    """
     needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     missing = [name for name in needed if name not in config]
     if missing:
-        raise ValueError(f"hf_config lacks {', '.join(missing)}: give the model's config.json")
+        raise ValueError(f"hf_config lacks {', '.join(missing)}: pass the model's config.json")
     get = config.get
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     groups, head_dim = get("num_key_value_heads") or heads, get("head_dim") or hidden // heads
-    # Of multi-head latent attention.
+    # Sizes of multi-head latent attention.
     nope, rope, value = get("qk_nope_head_dim") or 0, get("qk_rope_head_dim") or 0, get("v_head_dim") or 0
     q_rank, kv_rank = get("q_lora_rank") or 0, get("kv_lora_rank") or 0
     sizes = {
@@ -294,7 +309,7 @@ def sizes_of(family: Family, config: Config) -> Sizes:
         "ffn": get("intermediate_size") or 0,
         "experts": get("n_routed_experts") or get("num_experts") or get("num_local_experts") or 0,
         "moe_ffn": get("moe_intermediate_size") or 0,
-        # transformers' configurations of DeepSeek-V3 don't name the method, which is this one.
+        # transformers' configurations of DeepSeek-V3, which uses noaux_tc, have no topk_method.
         "expert_bias": int(get("topk_method") in (None, "noaux_tc")),
         "shared_ffn": (get("n_shared_experts") or 0) * (get("moe_intermediate_size") or 0),
         "q_rank": q_rank,
@@ -305,7 +320,7 @@ def sizes_of(family: Family, config: Config) -> Sizes:
         "latent_key_value": heads * (nope + value),
         "latent_out": heads * value,
     }
-    # Of a gated delta net.
+    # Sizes of a gated delta net.
     key_heads, value_heads = get("linear_num_key_heads") or 0, get("linear_num_value_heads") or 0
     key_dim, value_dim = get("linear_key_head_dim") or 0, get("linear_value_head_dim") or 0
     sizes |= {
@@ -325,7 +340,7 @@ def sizes_of(family: Family, config: Config) -> Sizes:
             continue
         field, _, default = source.partition("|")
         if get(field) is None and not default:
-            raise ValueError(f"hf_config lacks {field}: give the model's config.json")
+            raise ValueError(f"hf_config lacks {field}: pass the model's config.json")
         sizes[name] = int(default if get(field) is None else config[field])
     sizes["untied"] = int(not sizes["tied"])
     return sizes

@@ -1,7 +1,7 @@
-"""The rules of a family's table, which map names of Megatron parameters to names of a checkpoint.
+"""Rules of a family's table, which map names of Megatron parameters to names of a checkpoint.
 
-A rule names no rank and no layer: names are relative to their layer, `{expert}` stands for an expert's number, which
-counts all experts of the model on the checkpoint's side and this rank's on Megatron's.
+A rule is independent of rank and layer. Names are relative to their layer; `{expert}` stands for an expert's index,
+among all experts of the model in a checkpoint's name, among this rank's experts in Megatron's.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ EXPERT = "{expert}"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """One Megatron parameter, under any of its `names`, is the tensors `hf` of the checkpoint.
+    """Maps one Megatron parameter, with any of its `names`, to the tensors `hf` of the checkpoint.
 
-    `names` are those of the different layer specs (local, Transformer Engine); at most one occurs in a layer. If they
-    have `{expert}` and `hf` has not, the checkpoint has all experts in one tensor, matrices as in, out.
-    `stacked`: further names, under which all experts of a rank are one parameter. `transposed`: like `stacked`, with
-    each matrix transposed. `when`: names of sizes that must not be zero; those of the layer are `dense` or `moe`, and
-    by its attention `softmax` or `linear`. `group`: the tensors of one group must be loaded in one call; several `hf`
-    of a rule always are. `dtype`: the checkpoint's, if it differs from the other tensors'. `axis`: the ranks over which
-    it is cut. `plus`: the checkpoint's values are Megatron's plus this. `is_fused`: a layer may have this parameter in
-    place of those of other rules, which describe the same tensors of the checkpoint.
+    `names`: those of the different layer specs (local, Transformer Engine); at most one occurs in a layer. If they have
+    `{expert}` and `hf` does not, the checkpoint has all experts in one tensor, with matrices as (in, out). `stacked`:
+    other names, of a parameter with all experts of a rank. `transposed`: like `stacked`, with each matrix transposed.
+    `when`: names of sizes that must not be zero for the rule to apply; a layer has `dense` or `moe`, and by its
+    attention `softmax` or `linear`. `group`: name of the load group; several `hf` of a rule are always loaded in one
+    call. `dtype`: the checkpoint's, if it differs from the other tensors'. `axis`: the ranks over which the parameter
+    is sharded. `plus`: added to Megatron's values to get the checkpoint's. `is_fused`: a layer may have this parameter
+    in place of several parameters with their own rules.
     """
 
     names: tuple[str, ...]
@@ -57,11 +57,11 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models: its tables, and what of its configuration is called otherwise than elsewhere.
+    """A family of models: its tables, and the names in its configuration that differ from other families'.
 
-    `sizes`: a size's name -> the config's field (its value if that is absent comes after a `|`), or a number. `is_moe`:
-    whether a layer has experts; `is_linear`: whether its attention is linear. `mtp`: of a multi-token prediction layer,
-    beside the rules of a layer. `zero_centered`: norms multiply by one plus their weight.
+    `sizes`: a size's name -> the config's field (with a default after a `|`), or a number. `is_moe`: returns True if a
+    layer has experts. `is_linear`: returns True if its attention is linear. `mtp`: rules of a multi-token prediction
+    layer in addition to those of a layer. `zero_centered`: norms multiply by 1 + weight.
     """
 
     model: tuple[Rule, ...]
@@ -76,7 +76,7 @@ class Family:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Match:
-    """The rule for a parameter. `expert`: its local number, None where a parameter is not of one expert."""
+    """The rule for a parameter. `expert`: the local index of its expert, None if it is not of a single expert."""
 
     rule: Rule
     expert: int | None = None
@@ -84,7 +84,7 @@ class Match:
 
 
 class Table:
-    """The rules that hold for one kind of layer, found by a parameter's name."""
+    """The rules that apply to one kind of layer, found by a parameter's name."""
 
     def __init__(self, rules: tuple[Rule, ...], sizes: Sizes) -> None:
         self.rules = tuple(rule for rule in rules if all(sizes.get(name, 0) for name in rule.when))

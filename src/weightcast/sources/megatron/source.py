@@ -1,4 +1,4 @@
-"""Publishes a Megatron-core model: each rank's shards as regions of the checkpoint's tensors, without a copy."""
+"""Source of a Megatron-core model: each rank's shards as regions of the checkpoint's tensors, without a copy."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _ATTENTION_FIELDS = {"num_query_groups": "groups", "kv_channels": "head_dim"}
 class MegatronSource:
     """A `Source` of a Megatron-core `GPTModel`, in any mix of tensor, pipeline, expert, context and data parallelism.
 
-    Make one on every trainer rank. `specs` are those of the Hugging Face checkpoint of `hf_config`, on every rank
-    alike; `regions` what this rank holds: views of the live parameters and buffers, without communication and without a
-    copy, but for the few values that a checkpoint has with another centre (of Qwen3-Next, one norm of each layer).
+    Create one on every trainer rank. `specs` returns those of the Hugging Face checkpoint of `hf_config`, equal on
+    every rank. `regions` returns this rank's parts: views of the live parameters and buffers, without communication.
+    Copied are only tensors that the checkpoint has with another centre (one norm of each layer of Qwen3-Next).
     """
 
     def __init__(
@@ -52,20 +52,20 @@ class MegatronSource:
         parallel: Parallel | None = None,
         mtp: bool = True,
     ) -> None:
-        """`model_chunks`: this rank's model, or a list of its virtual stages; wrappers are looked through. `hf_config`:
-        a transformers configuration, its dict, or a path to config.json or its directory.
+        """`model_chunks`: this rank's model, or a list of its virtual stages; wrappers are unwrapped. `hf_config`: a
+        transformers configuration, its dict, or a path to config.json or its directory.
 
-        `dtype` of what is published, by default the model's `params_dtype`; what a table has in another (expert biases
-        in float32) stays; "engine": the dtypes that the engines have. `family`: a table, or the `model_type` whose
-        table is to be used. `parallel`: this rank's place, by default Megatron's own `parallel_state`.
+        `dtype`: that of the published tensors, by default the model's `params_dtype`; tensors for which a table has
+        another one (expert biases in float32) keep it; "engine": the engines' dtypes. `family`: a table, or the
+        `model_type` whose table is used. `parallel`: this rank's indices, by default from Megatron's `parallel_state`.
         `mtp`: publish multi-token prediction layers too.
 
-        Raises ValueError for a parameter that the family's table does not know, shapes or layers that are not those of
-        `hf_config`, an unknown model type or dtype; here and, if the model changes, in `regions`.
+        Raises ValueError for a parameter without a rule, shapes or layers that differ from `hf_config`, an unknown
+        model type or dtype; here and, if the model changes, in `regions`.
         """
         chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
         if not chunks:
-            raise ValueError("model_chunks is empty: give this rank's model, a list for virtual pipeline stages")
+            raise ValueError("model_chunks is empty: pass this rank's model, or a list of its virtual pipeline stages")
         config = read_config(hf_config)
         self._chunks, self._models = chunks, [_inner(chunk) for chunk in chunks]
         megatron = self._models[0].config
@@ -87,8 +87,8 @@ class MegatronSource:
             shared = getattr(model, "share_embeddings_and_output_weights", None)
             if shared is not None and bool(shared) != tied:
                 raise ValueError(
-                    f"share_embeddings_and_output_weights is {shared}, but tie_word_embeddings of hf_config is {tied}: "
-                    "train what you serve, or set the other one"
+                    f"the Megatron model has share_embeddings_and_output_weights={shared}, but hf_config has "
+                    f"tie_word_embeddings={tied}: set both to the same value"
                 )
         self._regions: Regions | None = None
         self._shifted: list[tuple[torch.Tensor, ParameterRegion]] = []
@@ -96,14 +96,14 @@ class MegatronSource:
         self._parameter_regions()
 
     def specs(self) -> Sequence[TensorSpec]:
-        """The whole model's records; always the same object."""
+        """Return the whole model's specs; always the same object."""
         return self._mapping.specs
 
     def regions(self) -> Regions:
         """Return this rank's parts; the same object until parameters are replaced. Call it between steps.
 
-        Raises ValueError while parameters are not what the optimizer has made them (see docs/megatron.md), or have no
-        memory.
+        Raises ValueError while parameters are not yet gathered after an optimizer step (see docs/megatron.md), or have
+        no memory.
         """
         for chunk in self._chunks:
             _require_gathered(chunk)
@@ -118,7 +118,10 @@ class MegatronSource:
                 continue  # another stage owns it
             key = (each.name, each.held[0])
             if key in owners:
-                raise ValueError(f"{owners[key]!r} and {each.parameter!r} are both {each.name!r} of the checkpoint")
+                raise ValueError(
+                    f"{owners[key]!r} and {each.parameter!r} both map to {each.name!r} of the checkpoint: mend the "
+                    "rules of the family's table (docs/megatron.md)"
+                )
             owners[key] = each.parameter
             held = each.held
             if each.plus:
@@ -130,17 +133,16 @@ class MegatronSource:
         return self._regions
 
     def _shift(self) -> None:
-        """Have the copies follow their parameters."""
+        """Update the copies from their parameters."""
         for copy, each in self._shifted:
             torch.add(each.held[1], each.plus, out=copy)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """The other way: copy this rank's parts of a checkpoint into the model, and zero what pads the vocabulary.
+        """Copy this rank's parts of a checkpoint into the model, and zero the padding of the vocabulary.
 
-        `tensors` may be a generator; each is used once, and may be on any device. An optimizer with fp32 masters has to
-        reload them afterwards (`optimizer.reload_model_params()`). Raises ValueError, naming them, for names that are
-        not the model's (at once), and for those of this rank that were missing (at the end); the model is then not
-        whole.
+        `tensors`: may be a generator; each tensor is used once, and may be on any device. An optimizer with fp32 master
+        weights must reload them afterwards (`optimizer.reload_model_params()`). Raises ValueError for a name that the
+        model does not have (at once), and for missing names of this rank (at the end); the model is then incomplete.
         """
         places: dict[str, list[ParameterRegion]] = {}
         for each in _with_memory(self._parameter_regions()):
@@ -150,26 +152,31 @@ class MegatronSource:
         missing = set(places)
         for model in self._models:
             for name, parameter in model.named_parameters():
-                # Their padding; the rest is loaded next.
+                # This zeroes their padding; the other rows are loaded next.
                 if name.endswith(("word_embeddings.weight", "output_layer.weight")):
                     parameter.detach().zero_()
         for name, tensor in tensors:
             if name in aliases:
                 continue
             if name not in shapes:
-                raise ValueError(f"no rule of this family makes {name!r} {list(tensor.shape)}: leave it out")
+                raise ValueError(f"no rule of this family has the checkpoint's tensor {name!r}: leave it out")
             if tuple(tensor.shape) != shapes[name]:
-                raise ValueError(f"{name!r} is {list(tensor.shape)}, by the configuration it is {list(shapes[name])}")
+                raise ValueError(
+                    f"{name!r} has the shape {list(tensor.shape)}; by hf_config it must be {list(shapes[name])}"
+                )
             missing.discard(name)
             for each in places.get(name, ()):
                 region, view = each.held
                 value = split_like(narrow(tensor.detach(), region), view)
                 view.copy_(value - each.plus if each.plus else value)
         if missing:
-            raise ValueError(f"this rank lacks {count(len(missing), 'tensor')} still: {listed(sorted(missing))}")
+            raise ValueError(
+                f"{count(len(missing), 'tensor')} of this rank did not come: {listed(sorted(missing))}; load a "
+                "complete checkpoint"
+            )
 
     def _parameter_regions(self) -> list[ParameterRegion]:
-        """Every part that this rank holds now; changes are looked for from here on."""
+        """Return every part that this rank has now, and begin to look for changes of the model from here on."""
         self._regions = None
         self._watches = [TensorChangeDetector(model, with_buffers=True) for model in self._models]
         placed: list[ParameterRegion] = []
@@ -183,13 +190,14 @@ class MegatronSource:
 
 
 def _inner(chunk: nn.Module) -> Any:
-    """The GPTModel inside DDP, Float16Module and the like."""
+    """Return the GPTModel inside wrappers such as DDP and Float16Module."""
     model: Any = chunk
     while not hasattr(model, "decoder"):
         inside = getattr(model, "module", None) or getattr(model, "language_model", None)
         if not isinstance(inside, nn.Module):
             raise ValueError(
-                f"{type(chunk).__name__} is no Megatron-core GPTModel, nor a wrapper of one: it has no `decoder`"
+                f"{type(chunk).__name__} is not a Megatron-core GPTModel or a wrapper of one, because it has no "
+                "`decoder`: pass the model that Megatron's model provider returns"
             )
         model = inside
     return model
@@ -201,24 +209,24 @@ def _family(family: Family | str | None, model_type: str) -> Family:
     name = family or model_type
     if name not in FAMILIES:
         raise ValueError(
-            f"no table for the model type {name or None!r}; known: {', '.join(FAMILIES)}. Give the `family` that it "
-            "is like, or a table of your own (docs/megatron.md)"
+            f"there is no table for the model type {name or None!r}; known: {', '.join(FAMILIES)}. Pass the `family` "
+            "of a similar model, or your own table (docs/megatron.md)"
         )
     return FAMILIES[name]
 
 
 def _parallel_state() -> Parallel:
-    """This rank's place, as Megatron's own global state has it.
+    """Return this rank's indices from Megatron's global `parallel_state`.
 
-    Raises ValueError where Megatron is missing, or its model parallel groups were not made.
+    Raises ValueError if Megatron is not installed, or its model parallel groups were not created.
     """
     try:
         from megatron import core
         from megatron.core import parallel_state as state
     except ImportError as exc:
         raise ValueError(
-            f"megatron.core can't be imported here ({exc}): pip install 'megatron-core=={TESTED_WITH}.*', or give this "
-            "rank's place as `parallel`"
+            f"megatron.core can't be imported ({exc}): pip install 'megatron-core=={TESTED_WITH}.*', or pass this "
+            "rank's indices as `parallel`"
         ) from exc
     warn_if_untested(logger, "Megatron-core", core.__version__, TESTED_WITH, symptom="the source fails")
     if not state.model_parallel_is_initialized():
@@ -231,7 +239,7 @@ def _parallel_state() -> Parallel:
 
 
 def _require_same(megatron: Any, mapping: TensorMapping, family: Family) -> None:
-    """Require equal configurations. Shapes don't prove this: other heads and groups may make as many rows."""
+    """Raise ValueError unless the configurations agree. Equal shapes don't prove it: they hide the number of heads."""
     fields = _SAME_FIELDS | ({} if mapping.sizes["kv_rank"] else _ATTENTION_FIELDS)
     found = {name: getattr(megatron, name, None) for name in fields}
     problems = [
@@ -240,7 +248,7 @@ def _require_same(megatron: Any, mapping: TensorMapping, family: Family) -> None
         if value is not None and value != mapping.sizes[fields[name]]
     ]
     if not getattr(megatron, "gated_linear_unit", True):
-        problems.append("gated_linear_unit is False; every family here has gate and up")
+        problems.append("gated_linear_unit is False, but every supported family has gate and up projections")
     centered = bool(getattr(megatron, "layernorm_zero_centered_gamma", False))
     if centered != family.zero_centered:
         problems.append(
@@ -248,24 +256,28 @@ def _require_same(megatron: Any, mapping: TensorMapping, family: Family) -> None
             f"{family.zero_centered}"
         )
     if problems:
-        raise ValueError(f"the Megatron model is not the one of hf_config: {'; '.join(problems)}")
+        raise ValueError(
+            f"the Megatron model differs from hf_config: {'; '.join(problems)}. Pass the configuration of the trained "
+            "model"
+        )
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, and the buffers that its state dict has."""
+    """Yield the parameters, and the buffers that are in the state dict."""
     for prefix, module in model.named_modules():
         saved = {n: buffer for n, buffer in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in (*module._parameters.items(), *saved.items()):
             if tensor is None:
                 continue
             if not tensor.is_meta and tensor.numel() and not tensor.untyped_storage().size():
-                # Its memory was taken away; torch makes no views of that.
+                # The parameter was offloaded: torch can make no views of a tensor without memory.
                 tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             yield f"{prefix}.{name}" if prefix else name, tensor.detach()
 
 
 def _require_gathered(chunk: nn.Module) -> None:
-    """With overlap_param_gather a step leaves only this rank's share of the parameters new, until the next forward."""
+    """Raise ValueError if parameters are stale: with overlap_param_gather a step updates only this rank's shard of
+    them, until the next forward pass gathers the others."""
     module: Any = chunk
     while module is not None:
         config = getattr(module, "ddp_config", None)
@@ -277,21 +289,22 @@ def _require_gathered(chunk: nn.Module) -> None:
                     "after it"
                 )
             groups = [*getattr(module, "bucket_groups", ()), *getattr(module, "expert_parallel_bucket_groups", ())]
-            # False from the reduction of gradients until parameters are gathered, which no forward does without hooks.
+            # False from the reduction of gradients until parameters are gathered. Without hooks no forward gathers
+            # them.
             if not all(getattr(group, "param_gather_dispatched", True) for group in groups):
                 raise ValueError(
                     "overlap_param_gather leaves old parameters in place, and the forward hooks that gather them are "
-                    "off: call start_param_sync(force_sync=True) on each model chunk before publish"
+                    "disabled: call start_param_sync(force_sync=True) on each model chunk before publish"
                 )
         module = module._modules.get("module")
 
 
 def _with_memory(placed: Iterable[ParameterRegion]) -> Iterator[ParameterRegion]:
-    """The same. Raises ValueError for a parameter without memory."""
+    """Yield the regions. Raises ValueError for a parameter without memory."""
     for each in placed:
         if each.held[1].is_meta:
             raise ValueError(
-                f"{each.parameter!r} has no memory here: it was offloaded, or is on the meta device. Bring the weights "
-                "back before publish; weights in host memory will do"
+                f"{each.parameter!r} has no memory, because it was offloaded or is on the meta device: load the "
+                "weights back before publish, to the GPU or to host memory"
             )
         yield each

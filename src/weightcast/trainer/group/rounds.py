@@ -42,7 +42,7 @@ from weightcast.trainer.sent_digests import SentDigests
 class PublishingRank(Rank, Sender):
     """Group rank 0. Implements `Fill` and `Sender` for the publish run, and so hides the other ranks from it.
 
-    As a `Sender` it represents the senders of all origins. It owns and closes that of this rank; the other ranks own
+    It represents the senders of all origins. It owns and closes that of this rank; the other ranks own
     theirs. `address`: of this rank's sender, empty before there is one.
     """
 
