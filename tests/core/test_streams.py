@@ -124,7 +124,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         IncompatibleWeightsError,
         r"torch.bits8\[\], expected 'scalar' bfloat16\[\]",
     ),
-    "freed": ({"layer_4": lambda n, t: [(n, freed(t))]}, IncompatibleWeightsError, "found 'layer.4'.*which has no memory"),
+    "freed": (
+        {"layer_4": lambda n, t: [(n, freed(t))]},
+        IncompatibleWeightsError,
+        "found 'layer.4'.*which has no memory",
+    ),
     "left out": ({"layer_3": lambda n, t: []}, IncompatibleWeightsError, "found 'layer.4'.*expected 'layer.3'"),
     "without elements and left out": ({"empty": lambda n, t: []}, IncompatibleWeightsError, "expected 'empty'"),
     "shorter": (
@@ -192,7 +196,9 @@ def test_of_a_first_iterator_that_fails_nothing_is_learned(monkeypatch: pytest.M
     source, engine = IteratorSource(), RecordingEngine()
     with pytest.raises(RuntimeError, match="the exporter failed"):
         source.use(exported(0, layer_3=fails))
-    with pytest.raises(ValueError, match=r"'scalar' has dtype torch.bits8, which is not supported; supported: .*bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"'scalar' has dtype torch.bits8, which is not supported; supported: .*bfloat16"
+    ):
         source.use(exported(0, scalar=lambda n, t: [(n, torch.empty(t.shape, dtype=torch.bits8))]))
     with monkeypatch.context() as patch:
         patch.setattr(host_memory, "available_bytes", lambda: 1000)
