@@ -207,7 +207,7 @@ def start_often(case: Case, number: int) -> dict[str, Any]:
 
 
 JOBS: dict[str, Callable[[Case], dict[str, Any]]] = {"report": report}
-JOBS |= {f"start {number}": functools.partial(start_often, number=number) for number in (40, 1000)}
+JOBS |= {f"start {number}": functools.partial(start_often, number=number) for number in (40, 300, 1000)}
 JOBS |= {f"serve {engine}": functools.partial(serve, engine=engine) for engine in ("reference", "vllm", "sglang")}
 
 

@@ -174,7 +174,7 @@ def test_few_collectives_and_none_of_the_trainer_s(trained: Trained) -> None:
     [
         ("tp2-te", 40),
         pytest.param("tp2-te", 1000, marks=pytest.mark.full),
-        pytest.param("tp2-pp2-te", 1000, marks=pytest.mark.full),
+        pytest.param("tp2-pp2-te", 300, marks=pytest.mark.full),
     ],
 )
 def test_publishes_in_the_background_are_of_one_step_each(case: str, number: int, tmp_path: Path) -> None:
