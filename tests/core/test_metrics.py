@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import re
 import socket
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
@@ -79,6 +81,15 @@ def test_what_publishes_took_and_what_engines_serve(engines: list[DirectEngine])
         assert not [name for name in found if name.endswith(" second")]
         assert found["weightcast_last_success_timestamp_seconds"] > succeeded_at
     assert values(registry) == {}, "closed"
+
+
+def test_the_page_has_all_of_them(engines: list[DirectEngine]) -> None:
+    registry = CollectorRegistry()
+    with publisher_of(TensorSource(TENSORS), transport="memory://", engines=engines, metrics=registry) as publisher:
+        publisher.publish()
+        names = {metric.name + "_total" * (metric.type == "counter") for metric in registry.collect()}
+    page = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text()
+    assert set(re.findall(r"^\| `(weightcast_\w+)", page, re.MULTILINE)) == names
 
 
 def test_an_engine_whose_memory_differs_is_a_mismatch(engines: list[DirectEngine]) -> None:
