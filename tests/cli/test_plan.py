@@ -15,7 +15,7 @@ from weightcast.cli import exits
 from weightcast.cli.planned_bytes import Estimate
 from weightcast.format.bucket import HEADER_BYTES
 
-PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tuning.md"
 FEW = ["plan", "--params", "1e6", "--tensors", "10"]
 
 
@@ -48,8 +48,27 @@ def test_the_page_has_what_its_commands_print(command: str, text: str, capsys: p
     assert capsys.readouterr().out == text
 
 
+ROWS = re.findall(
+    r"^\| `(--transport [^`]*)` \| ([\d.]+) s[^|]*\| ([\d.]+) s[^|]*\| ([\d,]+) GB", PAGE.read_text(), re.MULTILINE
+)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("options", "trainer", "engine", "memory"), ROWS)
+def test_the_page_has_a_table_of_what_plans_say(
+    options: str, trainer: str, engine: str, memory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [of_all] = re.findall(r"`(--params [^`]*)`", PAGE.read_text())
+    assert cli.main(["plan", *shlex.split(of_all), *shlex.split(options), "--json"]) == exits.OK
+    found = msgspec.json.decode(capsys.readouterr().out, type=Estimate)
+    assert f"{found.trainer_host.link_seconds:.1f}" == trainer
+    assert f"{found.engine_host.link_seconds:.1f}" == engine
+    assert f"{found.engine_host.buckets / 1e9:,.0f}" == memory
+
+
 def test_the_page_has_plans() -> None:
-    assert len(PLANS) == PAGE.read_text().count("```text") == 4
+    assert len(ROWS) == 3
+    assert len(PLANS) == PAGE.read_text().count("```text") == 1
 
 
 def cells_of(lines: list[str]) -> dict[str, str]:
