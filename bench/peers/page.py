@@ -153,7 +153,7 @@ def summary(comparisons: Sequence[Comparison]) -> str:
     won = [(found, p, o) for it in comparisons for p, o, field, found in ahead(it) if field == "seconds"]
     if won:
         found, peer, ours = min(won, key=lambda each: each[0])
-        text += f" Ahead of it is `{peer.name}`, which takes {found:.2f} times as long as `{ours.name}`."
+        text += f" Ahead of weightcast is `{peer.name}`, which takes {found:.2f} times as long as `{ours.name}`."
     text += " [Benchmarks](docs/benchmarks.md) has all figures, also where others are ahead."
     return f"## How fast\n\n{textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)}\n"
 
