@@ -38,14 +38,24 @@ def test_a_link_of_known_speed_has_its_seconds(capsys: pytest.CaptureFixture[str
     assert cells["trainer host's link"] == cells["engine host's link"] == "1.001 s"
 
 
-PLANS = re.findall(r"```sh\n(weightcast plan [^\n]*)\n```\n\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+ON_ONE_HOST = """\
+60.0 GB in 18,867 tensors, ipc, staged
+from 1 host of 1 rank, whole, to 8 engines of 1 worker on the trainer's hosts
+
+┏━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┓
+┃ counted               ┃   value ┃                                ┃
+┡━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┩
+│ buckets               │     899 │ of at most 67.1 MB             │
+│ origins               │       1 │ 60.0 GB in all                 │
+│ trainer host's memory │ 60.0 GB │ all buckets                    │
+│ engine host's memory  │ 0 bytes │ the trainer's is read in place │
+└───────────────────────┴─────────┴────────────────────────────────┘
+"""
 
 
-@pytest.mark.cluster
-@pytest.mark.parametrize(("command", "text"), PLANS, ids=[command for command, _ in PLANS])
-def test_the_page_has_what_its_commands_print(command: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(shlex.split(command)[1:]) == exits.OK
-    assert capsys.readouterr().out == text
+def test_all_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--params", "30e9", "--tensors", "18867", "--engines", "8"]) == exits.OK
+    assert capsys.readouterr().out == ON_ONE_HOST
 
 
 ROWS = re.findall(
@@ -68,7 +78,6 @@ def test_the_page_has_a_table_of_what_plans_say(
 
 def test_the_page_has_plans() -> None:
     assert len(ROWS) == 3
-    assert len(PLANS) == PAGE.read_text().count("```text") == 1
 
 
 def cells_of(lines: list[str]) -> dict[str, str]:
