@@ -37,13 +37,12 @@ NOT_RUN = {
 LONG = {
     "./scripts/demo",
     "./scripts/demo --trainer-ranks 2 --transport gloo",
-    "python bench/stores.py",
     *commands(ROOT / "docs" / "benchmarks.md"),
     *commands(ROOT / "bench" / "README.md"),
 }
 """They take minutes together, or gigabytes: run with --full only."""
-LONG_PAGES = {"distributed.md", "planning.md", "ray.md"}
-"""Each takes a minute, for what tests of their own run too (test_torchrun_fsdp2, test_plan, test_ray_cluster)."""
+LONG_PAGES = {"distributed.md", "ray.md"}
+"""Each takes a minute, for what tests of their own run too (test_torchrun_fsdp2, test_ray_cluster)."""
 
 
 def _complete(folder: str, marker: str = "config.json") -> list[str]:
@@ -57,17 +56,12 @@ FIRST = {
         "weightcast publish CHECKPOINT_DIR --transport file:///mnt/weights --version 699",
         *_complete("DIR/step_1000", "STABLE"),
     ],
-    "directories.md": [
-        "weightcast serve MODEL_DIR --port 8000",
-        *_complete("outputs/broadcasts/step_1", "STABLE"),
-        *_complete("/mnt/weights/weight_v000002"),
-    ],
     "ray.md": [
         "export RAY_TMPDIR=/mnt RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0",
         "python -m ray.scripts.scripts start --head --num-cpus 4 --include-dashboard false",
     ],
     "sglang.md": ENVIRONMENT,
-    "store.md": ["weightcast serve MODEL_DIR --port 8000"],
+    "store.md": ["weightcast serve MODEL_DIR --port 8000", *_complete("outputs/broadcasts/step_1", "STABLE")],
     "vllm.md": ENVIRONMENT,
 }
 """What a page's commands find: versions in its store, a server at its URL, a cluster, an environment of one's own."""
