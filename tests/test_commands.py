@@ -31,6 +31,7 @@ NOT_RUN = {
         "needs vLLM: tests/real_vllm/test_page.py runs it"
     ),
     "python -m sglang.launch_server --model-path MODEL": "needs SGLang: tests/real_sglang/test_page.py runs it",
+    "weightcast status http://127.0.0.1:8000 http://127.0.0.1:8001 --watch 2": "goes on: tests/cli/test_status.py ends it",
     "torchrun --nproc-per-node 8 examples/torchrun_fsdp2.py --transport nccl --engine http://engine-0:8000 "
     "--token-file token": "needs eight GPUs",
 }
@@ -52,6 +53,10 @@ def _complete(folder: str, marker: str = "config.json") -> list[str]:
 
 ENVIRONMENT = ["python3 -m venv .venv", "source .venv/bin/activate"]
 FIRST = {
+    "fleet.md": [
+        *(f"weightcast serve MODEL_DIR --port {port}" for port in (8000, 8001)),
+        "weightcast publish CHECKPOINT_DIR --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001 --wait",
+    ],
     "quickstart.md": [
         "weightcast publish CHECKPOINT_DIR --transport file:///mnt/weights --version 699",
         *_complete("DIR/step_1000", "STABLE"),

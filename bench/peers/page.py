@@ -143,17 +143,21 @@ def summary(comparisons: Sequence[Comparison]) -> str:
         ]
         return f"{found[0]:.1f} times" if found else "(not measured)"
 
+    def own(field: str) -> str:
+        rows = [row for it in comparisons if it.shapes == "qwen3-0.6b" for row in it.rows if row.name == "weightcast ipc"]
+        return f"{rows[0].median(field):.2f} s" if rows else "(not measured)"
+
     disturbed = "" if all(it.is_quiet for it in comparisons) else ", which had other work too"
     text = (
-        f"Qwen3-0.6B (1.2 GB of bfloat16) from one process to another on two CPU cores{disturbed}: verl's "
-        f"`BucketedWeightSender` takes {times('verl BucketedWeightSender, 512 MiB')} as long as weightcast over shared "
-        f"memory, a safetensors file {times('safetensors file')}, TorchRL's double buffer "
-        f"{times('TorchRL double buffer')}."
+        f"Qwen3-0.6B (1.2 GB of bfloat16) from one process to another on two CPU cores{disturbed}: over shared memory "
+        f"weightcast takes {own('seconds')}, of which the engine is paused for {own('pause_seconds')}. verl's "
+        f"`BucketedWeightSender` takes {times('verl BucketedWeightSender, 512 MiB')} as long, TorchRL's double buffer "
+        f"{times('TorchRL double buffer')}, a safetensors file {times('safetensors file')}."
     )
     won = [(found, p, o) for it in comparisons for p, o, field, found in ahead(it) if field == "seconds"]
     if won:
         found, peer, ours = min(won, key=lambda each: each[0])
-        text += f" Ahead of weightcast is `{peer.name}`, which takes {found:.2f} times as long as `{ours.name}`."
+        text += f" Not everywhere is weightcast ahead: `{peer.name}` takes {found:.2f} of the time of `{ours.name}`."
     text += " [Benchmarks](docs/benchmarks.md) has all figures, also where others are ahead."
     return f"## How fast\n\n{textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)}\n"
 
