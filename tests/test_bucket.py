@@ -123,7 +123,7 @@ def test_exchanged_words_are_noticed() -> None:
     buffer = raw_bucket(1024, 0)
     words = buffer.payload.view(torch.int64)
     words[3], words[9] = int(words[9]), int(words[3])
-    with pytest.raises(IntegrityError, match="bytes were changed on the way"):
+    with pytest.raises(IntegrityError, match="bytes were changed during the transfer"):
         check_bucket(buffer, 1024, VERSION, 0)
 
 
@@ -145,9 +145,13 @@ def test_a_header_of_another_bucket_is_refused(version: WeightVersion, index: in
 @pytest.mark.parametrize(
     ("start", "data", "message"),
     [
-        (0, b"wcbuckt1", "magic b'wcbuckt1', expected magic b'wcbucket': update one end"),
-        (8, b"\1\0\0\0", "protocol 1, expected protocol 3: update one end"),
-        (8, b"\4\0\0\0", "protocol 4, expected protocol 3: update one end"),
+        (
+            0,
+            b"wcbuckt1",
+            "magic b'wcbuckt1', expected magic b'wcbucket': install the same version of weightcast at both ends",
+        ),
+        (8, b"\1\0\0\0", "protocol 1, expected protocol 3: install the same version of weightcast at both ends"),
+        (8, b"\4\0\0\0", "protocol 4, expected protocol 3: install the same version of weightcast at both ends"),
         (12, b"\1", "origin 1, expected origin 0"),
         (48, b"zstd", "codec b'zstd', expected codec b'raw'"),
         (48, b"\0\0\0", "codec b'', expected codec b'raw'"),
@@ -167,18 +171,18 @@ def test_a_header_is_refused_by_the_field_that_is_wrong(start: int, data: bytes,
 
 
 def test_a_short_buffer_is_refused() -> None:
-    with pytest.raises(IntegrityError, match="100 bytes arrived, a header of 256 was expected"):
+    with pytest.raises(IntegrityError, match="received 100 bytes, expected a header of 256"):
         check_bucket(BucketBuffer.of(torch.zeros(100, dtype=torch.uint8)), 1024, VERSION, 0)
     whole = raw_bucket()
     short = BucketBuffer(whole.header, whole.payload[:500])
-    with pytest.raises(IntegrityError, match="500 bytes arrived behind its header, 512 were expected"):
+    with pytest.raises(IntegrityError, match="received 500 bytes after its header, expected 512"):
         check_bucket(short, 512, VERSION, 1)
 
 
 def test_the_message_of_a_wrong_digest_says_what_to_do() -> None:
     buffer = raw_bucket()
     buffer.payload[5] ^= 1
-    with pytest.raises(IntegrityError, match=r"its header says [0-9a-f]{32}: bytes were changed on the way; publish"):
+    with pytest.raises(IntegrityError, match=r"its header says [0-9a-f]{32}: bytes were changed"):
         check_bucket(buffer, 512, VERSION, 1)
 
 

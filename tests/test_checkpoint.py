@@ -199,7 +199,7 @@ def test_empty_tensors_are_never_tied() -> None:
 def test_names_are_renamed() -> None:
     assert names_of(nn.Linear(2, 2), names=lambda name: f"a.{name}") == ["a.weight", "a.bias"]
     assert names_of(nn.Linear(2, 2), names={"bias": "b"}) == ["weight", "b"]
-    with pytest.raises(ValueError, match="two tensors are called 'x'"):
+    with pytest.raises(ValueError, match="two tensors have the name 'x'"):
         checkpoint_tensors(nn.Linear(2, 2), names=lambda _: "x")
 
 
@@ -303,9 +303,9 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "computed": (lambda: nn.Parameter(Computed()), "'weight' is a Computed of layout torch.strided, not one block"),
     "fake": (fake, "'weight' is a FakeTensor of layout torch.strided, not one block of memory"),
     "freed": (freed, "'weight' is a Parameter of layout torch.strided, not one block of memory"),
-    "empty": (lambda: nn.Parameter(torch.empty(0)), r"'weight' is \[0\], its Linear is of \[2, 2\]"),
-    "flat": (lambda: nn.Parameter(torch.ones(3)), r"'weight' is \[3\], its Linear is of \[2, 2\]"),
-    "no-rows": (lambda: nn.Parameter(torch.ones(0, 2)), r"'weight' is \[0, 2\], its Linear is of \[2, 2\]"),
+    "empty": (lambda: nn.Parameter(torch.empty(0)), r"'weight' has the shape \[0\], its Linear is of \[2, 2\]"),
+    "flat": (lambda: nn.Parameter(torch.ones(3)), r"'weight' has the shape \[3\], its Linear is of \[2, 2\]"),
+    "no-rows": (lambda: nn.Parameter(torch.ones(0, 2)), r"'weight' has the shape \[0, 2\], its Linear is of \[2, 2\]"),
 }
 
 

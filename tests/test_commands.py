@@ -31,7 +31,9 @@ NOT_RUN = {
         "needs vLLM: tests/real_vllm/test_page.py runs it"
     ),
     "python -m sglang.launch_server --model-path MODEL": "needs SGLang: tests/real_sglang/test_page.py runs it",
-    "weightcast status http://127.0.0.1:8000 http://127.0.0.1:8001 --watch 2": "goes on: tests/cli/test_status.py ends it",
+    "weightcast status http://127.0.0.1:8000 http://127.0.0.1:8001 --watch 2": (
+        "goes on until Ctrl-C: tests/cli/test_status.py"
+    ),
     "torchrun --nproc-per-node 8 examples/torchrun_fsdp2.py --transport nccl --engine http://engine-0:8000 "
     "--token-file token": "needs eight GPUs",
 }

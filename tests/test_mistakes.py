@@ -551,22 +551,22 @@ def a_version_again(folder: Path) -> None:
         publisher.publish(3)
 
 
-@gives(TypeError, "None is no transport URL; pass text such as 'ipc://'")
+@gives(TypeError, "None is not a transport URL; pass a str such as 'ipc://'")
 def no_transport(folder: Path) -> None:
     publisher(transport=None)
 
 
-@gives(TypeError, "29500 is no transport URL; pass text such as 'ipc://'")
+@gives(TypeError, "29500 is not a transport URL; pass a str such as 'ipc://'")
 def a_port_as_the_transport(folder: Path) -> None:
     publisher(transport=29500)
 
 
-@gives(TypeError, "is no transport URL; pass text such as 'ipc://', or 'file:///DIR' for a directory")
+@gives(TypeError, "is not a transport URL; pass a str such as 'ipc://', or 'file:///DIR' for a directory")
 def a_path_as_the_transport(folder: Path) -> None:
     publisher(transport=folder)
 
 
-@gives(TypeError, "Linear(in_features=4, out_features=4, bias=True) is no transport URL")
+@gives(TypeError, "Linear(in_features=4, out_features=4, bias=True) is not a transport URL")
 def a_module_as_the_transport(folder: Path) -> None:
     publisher(transport=linear())
 
@@ -794,7 +794,7 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
         exits.USAGE,
         "is not a directory: download the model first (this command downloads nothing)",
     ),
-    ("serve {checkpoint}", exits.USAGE, "has no config.json: give the directory that save_pretrained wrote"),
+    ("serve {checkpoint}", exits.USAGE, "has no config.json: pass the directory that save_pretrained wrote"),
     (
         "publish {checkpoint} --transport file:///proc/x",
         exits.USAGE,

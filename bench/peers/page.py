@@ -144,7 +144,8 @@ def summary(comparisons: Sequence[Comparison]) -> str:
         return f"{found[0]:.1f} times" if found else "(not measured)"
 
     def own(field: str) -> str:
-        rows = [row for it in comparisons if it.shapes == "qwen3-0.6b" for row in it.rows if row.name == "weightcast ipc"]
+        models = [it for it in comparisons if it.shapes == "qwen3-0.6b"]
+        rows = [row for it in models for row in it.rows if row.name == "weightcast ipc"]
         return f"{rows[0].median(field):.2f} s" if rows else "(not measured)"
 
     disturbed = "" if all(it.is_quiet for it in comparisons) else ", which had other work too"

@@ -1,7 +1,7 @@
 """weightcast moves a trainer's weights into running inference engines: fast, verified, and as a transaction.
 
-Every public name is imported when it is first asked for, so that `import weightcast` costs next to nothing and a
-trainer never loads a server, nor an engine a publisher.
+Every public name is imported at its first use, so that `import weightcast` is fast and a trainer never imports a
+server, nor an engine a publisher.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every error weightcast raises on the world's account.
+"""The exceptions of weightcast.
 
     WeightcastError
-    ├── ManifestError               a manifest or message cannot be trusted (`fault` says in which way)
+    ├── ManifestError               a manifest or message is invalid (`fault` says in which way)
     ├── IntegrityError              bytes that arrived are not the bytes that were sent
     ├── RefusedError                an engine declined an update before any byte moved
     │   ├── IncompatibleWeightsError    names, shapes or dtypes differ; names every offender
@@ -14,19 +14,19 @@
     │   ├── PeerDiedError               its connection ended
     │   ├── PeerTimeoutError            it did not answer before the deadline
     │   └── ControlError                its control route answered with an error
-    ├── PeersLostError              an update lost peers; `survivors` can go on once it is opened again for them
-    ├── UpdateAbortedError          the update was given up; the old version serves
+    ├── PeersLostError              an update lost peers; it can be opened again for the `survivors`
+    ├── UpdateAbortedError          the update was aborted; the old version serves
     ├── IncompleteUpdateError       an update was sealed or installed before it was whole
-    ├── InstallError                loading failed after validation; `torn` says whether the engine must be healed
-    ├── EngineTornError             the engine holds no whole version and refuses to serve
-    ├── VersionNotFoundError        a store has no version yet, or not the one that was asked for
+    ├── InstallError                loading failed after validation; if `torn`, the engine refuses to serve
+    ├── EngineTornError             the engine has no whole version and refuses to serve
+    ├── VersionNotFoundError        a store has no version yet, or not the requested one
     ├── ClosedError                 the object was closed, or never opened
     ├── PublishInFlightError        the publisher's former publish has not ended yet (`overlap="raise"`)
     └── PublishError                a fleet's failures: {peer: cause}
 
-A caller's mistake (a wrong argument) is a ValueError or a TypeError, never one of these. An error crosses a process
-boundary as an `ErrorRecord`: a name from the closed table above and a text, never a pickled object. The report of a
-publish is here too, since `PublishError` carries it.
+A wrong argument raises ValueError or TypeError, never one of these. An error is sent to another process as an
+`ErrorRecord`: a name from the table above and a text, never a pickled object. `PublishReport` is defined here too,
+since `PublishError` has it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import msgspec
 
 MAX_LISTED_PROBLEMS = 1000
 MAX_TEXT_CHARACTERS = 1 << 16
-"""Of a record's message, and of all its problems together: either takes at most 6 bytes each in JSON."""
+"""Limit on the characters of a record's message, and of all its problems; each takes at most 6 bytes in JSON."""
 
 _EXTRAS = {
     **dict.fromkeys(("starlette", "uvicorn", "transformers"), "serve"),
@@ -55,21 +55,21 @@ _EXTRAS = {
     "fastapi": "verl",
     "ray": "ray",
 }
-"""Packages that the core does not need -> the extra that installs them."""
+"""Optional packages -> the extra that installs them."""
 
 _ELSEWHERE = {
     "vllm": "install vLLM in this environment (docs/vllm.md names the versions that were tested)",
     "nemo_rl": "run this in NeMo-RL's own environment; it is on no package index (docs/nemo-rl.md)",
 }
-"""Packages that no extra installs -> what to do."""
+"""Packages that no extra installs -> the remedy."""
 
 
 class WeightcastError(Exception):
-    """Base class: anything that went wrong outside the caller's own code."""
+    """Base class of all errors other than the caller's mistakes."""
 
 
 class ManifestError(WeightcastError):
-    """A manifest or a message is malformed. `fault` is one word of the closed list in `docs/wire-format.md`."""
+    """A manifest or a message is malformed. `fault`: one word of the list in `docs/wire-format.md`."""
 
     def __init__(self, message: str, *, fault: str = "invalid") -> None:
         super().__init__(message)
@@ -93,7 +93,7 @@ class IncompatibleWeightsError(RefusedError):
 
 
 class NotFiniteError(RefusedError):
-    """The weights to publish hold NaN or infinity (`check_finite` looks for that). `problems` names each tensor."""
+    """The weights to publish have NaN or infinity (see `check_finite`). `problems` names each tensor."""
 
 
 class StaleVersionError(RefusedError):
@@ -109,7 +109,7 @@ class InsufficientMemoryError(RefusedError):
 
 
 class UnsupportedError(RefusedError):
-    """The peer lacks an ability that was asked for (an undo copy, a transport, a protocol version)."""
+    """The peer lacks a requested ability (an undo copy, a transport, a protocol version)."""
 
 
 class PeerError(WeightcastError):
@@ -129,11 +129,11 @@ class PeerTimeoutError(PeerError):
 
 
 class ControlError(PeerError):
-    """The peer's control route answered with an error, or is not what was expected there."""
+    """The peer's control route answered with an error, or with an unexpected reply."""
 
 
 class PeersLostError(WeightcastError):
-    """An update can't go on with all of its peers. `survivors`: those that take it once it is opened again for them."""
+    """An update can't go on with all of its peers. `survivors`: the peers for which it can be opened again."""
 
     def __init__(self, message: str, survivors: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -141,7 +141,7 @@ class PeersLostError(WeightcastError):
 
 
 class UpdateAbortedError(WeightcastError):
-    """The update was given up by one side; the old version serves."""
+    """The update was aborted by one side; the old version serves."""
 
 
 class IncompleteUpdateError(WeightcastError):
@@ -157,11 +157,11 @@ class InstallError(WeightcastError):
 
 
 class EngineTornError(WeightcastError):
-    """The engine's weights are of no whole version; publish a complete update to heal it."""
+    """The engine has no whole version; publish a complete update to heal it."""
 
 
 class VersionNotFoundError(WeightcastError):
-    """A store holds no version yet, is not there, or does not hold the version that was asked for."""
+    """A store does not exist, has no version yet, or lacks the requested version."""
 
 
 class ClosedError(WeightcastError):
@@ -173,7 +173,7 @@ class PublishInFlightError(WeightcastError):
 
 
 class PublishError(WeightcastError):
-    """At least one engine did not take the version. `failures` maps each to its cause; `report` has the rest."""
+    """At least one engine did not install the version. `failures`: by engine, the cause; `report`: all results."""
 
     def __init__(self, message: str, failures: Mapping[str, WeightcastError], report: PublishReport) -> None:
         super().__init__(message)
@@ -182,7 +182,7 @@ class PublishError(WeightcastError):
 
 
 class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error as it travels: its class name in the tree above, its text, and what the class carries besides."""
+    """An error as it is sent: its class name in the tree above, its text, and the class's other fields."""
 
     kind: str
     message: str
@@ -196,11 +196,11 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 class StageSeconds(msgspec.Struct):
     """Seconds of a publish by stage. Stages overlap with the engines' own work, and don't add up to the engines' times.
 
-    `gather`: asking the source for its regions. `offer`: joining engines, with the wait for those that are starting,
-    and offering. `pack`: filling buckets and digesting them. `send`: waiting for free slots and for the engines' last
-    buckets. `memory`: the part of `send` that waits for the transport's memory, which the next publish finds there.
-    `seal`: sealing. `pause`: the longest time any engine was paused. `total`: from call to return, or of
-    `Publisher.start` to the end. `stall`: how long the caller waited: until all was packed with `start`, else `total`.
+    `gather`: getting the source's regions. `offer`: connecting engines, including the wait for those that are starting,
+    and offering. `pack`: filling and digesting buckets. `send`: waiting for free slots and for the engines' last
+    buckets. `memory`: the part of `send` that allocates the transport's memory, which later publishes reuse. `seal`:
+    sealing. `pause`: the longest pause of any engine. `total`: from the call to the end of the publish. `stall`: the
+    time for which the caller waited: with `start` until all was packed, otherwise `total`.
     """
 
     gather: float = 0.0
@@ -215,15 +215,15 @@ class StageSeconds(msgspec.Struct):
 
 
 class EngineResult(msgspec.Struct):
-    """One engine's outcome. `ok`: it serves the version. `error`: why not, else None.
+    """One engine's result. `ok`: it serves the version. `error`: the cause if it does not, else None.
 
-    `pause_seconds`: how long the engine was paused: as it says where it pauses by itself (vLLM with weightcast's own
-    routes), else from the pause's request until it was resumed, as the publisher saw it. `install_seconds`: what the
-    engine itself took to install. `unproven`: with `verify="installed"`, the tensors that could not be read out of the
-    engine's live memory, each with the reason. `read_bytes`, `installed_bytes`: of each of the engine's workers, by
-    rank: of the buckets what it read and checked, where ranks of one host share that; and of the model what it put into
-    place (a tensor that goes through the engine's own loader counts whole). `differs`: the engine's live memory is not
-    what was sent, so that it was quarantined.
+    `pause_seconds`: the engine's pause, as reported if it pauses by itself (vLLM with weightcast's routes), otherwise
+    from the pause request to the resume, as seen by the publisher. `install_seconds`: duration of the install in the
+    engine. `unproven`: with `verify="installed"`, the tensors that could not be read from the engine's live memory,
+    with the reason. `read_bytes`, `installed_bytes`: by engine rank, the bytes of buckets that its worker has read and
+    checked (ranks of one host divide these), and the bytes that it has installed (a tensor that goes through the
+    engine's loader counts with all its bytes). `differs`: the engine's live memory is not what was sent, and the engine
+    was quarantined.
     """
 
     ok: bool = False
@@ -237,7 +237,7 @@ class EngineResult(msgspec.Struct):
 
 
 class PublishReport(msgspec.Struct, frozen=True):
-    """One version's publish. `num_bytes` counts tensor data once, however many engines took it."""
+    """Report of one publish. `num_bytes`: bytes of tensor data, counted once for all engines."""
 
     run: str
     version: int
@@ -255,13 +255,14 @@ class PublishReport(msgspec.Struct, frozen=True):
 
     @property
     def gb_per_second(self) -> float:
-        """Tensor data over the whole time, in 1e9 bytes a second."""
+        """Bytes of tensor data divided by the total time, in 1e9 bytes per second."""
         return self.num_bytes / self.seconds.total / 1e9 if self.seconds.total else 0.0
 
     def metrics(self, prefix: str = "weightcast/") -> dict[str, float]:
-        """Return figures for a tracker (wandb, TensorBoard), by the name that each has behind the prefix.
+        """Return figures for a tracker (wandb, TensorBoard), by name with the prefix.
 
-        Seconds end with `_s`. Trackers that average what they collect find by `_max` and `_total` what to do instead.
+        Names of seconds end with `_s`. The endings `_max` and `_total` tell trackers that aggregate values to use the
+        maximum or the sum.
         """
         seconds = self.seconds
         figures = {
@@ -277,11 +278,11 @@ class PublishReport(msgspec.Struct, frozen=True):
         return {prefix + name: value for name, value in figures.items()}
 
     def to_json(self) -> bytes:
-        """The report as one JSON object."""
+        """Return the report as one JSON object."""
         return msgspec.json.encode(self)
 
     def __str__(self) -> str:
-        """The sizes and times, a table of the engines, then each problem of those that failed on a line of its own."""
+        """Return sizes and times, a table of the engines, and one line for each problem of the failed ones."""
         seconds = self.seconds
         lines = [f"version {self.version} was not installed anywhere"]
         if not self.engines or any(result.ok for result in self.engines.values()):
@@ -307,7 +308,7 @@ class PublishReport(msgspec.Struct, frozen=True):
 
 
 def publish_error(report: PublishReport) -> PublishError:
-    """Return the error for a publish that an engine did not take."""
+    """Return the error for a publish that an engine did not install."""
     failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
     engines = "1 engine" if len(report.engines) == 1 else f"{len(report.engines):,} engines"
     causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
@@ -347,9 +348,9 @@ def from_record(record: ErrorRecord) -> WeightcastError:
 
 
 def trace_of(error: BaseException) -> str:
-    """The traceback, for a log, of what an engine's own code has raised; empty for an error that says all by itself.
+    """Return the traceback, for a log, of an exception of an engine's own code; empty for weightcast's own errors.
 
-    A text: a handler that keeps an exception keeps the tensors of its frames.
+    It is a text, since a log handler that keeps an exception would keep the tensors of its frames.
     """
     if isinstance(error, WeightcastError) and not isinstance(error, InstallError):
         return ""
@@ -357,10 +358,11 @@ def trace_of(error: BaseException) -> str:
 
 
 class Translated:
-    """A context: `raise_as` gets an error of `kinds` that leaves it, and raises another one from it or lets it go on.
+    """Context that passes an error of `kinds` to `raise_as`, which raises another one from it or lets it go on.
 
-    It is no generator: Python 3.12 and 3.13 keep an error that was thrown into one, and for which the generator raises
-    another, in a cycle with all its frames. Sockets that only torch can close would stay open until a collection.
+    It is a class and not a generator: in Python 3.12 and 3.13 an error that was thrown into a generator, and for which
+    the generator raises another one, is kept in a cycle with all its frames. Sockets that only torch can close would
+    stay open until a garbage collection.
     """
 
     def __init__(
@@ -377,23 +379,23 @@ class Translated:
 
 
 def malformed(fault: str, message: str) -> ManifestError:
-    """A ManifestError whose message ends with its fault."""
+    """Return a ManifestError whose message ends with its fault."""
     return ManifestError(f"{message} [{fault}]", fault=fault)
 
 
 def listed(items: Sequence[str], *, most: int = 8, separator: str = "; ") -> str:
-    """The first items as a text, which says how many more there are."""
+    """Return the first items as one text, with the number of the others."""
     more = [f"and {len(items) - most} more"] if len(items) > most else []
     return separator.join([*items[:most], *more])
 
 
 def printable(text: str) -> str:
-    """The text on one line of a terminal, which acts on nothing in it: names of tensors may be a stranger's."""
+    """Return the text on one line, without control characters, since tensor names may come from anyone."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def with_extra(error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The error, or one that also says how to get the missing package."""
+    """Return the error, or one that also says how to install the missing package."""
     package = (error.name or "").partition(".")[0]
     extra, remedy = _EXTRAS.get(package), _ELSEWHERE.get(package)
     if extra is not None:
@@ -406,13 +408,13 @@ def with_extra(error: ModuleNotFoundError) -> ModuleNotFoundError:
 def warn_if_untested(
     logger: logging.Logger, name: str, found: str, *tested: str, symptom: str = "updates fail"
 ) -> None:
-    """Log a warning, with its remedy, if the version `found` of a framework belongs to none of the `tested` releases.
+    """Log a warning with a remedy if the version `found` of a framework belongs to none of the `tested` releases.
 
-    0.32.1 belongs to the release "0.32". pip knows the framework by its `name` in small letters.
+    0.32.1 belongs to the release "0.32". pip's name of the framework is `name` in lower case.
     """
     if not any(re.match(rf"{re.escape(release)}(?![0-9])", found) for release in tested):
         logger.warning(
-            "weightcast was tested with %s %s, and this is %s %s: if %s, install a tested one: pip install '%s==%s.*'",
+            "weightcast was tested with %s %s, found %s %s: if %s, install a tested version: pip install '%s==%s.*'",
             *(name, " and ".join(tested), name, found, symptom, name.lower(), tested[0]),
         )
 

@@ -1,8 +1,8 @@
-"""A torch.distributed process group of our own, beside the trainer's and the engine's default ones.
+"""weightcast's own torch.distributed process groups, separate from the trainer's and the engine's default ones.
 
-Invariants: it is made from a store and ranks that are handed in, never from environment variables, and never touches
-the default group; a broken group is closed and replaced, never mended; no thread of torch's watches NCCL's operations,
-since its findings end the process. Errors of torch become errors of weightcast here.
+Invariants: a group is made from a given store and ranks, never from environment variables, and never uses the default
+group; a broken group is closed and replaced; torch's watchdog thread for NCCL is off, since it would end the process
+upon an error. Errors of torch are translated here.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ _MAX_CTAS = 8
 """Thread blocks that a broadcast may take from the engine's own kernels."""
 
 _NCCL_ENVIRONMENT = {
-    # torch's ProcessGroupNCCL reads these in its constructor, and Options has no field for them.
-    # No watchdog thread of torch's: it sets a flag of the whole process when an operation has failed or is late, and
-    # the monitor of the process's first NCCL group (the trainer's or the engine's own) ends the process for it. The
-    # errors are asked of each operation here, and `Work.wait`, which the variable makes block, is not called.
+    # torch's ProcessGroupNCCL reads these in its constructor, and Options has no field for them. This disables torch's
+    # watchdog thread. It would set a process-wide flag when an operation has failed or is late, upon which the monitor
+    # of the process's first NCCL group (the trainer's or the engine's) ends the process. Instead, errors are read from
+    # each operation; `Work.wait`, which this variable makes blocking, is not called.
     "TORCH_NCCL_BLOCKING_WAIT": "1",
-    # No warning that transfers between two ranks share a communicator: that is intended.
+    # No warning that transfers between two ranks share a communicator, which is intended.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }
 Store: TypeAlias = Any
 """A c10d store: TCPStore, PrefixStore, ..."""
 _STORE_DESCRIPTORS = 16
-"""At least as many as the server and its first client open: libuv ends the process if its first loop finds none."""
+"""Descriptors that a store's server and first client need at most: without them libuv ends the process."""
 _GLOO_DESCRIPTORS = 8
-"""At least as many as gloo opens besides a socket for each member. Its errors then blame the network."""
+"""Descriptors that gloo needs at most, besides a socket for each member: its error would blame the network."""
 _CHATTER = re.compile(r"Exception raised from|This is typically caused by")
-"""Beginning of the part of a torch message that is a trace, or advice that does not apply here."""
+"""Beginning of the part of a torch message that is a trace, or inapplicable advice."""
 _environment_lock = threading.Lock()
 T = TypeVar("T")
 
 
 def serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
-    """A store on a free port of `host` and of no other address, and that port. It lives as long as the object.
+    """Serve a store on a free port of only `host`; return store and port. It is served as long as the object exists.
 
-    Raises PeerError if none could be had by the deadline, or if this process has too few file descriptors left.
+    Raises PeerError if none could be started by the deadline, or if this process has too few file descriptors left.
     """
     _require_descriptors("a store", _STORE_DESCRIPTORS)
     end = time.monotonic() + timeout_seconds
@@ -81,13 +81,13 @@ def serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
             store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
             return store, port
         except PeerError:
-            # Now and then torch's server never answers, not even its own first client: another port, another try.
+            # Sometimes torch's server never answers its own first client: try another port.
             if time.monotonic() >= end:
                 raise
 
 
 def join_store(host: str, port: int, timeout_seconds: float) -> Store:
-    """A client of that store. Raises PeerError if it is not there."""
+    """Return a client of a store. Raises PeerError if the store can't be reached."""
     timeout = datetime.timedelta(seconds=timeout_seconds)
     with translated(f"the store at {host}:{port}"):
         return TCPStore(host, port, None, False, timeout, wait_for_workers=False)
@@ -101,7 +101,7 @@ def make_nccl(
     device: torch.device | None,
     max_ctas: int | None,
 ) -> Any:  # torch's ProcessGroupNCCL
-    """Connects the members if `device` is given, else they connect at the first operation; waits without a deadline."""
+    """Make an NCCL group. With `device` the members connect now, without a deadline; else at the first operation."""
     nccl = cast(Any, dist).ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout
@@ -115,7 +115,7 @@ def make_nccl(
 
 
 class ProcessGroup:
-    """One group, from its making to its end. Its operations are asynchronous: `wait` for what they return."""
+    """One process group. Its operations are asynchronous: pass their results to `wait`."""
 
     def __init__(
         self,
@@ -132,22 +132,23 @@ class ProcessGroup:
     ) -> None:
         """Connect all `size` members; blocks until they are there, at most `timeout_seconds`, each operation's as well.
 
-        `backend`: "gloo" or "nccl". `host`: the address of this host that the others reach, for gloo; by default that
-        of the interfaces in GLOO_SOCKET_IFNAME, else of this host's name, as for torch's own groups. `device`: this
-        rank's, for NCCL; without it NCCL's first operation connects, and that only `in_time` bounds. `max_ctas`: thread
-        blocks that NCCL's kernels may take, equal at all members; None: NCCL's own limit. `is_left`: asked while NCCL
-        connects, whether the group is of no more use. Raises PeerError.
+        `backend`: "gloo" or "nccl". `host`: for gloo, the address at which others reach this host; by default that of
+        the interfaces in GLOO_SOCKET_IFNAME, else of this host's name, as for torch's groups. `device`: for NCCL, this
+        rank's; without it NCCL's first operation connects, which only `in_time` limits. `max_ctas`: limit on the thread
+        blocks of NCCL's kernels, equal at all members; None: NCCL's own limit. `is_left`: called while NCCL connects;
+        returns True if the group is no longer needed. Raises PeerError.
         """
         self.backend = backend
         self.rank, self.size = rank, size
-        self._store = store  # NCCL looks into it later on
+        self._store = store  # NCCL still uses it later
         self._device = device or torch.device("cuda" if backend == "nccl" else "cpu")
         self._timeout_seconds = timeout_seconds
         self._closing = threading.Lock()
         self._given_up: list[Work] = []
-        """Of NCCL: they keep the tensors that kernels may still write to, until these have been aborted."""
+        """Abandoned operations of NCCL, which keep the tensors that kernels may still write to until they are aborted.
+        """
         self._met: set[int] = set()
-        """The ranks with which NCCL has a connection for transfers between two."""
+        """The ranks to which NCCL has a point-to-point connection."""
         timeout = datetime.timedelta(seconds=timeout_seconds)
         torch_groups: Any = dist
         with translated("the process group"):
@@ -173,25 +174,28 @@ class ProcessGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         if self.backend == "nccl":
-            # A group that was made without one has connected nothing before.
+            # A group that was made without a device connects only now.
             self._device = tensor.device
         with translated("a broadcast"):
             return cast(Work, self._group.broadcast([tensor], options))
 
     def send(self, tensor: torch.Tensor, rank: int) -> Work:
-        """To one rank. With NCCL the first transfer with each may wait for it, at most for the group's timeout."""
+        """Send to one rank.
+
+        With NCCL the first transfer with a rank may wait for it, at most for the group's timeout.
+        """
         with translated("a send"):
             return self._transfer(functools.partial(self._group.send, [tensor], rank, 0), rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> Work:
-        """From one rank; otherwise as `send`."""
+        """Receive from one rank; see `send`."""
         with translated("a receive"):
             return self._transfer(functools.partial(self._group.recv, [tensor], rank, 0), rank)
 
     def _transfer(self, begin_transfer: Callable[[], Work], rank: int) -> Work:
         if self.backend != "nccl" or rank in self._met:
             return begin_transfer()
-        # Depending on torch's version, NCCL connects each two ranks by themselves only now.
+        # Depending on torch's version, NCCL makes point-to-point connections only now.
         what = f"connecting with rank {rank} of the group"
         work = in_time(begin_transfer, self._device, self._timeout_seconds, what, lambda: self._group is None)
         self._met.add(rank)
@@ -202,17 +206,17 @@ class ProcessGroup:
             return cast(Work, self._group.allgather([outputs], [tensor]))
 
     def wait(self, work: Work, is_left: Callable[[], bool] = lambda: False) -> None:
-        """Wait for an operation of this group, on the host with NCCL too, at most for the group's timeout.
+        """Wait on the host for an operation of this group, also with NCCL, at most for the group's timeout.
 
-        With NCCL it ends as well once `is_left` says that nobody wants the group any more. Raises PeerError; the group
-        is then of no more use, and has to be closed: until then a broken operation keeps a GPU's kernels running.
+        With NCCL the wait also ends once `is_left` returns True. Raises PeerError; the group must then be closed: until
+        then a broken operation keeps a GPU's kernels running.
         """
         try:
             if self.backend == "gloo":
                 wait(work)
                 return
             for _ in Deadline(self._timeout_seconds).polls(0.0002, 0.0002):
-                # NCCL's own wait returns at once, and has a stream wait: for ever if a member has died.
+                # NCCL's own wait returns at once, and makes a stream wait, forever if a member has died.
                 if work.is_completed():
                     if error := _nccl_error(work):
                         raise PeerDiedError(f"a transfer failed: {error}")
@@ -228,9 +232,9 @@ class ProcessGroup:
             del work
 
     def close(self) -> None:
-        """Disconnect; operations under way are over when it returns. Idempotent, from any thread.
+        """Disconnect, after pending operations have ended. Idempotent; may be called from any thread.
 
-        With gloo it waits for them, at most for their timeout; NCCL's are aborted, also where another thread waits.
+        gloo's operations are waited for, at most for their timeout; NCCL's are aborted, even if another thread waits.
         """
         with self._closing:
             group, self._group = self._group, None
@@ -241,7 +245,7 @@ class ProcessGroup:
 
 
 def _nccl_error(work: Work) -> str:
-    """How an operation of NCCL's that is completed, which an error does too, has failed; empty: it has not."""
+    """Return the error of a completed NCCL operation (errors complete it, too); empty if it has succeeded."""
     try:
         error = work.exception()
         return "" if error is None else str(error) or repr(error)
@@ -253,7 +257,7 @@ def _nccl_error(work: Work) -> str:
 
 
 def _abort(nccl: Any, device: torch.device) -> None:
-    """Call it in a thread of ours. Also after an error of the GPU, which the thread may then not have as its own."""
+    """Abort NCCL's operations. Call it in a weightcast thread; it works also after an error of the GPU."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(RuntimeError):
             stack.enter_context(host_device.own_thread(device))
@@ -269,10 +273,10 @@ def in_time(
     is_left: Callable[[], bool] = lambda: False,
     discard: Callable[[T], object] = lambda result: None,
 ) -> T:
-    """Run an NCCL call that connects, and so may wait for ever and can't be ended, in a thread of its own.
+    """Run an NCCL call that connects, and so may wait forever and can't be ended, in a background thread.
 
     The call queues its work on the caller's stream of `device`. Raises PeerTimeoutError after `seconds`, PeerDiedError
-    once `is_left` is true (nobody wants the result); the thread is left behind, and its late result is discarded.
+    once `is_left` returns True (the result is no longer needed); the thread goes on, and its late result is discarded.
     """
     stream = host_device.current_stream(device)
 
@@ -288,17 +292,17 @@ def in_time(
             return future.result()
         future.add_done_callback(lambda done: None if done.exception() else discard(done.result()))
         if is_left():
-            raise PeerDiedError(f"{what}: the group was left before all members had connected")
+            raise PeerDiedError(f"{what}: the update was aborted before all members had connected")
         raise PeerTimeoutError(f"{what} took over {seconds:g} s: not all members have come")
     finally:
-        del future  # an error's traceback has this frame, and the error may be the future's own
+        del future  # an error's traceback refers to this frame, and the future may refer to the error: a cycle
 
 
 class Broadcast:
-    """A broadcast of rank 0's under way. `error`: how it failed, once `is_over`; empty if it did not.
+    """A broadcast by rank 0. `error`: once `is_over`, its error, or an empty string.
 
-    On a CPU `condition` is notified of its end; on a GPU it has to be asked. Of a GPU that has failed nobody can say
-    whether it still reads the buffer: there it has an error, and is not over.
+    On a CPU `condition` is notified at its end; on a GPU it must be polled. If the GPU itself has failed, it is unknown
+    whether it still reads the buffer: then the broadcast has an error, and is not over.
     """
 
     def __init__(self, group: ProcessGroup, buffer: torch.Tensor, condition: threading.Condition) -> None:
@@ -308,7 +312,7 @@ class Broadcast:
         self._work = group.broadcast(buffer, root=0)
         self._is_polled = buffer.is_cuda
         if not self._is_polled:
-            # A future of NCCL's is done as soon as the broadcast is queued.
+            # An NCCL future is done as soon as the broadcast is queued, so it can't be used.
             self._work.get_future().add_done_callback(self._land)
 
     @property
@@ -341,10 +345,10 @@ class Broadcast:
 
 
 def wait(work: Work) -> None:
-    """Wait for an operation. Raises PeerDiedError or PeerTimeoutError; the group is then of no more use.
+    """Wait for an operation. Raises PeerDiedError or PeerTimeoutError, after which the group can't be used.
 
-    An operation holds its group's sockets, and an error's traceback holds the variables of every frame that it passed:
-    a caller that has the group closed at an error keeps the operation in none.
+    An operation refers to its group's sockets, and an error's traceback to the variables of its frames: a caller whose
+    group is closed upon an error must have no variable with the operation.
     """
     try:
         with translated("a transfer"):
@@ -354,7 +358,7 @@ def wait(work: Work) -> None:
 
 
 def translated(what: str) -> Translated:
-    """Errors of torch.distributed as PeerErrors. It does not know which peer it was; the caller may."""
+    """Return a context that translates errors of torch.distributed to PeerErrors without a peer's name."""
 
     def raise_as_peers(error: Exception) -> NoReturn:
         text = str(error)
@@ -373,9 +377,9 @@ def _require_descriptors(what: str, count: int) -> None:
 
 
 def require(backend: str) -> None:
-    """Raises UnsupportedError if torch has no such backend here."""
+    """Raise UnsupportedError if this torch has no such backend."""
     if backend == "gloo":
-        # CUDA is not asked: that would start it, and children that are forked later could not use it.
+        # Without initialising CUDA, since forked children could not use it afterwards.
         is_here = dist.is_available() and cast(Any, dist).is_gloo_available()
     else:
         is_here = dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
@@ -387,10 +391,10 @@ def require(backend: str) -> None:
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set what is not so already, and restore it. One thread at a time.
+    """Set environment variables and restore them afterwards; unchanged values are not set. One thread at a time.
 
-    C code of the process that calls getenv in the same moment may crash where the C library moves the environment for
-    a new variable (glibc before 2.41), and a group that other code makes then gets these values too.
+    C code that calls getenv at the same moment may crash if the C library moves the environment for a new variable
+    (glibc before 2.41), and a group that other code makes meanwhile gets these values, too.
     """
     former = {name: os.environ.get(name) for name, value in values.items() if os.environ.get(name) != value}
     try:

@@ -1,4 +1,4 @@
-"""Names to code, as strings only: nothing is imported until it is asked for.
+"""Tables of names and import paths: nothing is imported before its first use.
 
 Third parties add to each of the three tables by an entry point, whose value is `module:attribute`. In the group
 `weightcast.transports` its name is a URL scheme, and its attribute a `seams.transport.Transport`; for
@@ -28,17 +28,18 @@ TRANSPORTS = {
 ENTRY_POINT_GROUP = "weightcast.transports"
 
 STORED_SOURCES = {"file": "weightcast.sources.store:StoreSource"}
-"""For transports that keep versions: a `Source` of the newest one, made from the transport's URL."""
+"""For transports that keep versions: a `Source` of the newest one, created from the transport's URL."""
 
 HTTP_CLIENT = "weightcast.control.client:HttpEngine"
-"""The client for an engine server that is given as a URL; it asks which dialect the server speaks."""
+"""The client for an engine server given as a URL, which detects the server's dialect."""
 
 HTTP_DIALECTS = {
     "vllm": "weightcast.integrations.vllm.stock_reload:detect",
     "sglang": "weightcast.integrations.sglang.dialect:detect",
 }
-"""Kinds of servers that don't speak the native protocol. Each is a function of the server's `control.client.HttpRoutes`
-and the pause mode, which returns an `EngineClient`, or None for a server of another kind. Asked in this order."""
+"""Kinds of servers that don't speak weightcast's protocol. Each is a function of the server's
+`control.client.HttpRoutes` and the pause mode, which returns an `EngineClient`, or None for a server of another kind.
+Called in this order."""
 DIALECT_GROUP = "weightcast.dialects"
 
 OBJECT_DIALECTS = {"vllm": "weightcast.integrations.vllm.clients:detect"}
@@ -48,7 +49,7 @@ OBJECT_GROUP = "weightcast.engine_objects"
 
 
 class Dialect(Protocol):
-    """Finds out whether a server is of one kind."""
+    """Detects servers of one kind."""
 
     def __call__(self, routes: Any, pause: Any, /) -> EngineClient | None: ...
 
@@ -57,7 +58,7 @@ def scheme(url: str) -> str:
     """Return the scheme of a transport's URL. Raises ValueError if it has none, TypeError if it is not text."""
     if not isinstance(url, str):
         raise TypeError(
-            f"{url!r:.80} is no transport URL; pass text such as 'ipc://', or 'file:///DIR' for a directory"
+            f"{url!r:.80} is not a transport URL; pass a str such as 'ipc://', or 'file:///DIR' for a directory"
         )
     name, separator, rest = url.partition("://")
     if not separator or not name:
@@ -70,7 +71,7 @@ def scheme(url: str) -> str:
 
 
 def registered_schemes() -> list[str]:
-    """The schemes that can be resolved here."""
+    """Return the schemes that can be resolved."""
     return sorted(name for name, _ in _targets(TRANSPORTS, ENTRY_POINT_GROUP))
 
 
@@ -91,29 +92,35 @@ def is_stored(url: str) -> bool:
 
 
 def stored_source(url: str, **options: Any) -> Any:
-    """A `Source` of the newest version at this URL; its `version` says which. Raises what its constructor raises."""
+    """Return a `Source` of the newest version at this URL. Raises what its constructor raises."""
     return _load(STORED_SOURCES[scheme(url)])(url, **options)
 
 
 def http_client(url: str, **options: Any) -> EngineClient:
-    """The client for an engine server at a URL; `options` are those of `HttpEngine`."""
+    """Return the client for an engine server at a URL. `options`: those of `HttpEngine`."""
     found: EngineClient = _load(HTTP_CLIENT)(url, **options)
     return found
 
 
 def http_dialects() -> Iterator[tuple[str, Dialect]]:
-    """Each dialect's name and function, imported when it is its turn."""
+    """Yield each dialect's name and function, which is imported only then."""
     return ((name, _load(target)) for name, target in _targets(HTTP_DIALECTS, DIALECT_GROUP))
 
 
 def engine_clients(engine: object) -> list[EngineClient]:
-    """An `EngineClient` for each part of an engine object that takes updates by itself. Raises TypeError for none."""
+    """Return an `EngineClient` for each independently updated part of an engine object.
+
+    Raises TypeError for an object of an unknown kind.
+    """
     targets = dict(_targets(OBJECT_DIALECTS, OBJECT_GROUP))
     for target in targets.values():
         clients: list[EngineClient] = _load(target)(engine)
         if clients:
             return clients
-    raise TypeError(f"{type(engine).__name__} is no engine of a known kind ({', '.join(targets)})")
+    raise TypeError(
+        f"{type(engine).__name__} is not an engine of a known kind ({', '.join(targets)}): pass a URL or an "
+        "EngineClient"
+    )
 
 
 def _targets(table: Mapping[str, str], group: str) -> Iterator[tuple[str, str]]:
@@ -128,5 +135,5 @@ def _load(target: str) -> Any:
 
 
 def host(url: str) -> str:
-    """The host of a transport's URL, without the port."""
+    """Return the host of a transport's URL, without the port."""
     return urllib.parse.urlsplit(url).hostname or "127.0.0.1"

@@ -336,7 +336,7 @@ def test_once_of_a_damaged_one(tmp_path: Path, capsys: pytest.CaptureFixture[str
     [
         (["DIR"], "pass --marker NAME, the file that your loop writes into each when it is complete"),
         (["file:///store", "--dtype", "bfloat16"], "--dtype works only with --marker"),
-        (["file:///store", "--marker", "DONE"], "give its path in place of file:///store"),
+        (["file:///store", "--marker", "DONE"], "pass its path in place of file:///store"),
         (["DIR", "--marker", "a/b"], "--marker a/b is not the name of a file"),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_directory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         ([*FEW, "--engine-hosts", "2", "--apart"], "use --transport gloo, nccl or file"),
         (["plan", "--params", "5", "--tensors", "10"], "--params 5 can't fill --tensors 10"),
-        (["plan", "--params", "1e18", "--tensors", "10000000"], "10000000 tensors; the limit is 1048576"),
+        (["plan", "--params", "1e18", "--tensors", "10000000"], "--tensors is 10000000; it must be at most 1048576"),
         (["plan", "--config", "no/such/directory"], "no/such/directory has no config.json"),
     ],
 )

@@ -176,7 +176,10 @@ def test_a_links_seconds_are_of_the_direction_that_has_more() -> None:
     [
         ({"trainer_hosts": 2, "sharding": "fsdp"}, "ipc needs trainer and engines on one host"),
         ({"transport": "gloo", "num_engines": 2, "engine_hosts": 2}, "2 engine hosts can't be among 1 trainer hosts"),
-        ({"transport": "gloo", "num_engines": 3, "engine_hosts": 2, "colocated": False}, "3 workers can't be spread"),
+        (
+            {"transport": "gloo", "num_engines": 3, "engine_hosts": 2, "colocated": False},
+            "3 workers can't be distributed evenly",
+        ),
         ({"transport": "file", "trainer_hosts": MAX_ORIGINS + 1}, "at most .* can send"),
     ],
 )

@@ -585,7 +585,7 @@ def test_memory_that_the_device_has_not_is_an_error_of_ours(gpu: LazyGpu, transp
 def test_host_memory_that_can_not_be_pinned_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch itself can't pin any here."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(InsufficientMemoryError, match="no 4096 bytes of host memory can be pinned"):
+    with pytest.raises(InsufficientMemoryError, match="4096 bytes of pinned host memory could not be allocated"):
         host_device.pinned(4096)
 
 

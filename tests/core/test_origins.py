@@ -126,7 +126,7 @@ def corrupt(buffer: BucketBuffer) -> None:
 
 
 SPOILT: dict[str, tuple[dict[str, Any], str]] = {
-    "corrupt": ({"spoil": corrupt}, "bytes were changed on the way"),
+    "corrupt": ({"spoil": corrupt}, "bytes were changed during the transfer"),
     "stale": ({"header": {"version": version(1)}}, "its header says version 1, expected version"),
     "another run": ({"header": {"version": WeightVersion(OTHER_RUN, 2)}}, f"run {OTHER_RUN}, expected run {RUN}"),
     "another bucket": ({"header": {"index": 99}}, "its header says index 99, expected index"),

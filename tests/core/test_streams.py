@@ -173,7 +173,7 @@ def test_a_wrong_stream_is_never_installed(tmp_path: Path, wrong: str, transport
 
 def test_a_freed_tensor_is_not_learned() -> None:
     source = IteratorSource()
-    with pytest.raises(ValueError, match=r"'layer.4' on cpu is without memory"):
+    with pytest.raises(ValueError, match=r"'layer.4' on cpu has no memory"):
         source.use(exported(0, layer_4=lambda n, t: [(n, freed(t))]))
 
 

@@ -175,7 +175,7 @@ MANIFESTS: dict[str, Case] = {
     "unknown digest": (
         with_("digest_kind", value="md5"),
         "type",
-        "by 'md5', expected 'nh-128': update one end",
+        "by 'md5', expected 'nh-128': install the same version of weightcast at both ends",
     ),
     "size of 5000 digits": (raw_replace('"shape": [16]', f'"shape": [{"9" * 5000}]'), "type", "out of range"),
     # protocol

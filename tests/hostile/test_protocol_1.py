@@ -34,12 +34,16 @@ def old(name: str, kind: Any) -> Any:
 
 def test_an_engine_refuses_a_publisher() -> None:
     with fleet(TensorSource(TENSORS), RecordingEngine()) as (publisher, (client,)):
-        with pytest.raises(UnsupportedError, match="publisher speaks protocol 1, this engine speaks 3: update one end"):
+        with pytest.raises(
+            UnsupportedError, match="publisher speaks protocol 1, this engine speaks 3: install the same version"
+        ):
             client.worker.init(old("init", InitInfo))
         publisher.publish(5)
         offer: Offer = old("offer", UpdateInfo)
         ours = Offer(publisher.run, 8, "d" * 64, offer.manifest, secret=publisher._connections.listener.secret)
-        with pytest.raises(ManifestError, match="protocol 1 was offered, 3 is spoken here: update one end"):
+        with pytest.raises(
+            ManifestError, match="protocol 1 was offered, this engine speaks 3: install the same version"
+        ):
             client.worker.update(ours)
         assert publisher.publish().ok
 
@@ -53,7 +57,7 @@ def test_a_publisher_refuses_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 publisher.publish()
         [error] = caught.value.failures.values()
         assert isinstance(error, UnsupportedError)
-        assert "engine-0 speaks protocol 1, this publisher speaks 3: update one end" in str(error)
+        assert "engine-0 speaks protocol 1, this publisher speaks 3: install the same version" in str(error)
         assert engine.calls == []
         assert publisher.publish().ok
 
@@ -77,7 +81,10 @@ def test_a_bucket_whose_trailer_follows_its_payload() -> None:
     with pytest.raises(IntegrityError, match=r"bucket 5: its header says magic .*, expected magic b'wcbucket': update"):
         check_bucket(BucketBuffer.of(torch.cat([payload(), trailer])), 1024, VERSION, 5)
     renamed = torch.cat([trailer, torch.zeros(192, dtype=torch.uint8), payload()])
-    with pytest.raises(IntegrityError, match="magic b'wcbuckt1', expected magic b'wcbucket': update one end"):
+    with pytest.raises(
+        IntegrityError,
+        match="magic b'wcbuckt1', expected magic b'wcbucket': install the same version of weightcast at both ends",
+    ):
         check_bucket(BucketBuffer.of(renamed), 1024, VERSION, 5)
 
 

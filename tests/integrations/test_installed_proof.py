@@ -200,7 +200,7 @@ def test_layers_that_are_exchanged_between_offer_and_install_are_noticed() -> No
     engine = ModelEngine(model)
     engine.validate(plan(specs(tensors), 1 << 20))
     model.norm = Norm()
-    with pytest.raises(InstallError, match="exchanged since the offer"):
+    with pytest.raises(InstallError, match="replaced since the offer"):
         engine.load(tensors.items())
     assert not model.norm.weight.any()
 

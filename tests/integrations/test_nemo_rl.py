@@ -334,9 +334,9 @@ def test_other_weights_than_before_are_refused_by_name(
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ([{}], "1 workers have prepared, 0 behind the first 1 with an endpoint; expected 1 rollout workers there"),
-        ([{}, {}], "2 workers have prepared, 0 behind the first 1"),
-        ([{}, None], "2 workers have prepared, 0 behind the first 1"),
+        ([{}], "1 workers have prepared; after the 1 policy workers 0 have an endpoint, expected 1 rollout workers"),
+        ([{}, {}], "2 workers have prepared; after the 1 policy workers 0 have an endpoint"),
+        ([{}, None], "2 workers have prepared; after the 1 policy workers 0 have an endpoint"),
     ],
 )
 def test_rollout_workers_that_have_not_prepared(make_engine: Callable[..., Any], metadata: Any, words: str) -> None:
@@ -347,7 +347,7 @@ def test_rollout_workers_that_have_not_prepared(make_engine: Callable[..., Any],
 
 
 def test_wrong_options_are_refused_where_the_engine_is_made(make_engine: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"does not carry an update of NeMo-RL's: leave it out, or set policy\.gen"):
+    with pytest.raises(ValueError, match=r"NeMo-RL's updates do not support: leave it out, or set it to"):
         make_engine(transport="memory://")
     with pytest.raises(
         TypeError, match=r"has no 'dedline_seconds'; known: transport, install, deadline_seconds, host, "

@@ -97,5 +97,5 @@ def test_a_place_that_is_not_theirs_is_refused(tmp_path: Path) -> None:
         (path,) = tmp_path.iterdir()
         path.unlink()
         path.symlink_to("/dev/null")
-        with pytest.raises(ControlError, match="can't meet"):
+        with pytest.raises(ControlError, match="can't share"):
             ServerMutex.of_several(2, launcher=os.getpid(), folder=str(tmp_path))

@@ -74,7 +74,7 @@ def test_two_keys_for_one_route_are_refused_where_the_server_starts(
     admin: str | None, api: str | None, option: str
 ) -> None:
     keys = types.SimpleNamespace(admin_api_key=admin, api_key=api)
-    with pytest.raises(ValueError, match=f"SGLang's {option} and WEIGHTCAST_TOKEN differ.*give the two the same"):
+    with pytest.raises(ValueError, match=f"SGLang's {option} and WEIGHTCAST_TOKEN differ.*set both to the same"):
         require_one_key(keys, "secret")
 
 

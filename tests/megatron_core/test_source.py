@@ -199,7 +199,7 @@ def test_weights_without_memory_are_named() -> None:
     source.regions()
     model.output_layer.weight.untyped_storage().resize_(0)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"'output_layer\.weight' has no memory here"):
+        with pytest.raises(ValueError, match=r"'output_layer\.weight' has no memory, because"):
             source.regions()
 
 

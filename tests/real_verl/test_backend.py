@@ -89,7 +89,7 @@ def test_an_exporter_that_fails_leaves_every_rollout_as_it_was(cluster: Cluster,
         held = cluster.update(1)["weightcast/version"]
     name = list(SHAPES)[-5]
     cluster.trainers.setup(fails_at=name)
-    with pytest.raises((RuntimeError, WeightcastError), match=f"the exporter failed at {name}|gave the update up"):
+    with pytest.raises((RuntimeError, WeightcastError), match=f"the exporter failed at {name}|aborted the update"):
         cluster.update(2)
     assert [(step, updates) for _, step, updates in cluster.states()] == [(held, int(not is_first))] * 3
     assert all(replica.is_serving for replica in cluster.replicas)

@@ -229,7 +229,7 @@ def test_a_pause_that_takes_too_long_leaves_the_old_version(server: Server, is_s
         server.call("test_slow_down", 0.0)
         assert isinstance(error, PeerTimeoutError), repr(error)
         assert error.peer == server.url
-        assert "pause in the mode 'keep'" in str(error)
+        assert "pause with mode=keep" in str(error)
         assert_as_before(server, 0, version)
         answer = joined(stream.awaited())
         assert len(answer.tokens) == NUM_STREAMED

@@ -477,7 +477,7 @@ def test_what_comes_for_a_layer_that_is_packed_is_an_error(offline: Offline, mon
         held.weight_loader(held, weights(offline, 1)[f"{o_proj}.weight"])
 
     monkeypatch.setattr(offline.model, "load_weights", late, raising=False)
-    with pytest.raises(InstallError, match=f"more came for {o_proj}"):
+    with pytest.raises(InstallError, match=f"called more often for {o_proj}"):
         engine.load(weights(offline, 1).items())
     monkeypatch.undo()
     restore()

@@ -123,7 +123,7 @@ def test_a_reload_that_fails_leaves_the_server_paused_until_a_publish_heals_it(
         with pytest.raises(httpx.TimeoutException):
             server.complete(PROMPT, 1, seconds=1)
         with contextlib.closing(HttpEngine(server.url)) as engine:
-            assert "holds no whole version" in engine.connect().info().torn
+            assert "has no whole version" in engine.connect().info().torn
         heal(server, it, 1)
     server.call("test_fail_load", after)
     with trainer(server.setup, server.url, transport=store) as it:

@@ -50,14 +50,15 @@ class Training:
     urls: list[str]
     kind: Literal["grpo", "distillation"] = "grpo"
     num_steps: int = 3
-    on_failure: Literal["raise", "skip"] = "raise"
+    on_failure: Literal["raise", "report"] = "raise"
     sglang: str = ""
     victim: str = ""
     victim_pid: int = 0
 
     def trainer(self) -> Any:
         transfer = WeightcastTransfer(
-            self.urls, on_failure=self.on_failure, options=PublishOptions(deadline_seconds=20, lease_seconds=10)
+            self.urls,
+            options=PublishOptions(on_failure=self.on_failure, deadline_seconds=20, lease_seconds=10),
         )
         options: dict[str, Any] = {
             "output_dir": self.output,

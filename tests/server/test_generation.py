@@ -184,10 +184,10 @@ def test_stream_pieces_are_the_text(generator: TextGenerator) -> None:
     [
         ([[]], SamplingParams(), "empty"),
         ([], SamplingParams(), "empty"),
-        ([[128]], SamplingParams(), "vocabulary has 128"),
-        ([[-1]], SamplingParams(), "vocabulary has 128"),
-        ([[5]], SamplingParams(stop_token_ids=(500,)), "vocabulary has 128"),
-        ([[5] * 250], SamplingParams(max_tokens=16), "takes 256 together"),
+        ([[128]], SamplingParams(), "must be from 0 to 127"),
+        ([[-1]], SamplingParams(), "must be from 0 to 127"),
+        ([[5]], SamplingParams(stop_token_ids=(500,)), "must be from 0 to 127"),
+        ([[5] * 250], SamplingParams(max_tokens=16), "limit of 256 tokens"),
     ],
 )
 def test_prompts_that_can_not_be_taken(

@@ -154,7 +154,7 @@ def test_a_torn_server_of_several_ranks_must_be_started_again(vllm: StockVllm, t
         vllm.log.clear()
         error = it.failure(3.0)
         assert isinstance(error, EngineTornError)
-        assert "Start it again" in str(error)
+        assert "restart it" in str(error)
         assert vllm.log == []
         assert vllm.is_paused
 
@@ -257,6 +257,6 @@ def test_a_server_that_was_replaced_by_another_kind_is_asked_anew(vllm: StockVll
         it = Trained(tmp_path, vllm, replaced)
         assert it.publish(1.0).ok
     with EngineServer(ModuleEngine(serving), port=int(replaced.url.rpartition(":")[2])), it.publisher:
-        assert "another server now: publish again" in str(it.failure(5.0))
+        assert "was restarted with another configuration: publish again" in str(it.failure(5.0))
         assert it.publish(6.0).ok
         assert (float(serving.weight.detach()[0, 0]), vllm.values()) == (6.0, [6.0])

@@ -61,13 +61,13 @@ def test_an_llm_is_updated_in_a_pause_and_labelled_before_it_ends(llm: OfflineLL
 
 def test_what_is_no_engine_of_vllms_is_refused_when_its_client_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, words in (
-        (LLMEngine, "str is no LLM of vLLM"),
-        (AsyncLLMEngine, "str is no AsyncLLM of vLLM"),
-        (RayEngine, "str is no handle of a Ray actor"),
+        (LLMEngine, "str is not an LLM of vLLM"),
+        (AsyncLLMEngine, "str is not an AsyncLLM of vLLM"),
+        (RayEngine, "str is not a handle of a Ray actor"),
     ):
         with pytest.raises(TypeError, match=words):
             kind("MODEL")
-    with pytest.raises(ValueError, match="no event loop runs here"):
+    with pytest.raises(ValueError, match="no event loop is running"):
         AsyncLLMEngine(SimpleNamespace(vllm_config=None))
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'PATH_TO_WEIGHTCAST\[ray\]'"):
@@ -121,7 +121,7 @@ def test_a_quarantined_llm_is_not_freed_by_an_update_that_fails(llm: OfflineLLM)
 def test_an_engine_process_that_hangs_is_late(leaves_nothing: None) -> None:
     with contextlib.closing(OfflineLLM(is_inside=False)) as llm:
         llm.hangs_at = "ask"
-        with pytest.raises(PeerTimeoutError, match=r"first\.collective_rpc gave no answer in time \(.*0\.2\)"):
+        with pytest.raises(PeerTimeoutError, match=r"first\.collective_rpc gave no answer in time: .* \(0\.2\)"):
             LLMEngine(llm, name="first", timeout_seconds=0.2).info()
         llm.has_hung.set()
         assert threading.get_ident() not in llm.threads
@@ -209,7 +209,7 @@ def test_an_engine_that_could_not_be_refused_is_refused_at_once(without: str, na
         found["llm_engine"] = SimpleNamespace(engine_core=core, input_processor=processor)
     if without == "actors":
         found |= {"actors": [SimpleNamespace(collective_rpc_v1=SimpleNamespace(remote=print))], "generate": print}
-    with pytest.raises(UnsupportedError, match=rf"lacks {named}, by which all of its requests should pass"):
+    with pytest.raises(UnsupportedError, match=rf"lacks {named}, through which all requests must pass"):
         detect(SimpleNamespace(**found))
 
 

@@ -167,7 +167,7 @@ def test_a_handle_is_a_pickle_of_what_sglang_reads_and_of_nothing_else() -> None
 @pytest.mark.parametrize("version", ["unknown", "0.5.24", "0.6.0"])
 def test_a_version_whose_reader_is_not_known_is_refused_by_name(version: str) -> None:
     require_tested("0.5.23", "http://server")
-    with pytest.raises(UnsupportedError, match=rf"http://server is SGLang {version}; .* of 0\.5\.23 only"):
+    with pytest.raises(UnsupportedError, match=rf"http://server is SGLang {version}; .* is known only for 0\.5\.23"):
         require_tested(version, "http://server")
 
 
@@ -219,7 +219,7 @@ def test_a_group_that_breaks_each_time_asks_for_what_may_differ(backend: str, mo
         servers: Any = types.SimpleNamespace(living=[], each=lambda call: call(server))
         with pytest.raises(PeerDiedError, match="lost its group 3 times") as caught:
             route.open(servers, 1)
-        assert ("the NCCL version of this process" in str(caught.value)) is (backend == "nccl")
+        assert ("this process's version of NCCL" in str(caught.value)) is (backend == "nccl")
         route.close(servers)
 
 

@@ -118,7 +118,7 @@ def test_a_server_without_weightcast_is_named_with_what_it_lacks(
         made.publish()
         [line] = [line for line in caplog.messages if "is stock SGLang" in line]
         assert line.startswith(f"{server.url} is stock SGLang: each update pauses it for the whole transfer")
-        assert "install weightcast beside it (if SGLANG_PLUGINS is set there, it must name weightcast)" in line
+        assert "install weightcast in its environment (if SGLANG_PLUGINS is set there, it must name weightcast)" in line
 
 
 def test_the_calls_come_in_their_order(start: Start) -> None:
@@ -500,7 +500,7 @@ def test_what_a_publisher_cannot_have_of_stock_sglang(start: Start, options: dic
     [
         ({"host": "0.0.0.0"}, r"listens on 0\.0\.0\.0.*--host 127\.0\.0\.1.*gloo://"),
         ({"host": ""}, "listens on an unknown address"),
-        ({"version": "0.9.1"}, r"is SGLang 0\.9\.1; .* is known of 0\.5\.23 only"),
+        ({"version": "0.9.1"}, r"is SGLang 0\.9\.1; .* is known only for 0\.5\.23"),
     ],
 )
 def test_memory_is_shared_only_with_a_known_server_of_this_host(

@@ -403,7 +403,7 @@ def test_a_filesystem_without_inodes_is_told_from_a_full_one(tmp_path: Path) -> 
     ("number", "words"),
     [
         (errno.ENOSPC, "No space left on device; the former version stays. Free space"),
-        (errno.EDQUOT, "Disk quota exceeded (of bytes or of files)"),
+        (errno.EDQUOT, r"Disk quota exceeded \(of bytes or of files\)"),
         (errno.EFBIG, "File too large"),
     ],
 )

@@ -96,7 +96,7 @@ def test_an_unsealed_version_is_none(tmp_path: Path) -> None:
     write(tmp_path, 0, run=OTHER_RUN)
     with pair(tmp_path) as (first, second):
         begin_shared(first, second, manifest, 1)
-        with pytest.raises(UpdateAbortedError, match="or lacks buckets"):
+        with pytest.raises(UpdateAbortedError, match="or buckets of it are missing"):
             first.seal([])
         send_origin(first, manifest, 0, 1)
         with pytest.raises(UpdateAbortedError, match="there is no sealed version to commit"):

@@ -183,7 +183,7 @@ def test_what_is_no_weights_is_refused_by_name(tmp_path: Path) -> None:
         (3, TypeError, "int"),
         ({"a": torch.ones(2, device="meta")}, ValueError, "'a' is .* on meta"),
         ({"a": torch.ones(2, 2).to_sparse()}, ValueError, "sparse"),
-        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, ValueError, "two tensors are called 'a.b'"),
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, ValueError, "two tensors have the name 'a.b'"),
     ):
         with pytest.raises(kind, match=message):
             sender.update_weights(given)
@@ -194,7 +194,7 @@ def test_parameters_that_are_not_there_are_refused_by_name(tmp_path: Path) -> No
     sender = sender_of(Scheme(str(tmp_path)))
     for marks, message in (
         ({"ds_shape": torch.Size([4, 4])}, "'0?.?weight' is partitioned by DeepSpeed ZeRO-3"),
-        ({"_fsdp_flattened": True}, "'0?.?weight' is flattened by FSDP1"),
+        ({"_fsdp_flattened": True}, "'0?.?weight' is flattened by an FSDP1 wrapper"),
     ):
         module = torch.nn.Sequential(torch.nn.Linear(4, 4))
         module[0].weight.data = torch.empty(0)
@@ -302,9 +302,9 @@ def test_torchrls_local_wrapper_is_looked_through(tmp_path: Path) -> None:
 
 
 def test_what_is_no_engine_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="is no vLLM engine: it has neither collective_rpc nor"):
+    with pytest.raises(TypeError, match="is not a vLLM engine: it has neither collective_rpc nor"):
         Scheme(str(tmp_path)).create_receiver(object())
-    with pytest.raises(TypeError, match="no engine of a known kind"):
+    with pytest.raises(TypeError, match="not an engine of a known kind"):
         registry.engine_clients(object())
 
 
@@ -393,7 +393,7 @@ def test_the_lifecycle_works(tmp_path: Path, newer: bool) -> None:
 
 
 def test_init_on_a_worker_without_an_engine(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no engine to receive for"):
+    with pytest.raises(ValueError, match="there is no engine to update"):
         Scheme(str(tmp_path)).init_on_worker("policy")
 
 

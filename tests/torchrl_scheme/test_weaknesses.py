@@ -356,10 +356,10 @@ def test_w19_weights_that_are_no_parameters_or_computed_from_some_are_refused(tm
 def test_w19_neither_numbers_nor_lists_become_tensors(tmp_path: Path) -> None:
     sender = sender_of(Scheme(str(tmp_path / "w")))
     for value in (3, 2.5, True, [1, 2], torch.ones(2).numpy(), {"deeper": {"still": 1}}):
-        with pytest.raises(TypeError, match=r"'a\.note(\.deeper\.still)?' is a .*, no tensor"):
+        with pytest.raises(TypeError, match=r"'a\.note(\.deeper\.still)?' is a .*, not a tensor"):
             sender.update_weights({"w": torch.ones(2), "a": {"note": value}})
     for weights_ in ({"w": torch.ones(2), 5: torch.ones(2)}, {"w": {"x": torch.ones(2), 5: torch.ones(2)}}):
-        with pytest.raises(TypeError, match=r"5 in .* is no name of a tensor"):
+        with pytest.raises(TypeError, match=r"5 in .* is not the name of a tensor"):
             sender.update_weights(weights_)
     assert not (tmp_path / "w").exists()
 
@@ -372,7 +372,7 @@ def test_w19_what_is_no_tensor_is_refused_by_name(tmp_path: Path, value: Any, as
     """It would be lost on the way, and nobody told."""
     given: Any = {"w": torch.ones(2), "note": value}
     sender = sender_of(Scheme(str(tmp_path / "w")))
-    with pytest.raises(TypeError, match=r"'note(\.deeper)?' is a .*, no tensor"):
+    with pytest.raises(TypeError, match=r"'note(\.deeper)?' is a .*, not a tensor"):
         sender.update_weights(TensorDict(given, batch_size=[]) if as_tensordict else given)
     assert not (tmp_path / "w").exists()
 

@@ -394,4 +394,4 @@ def test_a_fresh_thread_has_the_relaxed_capture_mode(
     thread.join()
     assert found == [not refuses, False] * 2
     assert len(caplog.messages) == refuses
-    assert all("error 201" in message and "capture before" in message for message in caplog.messages)
+    assert all("error 201" in message and "capture graphs before" in message for message in caplog.messages)

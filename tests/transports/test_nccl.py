@@ -370,7 +370,7 @@ def test_connecting_ends_by_the_deadline_although_a_member_never_comes(hall: Hal
     # Another store: in that one a member still waits for a second one.
     store, _ = serve_store("127.0.0.1", PATIENCE_SECONDS)
     options: dict[str, Any] = {"timeout_seconds": PATIENCE_SECONDS, "device": hall.gpu.device}
-    with pytest.raises(PeerDiedError, match="was left"):
+    with pytest.raises(PeerDiedError, match="was aborted before all members"):
         ProcessGroup("nccl", store, rank=0, size=2, **options, is_left=lambda: True)
 
 

@@ -27,9 +27,9 @@ examples:
   weightcast verify file:///mnt/weights --engine http://127.0.0.1:8000
 
 Both sides compute a digest of each tensor's elements as stored, so an engine with another dtype differs. vLLM and
-SGLang with weightcast's plugin can be compared once weightcast has installed a version; tensors whose live memory can't be
-read back are listed as not proven. An engine reads 64 MiB at a time and generates in between; for a busy engine, limit
-the rate with --bandwidth. In a store's newest version the header and digest of every bucket are checked.
+SGLang with weightcast's plugin can be compared once weightcast has installed a version; tensors whose live memory
+can't be read back are listed as not proven. An engine reads 64 MiB at a time and generates in between; for a busy
+engine, limit the rate with --bandwidth. In a store's newest version the header and digest of every bucket are checked.
 """
 
 _MEANING = {

@@ -1,4 +1,4 @@
-"""Everything that both ends must agree on: records of tensors, regions and buckets, the plan, bytes, control messages.
+"""The formats that both ends must agree on: tensors, regions, buckets, the plan, bytes, control messages.
 
-Nothing here opens a socket, starts a thread or knows a transport.
+This code opens no socket, starts no thread and knows no transport.
 """

@@ -1,4 +1,4 @@
-"""Amounts as people read them, in what commands print."""
+"""Formatting of amounts for the output of commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _UNITS = ((1_000_000_000, "GB"), (1_000_000, "MB"), (1_000, "kB"))
 
 
 def size(num_bytes: int) -> str:
-    """Bytes with three significant digits and a decimal unit: "1.19 GB", "596 MB", "12 bytes"."""
+    """Format bytes with three significant digits and a decimal unit: "1.19 GB", "596 MB", "12 bytes"."""
     for unit_bytes, unit in _UNITS:
         # From 999.5 on, three digits of the smaller unit would be rounded to four.
         if num_bytes >= 0.9995 * unit_bytes:
@@ -17,5 +17,5 @@ def size(num_bytes: int) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number with its noun, in the plural unless there is one: "1 engine", "2,005 tensors"."""
+    """Format a number with its noun, in the plural unless it is 1: "1 engine", "2,005 tensors"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,7 +1,7 @@
-"""Turns (manifest, bytes) into tensors and back: arenas, buffers, views, digests, headers. No other file does.
+"""Conversion between (manifest, bytes) and tensors: arenas, buffers, views, digests, headers. No other file does it.
 
-A bucket is a header of HEADER_BYTES and a payload, each a flat uint8 tensor. Invariants: a view is made once for each
-payload and kept; packing a bucket is a few calls however many tensors it holds; a payload is handed out only after
+A bucket is a header of HEADER_BYTES and a payload, each a flat uint8 tensor. Invariants: views are made once for each
+payload and kept; packing a bucket takes a few calls however many tensors it has; a payload is used only after
 `check_bucket` has accepted it. The formats are those of `docs/wire-format.md`.
 """
 
@@ -37,21 +37,21 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 DIGEST_BYTES = 16
 
 HEADER_BYTES = 256
-"""Equal to the alignment, so that a payload that lies behind its header is aligned."""
+"""Equal to the alignment, so that a payload that follows its header is aligned."""
 _HEADER = struct.Struct("<8sII16sQQ8sQQ16s168s")
 _MAGIC = b"wcbucket"
 _RESERVED = bytes(168)
 _DIGEST = slice(72, 88)
 
 Digest: TypeAlias = bytes | torch.Tensor
-"""Of a payload: 16 bytes; on a GPU two int64, which may still be being computed."""
+"""Digest of a payload: 16 bytes, or on a GPU a tensor of two int64, which may not be computed yet."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class BucketBuffer:
-    """Memory of one bucket: flat uint8 tensors. The payload lies behind its header, unless an arena keeps them apart.
+    """Memory of one bucket: flat uint8 tensors. The payload follows its header, unless an arena separates them.
 
-    `payload` has at least the bytes of the bucket's raw payload.
+    `payload`: at least as long as the bucket's raw payload.
     """
 
     header: torch.Tensor
@@ -59,23 +59,23 @@ class BucketBuffer:
 
     @classmethod
     def of(cls, memory: torch.Tensor) -> BucketBuffer:
-        """A header, and a payload in what is left of a flat uint8 tensor."""
+        """Return a buffer in a flat uint8 tensor: the header, and the rest as payload."""
         return cls(memory[:HEADER_BYTES], memory[HEADER_BYTES:])
 
     def flat(self, num_bytes: int) -> torch.Tensor:
-        """The first `num_bytes` of header and payload as one tensor. The payload must lie behind its header."""
+        """Return the first `num_bytes` of header and payload as one tensor. The payload must follow its header."""
         assert self.payload.data_ptr() == self.header.data_ptr() + HEADER_BYTES
         return self.header.as_strided((num_bytes,), (1,))
 
 
 def slot_size_bytes(manifest: Manifest) -> int:
-    """Bytes of memory that can hold any bucket of the manifest, header and payload."""
+    """Return the size of a slot for any bucket of the manifest, header and payload."""
     return HEADER_BYTES + manifest.max_bucket_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """Places of a manifest's buckets in an arena: bucket k is in slot `slots[k]`.
+    """Layout of a manifest's buckets in an arena: bucket k is in slot `slots[k]`.
 
     The header of bucket k begins at byte `headers[k]`, its payload of `sizes_bytes[k]` at `payloads[k]`.
     """
@@ -87,16 +87,18 @@ class ArenaLayout:
 
     @property
     def size_bytes(self) -> int:
-        """The arena that they need."""
+        """Size of the arena."""
         return max((start + size for start, size in zip(self.payloads, self.sizes_bytes, strict=True)), default=0)
 
 
 def arena_layout_of(manifest: Manifest, *, num_slots: int, staged: bool, adjoining: bool = False) -> ArenaLayout:
-    """Staged: every bucket has a slot of its own. Streaming: the k-th one goes into slot k % num_slots. Page-aligned.
+    """Return a page-aligned layout. Staged: one slot for each bucket.
 
-    The k-th one in the order of the manifest's rounds. A payload lies behind its header. With `adjoining`, for what is
-    staged, all headers come first, and the payloads lie end to end behind them, so that a tensor that is cut over
-    several is one piece of memory.
+    Streaming: the k-th bucket uses slot k % num_slots.
+
+    Buckets are counted in send order (`Manifest.rounds`). A payload follows its header. With `adjoining` (staged only)
+    all headers come first, and the payloads follow end to end, so that a tensor that is cut over several buckets is
+    contiguous.
     """
     sizes, num_buckets = manifest.buckets, len(manifest.buckets)
     slots = tuple(range(num_buckets))
@@ -129,7 +131,7 @@ class Buffers:
         self._buffers: dict[int, tuple[tuple[int, int, int], BucketBuffer]] = {}
 
     def get(self, index: int, header: int, payload: int, size_bytes: int) -> BucketBuffer:
-        """The buffer whose header begins at byte `header`, its payload of `size_bytes` at `payload`."""
+        """Return the buffer whose header begins at byte `header`, its payload of `size_bytes` at `payload`."""
         known, where = self._buffers.get(index), (header, payload, size_bytes)
         if known is None or known[0] != where:
             whole = self._memory
@@ -138,7 +140,7 @@ class Buffers:
         return known[1]
 
     def at(self, layout: ArenaLayout, index: int) -> BucketBuffer:
-        """The buffer of bucket `index` where a layout places it."""
+        """Return the buffer of bucket `index` at its offset in a layout."""
         return self.get(index, layout.headers[index], layout.payloads[index], layout.sizes_bytes[index])
 
     def forget_above(self, num_buckets: int) -> None:
@@ -238,12 +240,12 @@ def narrow(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def split_like(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """A view of `tensor` whose last dim is in two where that of `view` is."""
+    """Return a view of `tensor` whose last dim is split like that of `view`."""
     return torch.unflatten(tensor, -1, view.shape[-2:]) if view.ndim > tensor.ndim else tensor
 
 
 def payload_digest(payload: torch.Tensor) -> bytes:
-    """The 16-byte digest of a contiguous uint8 payload whose length is a multiple of 8. Waits for a GPU."""
+    """Return the 16-byte digest of a contiguous uint8 payload with a multiple of 8 bytes. Waits for a GPU."""
     if payload.is_cuda:
         return device_digest(payload).cpu().numpy().tobytes()
     return added(digest(payload))
@@ -258,10 +260,10 @@ def queued_digest(payload: torch.Tensor) -> Digest:
 
 
 class Codec(Protocol):
-    """Encodes a payload once it was filled, before its header is written; decodes one that was checked.
+    """Encodes a filled payload before its header is written; decodes a checked payload.
 
-    `name`: what headers call it, at most 8 ASCII characters. An encoded payload is never longer than the raw one,
-    and its length is a multiple of 8, for the digest.
+    `name`: the codec's name in headers, at most 8 ASCII characters. An encoded payload is never longer than the raw
+    one, and its length is a multiple of 8, for the digest.
     """
 
     name: str
@@ -270,11 +272,11 @@ class Codec(Protocol):
         """Encode the first `raw_bytes` of bucket `index`'s payload in place; return the encoded length in bytes."""
 
     def decode(self, index: int, payload: torch.Tensor, encoded_bytes: int, raw_bytes: int) -> torch.Tensor:
-        """A payload of at least `raw_bytes`, of which `payload` begins with `encoded_bytes`; it may be `payload`."""
+        """Return the raw payload of at least `raw_bytes`; it may be `payload`, which begins with `encoded_bytes`."""
 
 
 class RawCodec:
-    """Payloads travel as they are."""
+    """Leaves payloads unchanged."""
 
     name = "raw"
 
@@ -287,7 +289,7 @@ class RawCodec:
 
 RAW = RawCodec()
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (RAW,)}
-"""Those that a worker can decode, by name."""
+"""The codecs that a worker can decode, by name."""
 
 
 # --- headers ---
@@ -296,7 +298,7 @@ CODECS: dict[str, Codec] = {codec.name: codec for codec in (RAW,)}
 class BucketHeader(msgspec.Struct, frozen=True):
     """The fields of a header, in order. `raw_bytes`, `encoded_bytes`: of the payload, before and after its codec.
 
-    `digest`: of the encoded payload. `origin`: which of the memories that bytes leave from.
+    `digest`: that of the encoded payload. `origin`: number of the origin.
     """
 
     magic: bytes
@@ -327,7 +329,7 @@ def write_header(
     codec: str,
     origin: int = 0,
 ) -> None:
-    """Write the header of a bucket whose encoded payload has this digest; on a GPU this is only queued."""
+    """Write the header of a bucket whose encoded payload has this digest. On a GPU the write is queued."""
     data = _HEADER.pack(
         _MAGIC,
         PROTOCOL,
@@ -342,8 +344,8 @@ def write_header(
         _RESERVED,
     )
     if header.is_cuda:
-        # From memory that is not page-locked: the driver has read so few bytes when the call returns, and pinning them
-        # would be refused while another thread captures a graph.
+        # From memory that is not page-locked: the driver copies so few bytes before the call returns, and pinning would
+        # fail while another thread captures a graph.
         header.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8), non_blocking=True)
     else:
         header.numpy().data[:] = data
@@ -352,7 +354,7 @@ def write_header(
 
 
 def header_digest(header: torch.Tensor) -> bytes:
-    """The digest that a written header names."""
+    """Return the digest in a written header."""
     return bytes(header[_DIGEST].cpu().numpy())
 
 
@@ -365,18 +367,21 @@ def check_bucket(
     *,
     only_header: bool = False,
 ) -> BucketHeader:
-    """Prove that `buffer` holds bucket `index` of `version`, unharmed; return its header. Waits for a GPU.
+    """Check that `buffer` has bucket `index` of `version`, intact; return its header. Waits for a GPU.
 
-    `num_bytes`: of the raw payload, and `origin`, by the plan. `only_header`: another process checks the payload.
-    Raises IntegrityError, which names what was found and expected.
+    `num_bytes`, `origin`: size of the raw payload, and origin, by the plan. `only_header`: another process checks the
+    payload.
+
+    Raises IntegrityError with the found and the expected value.
     """
     if buffer.header.numel() < HEADER_BYTES:
         raise IntegrityError(
-            f"bucket {index}: {buffer.header.numel()} bytes arrived, a header of {HEADER_BYTES} was expected"
+            f"bucket {index}: received {buffer.header.numel()} bytes, expected a header of {HEADER_BYTES}: publish "
+            "again"
         )
     header, digest = buffer.header, None
     if header.is_cuda and buffer.payload.numel() >= num_bytes:
-        # With the digest of a raw payload, so that the host waits once.
+        # Together with the digest of a raw payload, so that the host waits only once.
         header = torch.cat([header[:HEADER_BYTES], device_digest(buffer.payload[:num_bytes]).view(torch.uint8)]).cpu()
         digest = header[HEADER_BYTES:].numpy().tobytes()
     found = BucketHeader(*_HEADER.unpack_from(header.cpu().numpy().data))
@@ -398,7 +403,8 @@ def check_bucket(
         raise IntegrityError(f"bucket {index}: its header says {_differing(found, expected)}")
     if buffer.payload.numel() < encoded_bytes:
         raise IntegrityError(
-            f"bucket {index}: {buffer.payload.numel()} bytes arrived behind its header, {encoded_bytes} were expected"
+            f"bucket {index}: received {buffer.payload.numel()} bytes after its header, expected {encoded_bytes}: "
+            "publish again"
         )
     if only_header:
         return found
@@ -407,24 +413,25 @@ def check_bucket(
     if digest != found.digest:
         raise IntegrityError(
             f"bucket {index}: the digest of its {encoded_bytes} bytes is {digest.hex()}, its header says "
-            f"{found.digest.hex()}: bytes were changed on the way; publish again"
+            f"{found.digest.hex()}: bytes were changed during the transfer; publish again"
         )
     return found
 
 
 def decoded(buffer: BucketBuffer, header: BucketHeader) -> torch.Tensor:
-    """The raw payload of a bucket that `check_bucket` has accepted; of codec raw it is the buffer's own."""
+    """Return the raw payload of a bucket that `check_bucket` has accepted; for codec raw the buffer's own."""
     codec = CODECS[header.codec_name]
     return codec.decode(header.index, buffer.payload, header.encoded_bytes, header.raw_bytes)
 
 
 def _differing(found: BucketHeader, expected: BucketHeader) -> str:
-    """The fields that differ, as found and as expected. Without the magic no other field means anything."""
+    """Describe the fields that differ. With a wrong magic the other fields are meaningless, and not compared."""
     fields = [name for name in found.__struct_fields__ if getattr(found, name) != getattr(expected, name)]
     fields = fields[:1] if fields[0] == "magic" else fields
     said, wanted = (", ".join(_shown(header, field) for field in fields) for header in (found, expected))
     what = f"{said}, expected {wanted}"
-    return f"{what}: update one end" if fields[0] in ("magic", "protocol") else what
+    is_other_version = fields[0] in ("magic", "protocol")
+    return f"{what}: install the same version of weightcast at both ends" if is_other_version else what
 
 
 def _shown(header: BucketHeader, field: str) -> str:
@@ -441,12 +448,14 @@ def _shown(header: BucketHeader, field: str) -> str:
 
 
 def root_digest(manifest_digest: str, digests: Sequence[Digest]) -> str:
-    """The digest of a whole update in hex: BLAKE2b, 128 bits, of the manifest's digest and every bucket's, in order."""
+    """Return the root digest of an update in hex: 128-bit BLAKE2b of the manifest's and every bucket's digest, in
+    order.
+    """
     return hashlib.blake2b(bytes.fromhex(manifest_digest) + b"".join(all_bytes(digests)), digest_size=16).hexdigest()
 
 
 def all_bytes(digests: Sequence[Digest]) -> list[bytes]:
-    """Every digest; waits once for those that a GPU is still to compute."""
+    """Return every digest as bytes. Waits once for those that a GPU has not computed yet."""
     queued = [digest for digest in digests if isinstance(digest, torch.Tensor)]
     if not queued:
         return [digest for digest in digests if isinstance(digest, bytes)]
@@ -455,5 +464,5 @@ def all_bytes(digests: Sequence[Digest]) -> list[bytes]:
 
 
 def as_bytes(digest: bytes | torch.Tensor) -> bytes:
-    """A bucket's digest; waits for one that a GPU is still to compute."""
+    """Return a bucket's digest as bytes. Waits for one that a GPU has not computed yet."""
     return digest if isinstance(digest, bytes) else digest.cpu().numpy().tobytes()

@@ -1,4 +1,4 @@
-"""`nh-128`, the digest of a bucket's payload, in torch, for any device. docs/wire-format.md defines it."""
+"""`nh-128`, the digest of a bucket's payload, in torch, for any device. It is defined in docs/wire-format.md."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 
 CHUNK_WORDS = 256
 SEEDS = (0x452821E638D01377, 0xBE5466CF34E90C6C, 0xC0AC29B7C97C50DD, 0x3F84D5B5B5470917)
-"""The digits of pi that follow those of the digest of tensors."""
+"""Digits of pi, after those that the digest of tensors uses."""
 _INCREMENT, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""Those of splitmix64."""
+"""Constants of splitmix64."""
 _HALF = (1 << 32) - 1
 _PIECE_WORDS = 8192 * CHUNK_WORDS
-"""torch's temporaries are some times as large."""
+"""Bytes that are digested at once; torch's temporaries are a few times as large."""
 
 
 def torch_digest(words: torch.Tensor) -> torch.Tensor:
-    """The digest of a payload's int64 words, as two int64 on their device. Waits for nothing, and reads many times."""
+    """Return the digest of a payload's int64 words, as two int64 on their device. Does not wait for the device."""
     device, number = words.device, 0
     keys = [mixed(seed, torch.arange(CHUNK_WORDS, device=device)) for seed in SEEDS[:2]]
     digest = torch.zeros(2, dtype=torch.int64, device=device)
@@ -34,7 +34,7 @@ def torch_digest(words: torch.Tensor) -> torch.Tensor:
 
 
 def _high_words(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The upper 64 bits of the products of 64-bit words, which are unsigned; torch shifts them by their sign."""
+    """Return the upper 64 bits of products of unsigned 64-bit words, though torch's shifts are signed."""
     (x0, x1), (y0, y1) = ((each & _HALF, (each >> 32) & _HALF) for each in (x, y))
     inner, outer = x0 * y1, x1 * y0
     carry = ((x0 * y0 >> 32) & _HALF) + (inner & _HALF) + (outer & _HALF)

@@ -1,7 +1,7 @@
 """`nh-128`, the digest of a bucket's payload, on a GPU.
 
-With Triton, a dependency of torch for CUDA, a kernel reads each byte once, also if it copies it into the bucket first;
-without it torch computes it, with many reads. The digests are equal. Nothing here waits for the device.
+With Triton, a dependency of torch for CUDA, one kernel copies and digests, and reads each byte once; without it torch
+computes the digest, with many reads. The digests are equal. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weightcast.format.bucket_digest import CHUNK_WORDS, torch_digest
 logger = logging.getLogger(__name__)
 
 STEP_WORDS, PROGRAM_STEPS = 8 * CHUNK_WORDS, 4
-"""Of the kernel: a program computes its keys once."""
+"""Steps of one program of the kernel, which computes its keys only once."""
 
 Kernel: TypeAlias = Callable[..., None]
 """Signature of `digest_kernel.launch`."""
@@ -27,9 +27,9 @@ Kernel: TypeAlias = Callable[..., None]
 
 @functools.cache
 def kernel(device: torch.device) -> Kernel | None:
-    """Triton's, if it is installed and computes there what torch computes.
+    """Return Triton's kernel, if it is installed and its digests on this device equal torch's; else None.
 
-    It is tried once, which compiles all that later launches run, and waits. `tests/pretended` replaces it.
+    The first call tries it, which compiles all variants, and waits. `tests/pretended` replaces this function.
     """
     if importlib.util.find_spec("triton") is None:
         return None
@@ -39,31 +39,31 @@ def kernel(device: torch.device) -> Kernel | None:
 
         if not torch.equal(_run(launch, words), torch_digest(words)):
             raise ArithmeticError("its digest is not torch's")
-        # With tables it is another kernel: else it would be compiled, or fail, within a publish.
+        # The variant with tables is compiled separately: try it here, so that it can't fail within a publish.
         bucket = torch.zeros(words.numel(), dtype=torch.int64, device=device)
         copied = bucket[:-1].view(torch.uint8), words[:-1].view(torch.uint8)
         digest = CopyAndDigest(bucket.view(torch.uint8), [copied[0]], [copied[1]]).run(launch)
         if not (torch.equal(*copied) and torch.equal(digest, torch_digest(bucket))):
             raise ArithmeticError("its copies are not torch's")
-    except Exception as exc:  # whatever a compiler may raise
-        logger.warning("Triton's kernel is not used on %s, torch digests buckets more slowly: %s", device, exc)
+    except Exception as exc:  # a compiler may raise anything
+        logger.warning("Triton's kernel can't be used on %s, so torch digests buckets, more slowly: %s", device, exc)
         return None
     return launch
 
 
 class CopyAndDigest:
-    """Fills a payload from tensors, and digests it. Made once for these memories, and run for each update.
+    """Fills a payload from tensors, and digests it. Made once for these addresses, and run for each update.
 
-    Memory: tables on the device, of 32 bytes for each tensor and 16 for each 16 KiB.
+    Memory: tables on the device, 32 bytes for each tensor and 16 bytes for each 16 KiB.
     """
 
     def __init__(self, payload: torch.Tensor, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """`payload`: all that is digested, uint8, in whole words. `targets`: views of it that don't overlap."""
+        """`payload`: uint8, whole words, all of it is digested. `targets`: views of it that don't overlap."""
         words = payload.view(torch.int64)
         start_address, end = payload.data_ptr(), words.numel()
         copied = []
         self.others: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Pairs that are no plain copies of whole words: they are to be copied before it runs."""
+        """Pairs that are not plain copies of whole words, which the caller must copy before `run`."""
         for target, source in zip(targets, sources, strict=True):
             if not target.numel():
                 continue
@@ -82,7 +82,7 @@ class CopyAndDigest:
             else:
                 self.others.append((target, source))
         copied.sort(key=lambda segment: segment[1])
-        # What lies between is only read.
+        # The words between the targets are only digested.
         ends = [0, *(base + num_words for _, base, num_words, _ in copied)]
         starts = [*(base for _, base, _, _ in copied), end]
         between = [(start_address + 8 * a, a, b - a, 0) for a, b in zip(ends, starts, strict=True) if a < b]
@@ -90,7 +90,7 @@ class CopyAndDigest:
         firsts = torch.arange(0, _num_programs(words) * PROGRAM_STEPS) * STEP_WORDS
         bases, ends_of = segments[:, 1].contiguous(), segments[:, 1] + segments[:, 2]
         steps = [torch.searchsorted(ends_of, firsts, right=True), torch.searchsorted(bases, firsts + STEP_WORDS)]
-        # One copy for both tables; what is copied from there is over before the host goes on.
+        # One synchronous copy to the device for both tables.
         numbers = torch.cat([torch.stack(steps, dim=1).flatten(), segments.flatten()])
         table = torch.empty(numbers.numel(), dtype=torch.int64, device=payload.device).copy_(numbers)
         self._words = words
@@ -104,7 +104,7 @@ class CopyAndDigest:
 
 
 def device_digest(payload: torch.Tensor) -> torch.Tensor:
-    """The digest as two int64 on the payload's device; its length is a multiple of 8."""
+    """Return the digest as two int64 on the payload's device. The payload's length must be a multiple of 8."""
     words = payload.view(torch.int64)
     if payload.is_cuda and words.numel() and (launch := kernel(payload.device)) is not None:
         return _run(launch, words)
@@ -113,7 +113,7 @@ def device_digest(payload: torch.Tensor) -> torch.Tensor:
 
 def _run(launch: Kernel, words: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
     partial = torch.empty(_num_programs(words), 2, dtype=torch.int64, device=words.device)
-    # Triton launches on the thread's current GPU, whatever it is given: an engine checks other GPUs' buckets too.
+    # Triton launches on the thread's current GPU, which may differ from that of the tensors.
     with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
         launch(words, partial, STEP_WORDS, PROGRAM_STEPS, *tables)
     return partial.sum(dim=0)

@@ -1,7 +1,7 @@
 """The kernel of `device_digest`, in Triton: copies pieces into a bucket and digests its words in one read of each.
 
-A program takes some chunks of the bucket. Its two sums leave it as they are, and are added up in another launch, so
-that nothing has to be zero before. Runs on hardware, and with TRITON_INTERPRET=1 on a CPU.
+A program processes some chunks of the bucket and stores its two sums, which another launch adds up, so that no memory
+has to be zeroed before. It runs on GPUs, and with TRITON_INTERPRET=1 on a CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from weightcast.format.bucket_digest import CHUNK_WORDS, SEEDS
 
-# As constants of the kernel, since the kernel can't read a tuple of this module.
+# Separate constants, since a kernel can't read a tuple of its module.
 _KEY_0, _KEY_1, _NUMBER_0, _NUMBER_1 = (tl.constexpr(seed) for seed in SEEDS)
 
 
@@ -29,13 +29,13 @@ def _mixed(seed, index):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _lane(words, key):  # type: ignore[no-untyped-def]
-    """One lane of each chunk: a product of 32 x 32 bits for each word."""
+    """Compute one lane of each chunk: a product of 32 x 32 bits for each word."""
     low = words.to(tl.uint32) + key.to(tl.uint32)[None, :]
     high = (words >> 32).to(tl.uint32) + (key >> 32).to(tl.uint32)[None, :]
     return tl.sum(low.to(tl.uint64) * high.to(tl.uint64), axis=1)
 
 
-# Not specialised by the number of words, since what a trial compiles has to be what every bucket runs.
+# Not specialised by the number of words, so that all buckets run the variants that were compiled in the first trial.
 @triton.jit(do_not_specialize=["num_words"])  # type: ignore[untyped-decorator, unused-ignore]
 def _copy_and_digest(  # type: ignore[no-untyped-def]
     bucket,

@@ -1,6 +1,6 @@
-"""Regions of tensors: what they have in common, how they tile a tensor, and where they lie in memory.
+"""Regions of tensors: their intersections, tilings, and offsets in memory.
 
-Every intersection, tiling, stride and alignment of the package is here. Nothing here needs torch.
+All intersection, tiling, stride and alignment code of the package is here. It does not need torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weightcast.errors import malformed
 ALIGNMENT_BYTES = 256
 _FREE_STEPS = 1 << 18
 _STEPS_PER_REGION = 32
-"""A grid of n dims takes n (n + 1) / 2 for each region; what is left is for regions that no plane parts."""
+"""Steps per region: a grid of n dims needs n (n + 1) / 2; the rest is for regions that no plane separates."""
 
 
 class Region(msgspec.Struct, frozen=True, gc=False):
@@ -32,7 +32,7 @@ class Region(msgspec.Struct, frozen=True, gc=False):
         return math.prod(self.sizes)
 
     def covers(self, shape: Sequence[int]) -> bool:
-        """Return whether this region is the whole of a tensor of that shape."""
+        """Return whether this region is all of a tensor of this shape."""
         return self.sizes == tuple(shape) and not any(self.offsets)
 
 
@@ -43,7 +43,7 @@ def align(num_bytes: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def whole(shape: tuple[int, ...]) -> Region:
-    """The region that is all of a tensor of that shape. Equal ones are one object: a model has few shapes."""
+    """Return the region of all elements of a tensor of this shape. Cached, since a model has few shapes."""
     return Region(offsets=(0,) * len(shape), sizes=tuple(shape))
 
 
@@ -56,16 +56,16 @@ def common(a: Region, b: Region) -> Region | None:
 
 
 def relative(region: Region, base: Region) -> Region:
-    """A region as seen from the start of another one."""
+    """Return a region with offsets relative to another region's."""
     return Region(tuple(map(operator.sub, region.offsets, base.offsets)), region.sizes)
 
 
 def is_inside(region: Region, shape: Sequence[int]) -> bool:
-    """Return whether a region, which may be empty, has the dims of a tensor of that shape and lies in it."""
+    """Return whether a region, which may be empty, has as many dims as the shape and is inside it."""
     offsets, sizes = region.offsets, region.sizes
     if not len(offsets) == len(sizes) == len(shape):
         return False
-    if sizes == shape and not any(offsets):  # all of a tensor, as most are
+    if sizes == shape and not any(offsets):  # fast path: most regions are whole tensors
         return not sizes or min(sizes) >= 0
     return all(
         offset >= 0 and size >= 0 and offset + size <= limit
@@ -75,7 +75,7 @@ def is_inside(region: Region, shape: Sequence[int]) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
+    """Return the strides of a contiguous tensor, in elements."""
     return tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
 
 
@@ -85,13 +85,13 @@ def start_elements(region: Region, shape: Sequence[int]) -> int:
 
 
 def is_run(region: Region, shape: Sequence[int]) -> bool:
-    """Return whether a region's elements follow one another in a contiguous tensor of that shape."""
+    """Return whether a region's elements are contiguous in a contiguous tensor of this shape."""
     dim = next((dim for dim, size in enumerate(region.sizes) if size != 1), len(shape))
     return tuple(region.sizes[dim + 1 :]) == tuple(shape[dim + 1 :])
 
 
 def runs_as_blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[Region]:
-    """Elements `start` to `stop` of a contiguous tensor as regions, in the order of the elements."""
+    """Yield elements `start` to `stop` of a contiguous tensor as regions, in the order of the elements."""
     if start >= stop:
         return
     if not shape:
@@ -111,7 +111,7 @@ def runs_as_blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[Regi
 
 
 def split(region: Region, num_parts: int) -> list[Region]:
-    """A region in at most that many parts of about the same size, cut across its first dim that is long enough."""
+    """Split a region into at most `num_parts` parts of similar size, along the first dim that is long enough."""
     dim = next((dim for dim, size in enumerate(region.sizes) if size >= num_parts), None)
     if num_parts == 1 or dim is None:
         return [region]
@@ -124,7 +124,7 @@ def split(region: Region, num_parts: int) -> list[Region]:
 
 
 def merged(regions: Sequence[Region]) -> list[Region]:
-    """The same elements in fewer regions: those that adjoin along one dim become one, dim after dim. None overlap."""
+    """Return the same elements in fewer regions: adjacent ones are joined, dim after dim. Regions must not overlap."""
     found = list(regions)
     for dim in range(len(found[0].sizes) if found else 0):
         rows: dict[tuple[object, ...], list[Region]] = {}
@@ -147,16 +147,16 @@ class CheckSteps:
         self._left = _FREE_STEPS + num_regions * _STEPS_PER_REGION
 
     def use(self, num_steps: int, name: str) -> None:
-        """Raises ManifestError if there are not so many left."""
+        """Use up `num_steps`. Raises ManifestError if fewer are left."""
         self._left -= num_steps
         if self._left < 0:
-            raise malformed("count", f"the regions of {name!r} are too entangled to check")
+            raise malformed("count", f"the regions of {name!r} are too entangled to check: use fewer regions")
 
 
 def check_tiling(regions: Sequence[Region], shape: Sequence[int], name: str, steps: CheckSteps | None = None) -> None:
     """Prove that `regions` (inside `shape`, none empty) cover each element exactly once. Raises ManifestError.
 
-    Disjoint regions whose volumes add up to the whole cover it. `steps` as for `check_disjoint`.
+    Disjoint regions whose numbers of elements add up to the tensor's cover it. `steps`: see `check_disjoint`.
     """
     covered = sum(region.numel for region in regions)
     if covered != math.prod(shape):
@@ -169,9 +169,9 @@ def check_tiling(regions: Sequence[Region], shape: Sequence[int], name: str, ste
 def check_disjoint(regions: Sequence[Region], name: str, steps: CheckSteps | None = None) -> None:
     """Prove that no two of these regions of one tensor, none empty, have an element in common. Raises ManifestError.
 
-    They are taken apart at planes that no region crosses, which for what a planner or a mesh makes takes O(regions log
-    regions); only those that no plane parts, and that share an index of the first dim, are compared pair by pair.
-    Adversarial inputs are refused once `steps` are used up; a message has one object for all of its tensors.
+    Regions are separated recursively by planes that no region crosses: O(n log n) for the regions of a planner or a
+    mesh. Only regions that no plane separates, and that share an index of the first dim, are compared pairwise.
+    Adversarial inputs are refused once `steps` are used up; a message has one budget for all of its tensors.
     """
     num_dims = len(regions[0].sizes) if regions else 0
     steps = steps or CheckSteps(len(regions))
@@ -185,7 +185,7 @@ def check_disjoint(regions: Sequence[Region], name: str, steps: CheckSteps | Non
 
 
 def _compare(regions: list[Region], steps: CheckSteps, name: str) -> None:
-    """Compare each region with those before it that reach its first index of the first dim."""
+    """Compare each region with the earlier ones that contain its first index of the first dim."""
     reaching: list[Region] = []
     for region in sorted(regions, key=lambda r: r.offsets):
         steps.use(len(reaching), name)
@@ -203,7 +203,7 @@ def _overlap(a: Region, b: Region) -> bool:
 
 
 def _parted(regions: list[Region], num_dims: int, steps: CheckSteps, name: str) -> list[list[Region]]:
-    """The regions in parts, with planes between them across the first dim where there are any."""
+    """Return groups of the regions that are separated by planes, across the first dim that has any."""
     for dim in range(num_dims if len(regions) > 1 else 0):
         steps.use(len(regions), name)
         parts: list[list[Region]] = []

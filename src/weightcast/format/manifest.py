@@ -1,9 +1,9 @@
-"""The content of an update, as typed JSON: tensors, the regions they travel in, and each region's place in a bucket.
+"""The content of an update, as typed JSON: tensors, their regions, and each region's offset in a bucket.
 
-Invariants of a manifest that `check()` has accepted:
-every name occurs once, each tensor is covered exactly once by its pieces, no two pieces share a byte, every piece is
-aligned and inside its bucket. There is no second place where names, shapes or offsets are kept.
-The format is written down in `docs/wire-format.md`. Nothing here needs torch.
+Invariants of a manifest that `check()` has accepted: every name occurs once, each tensor is covered exactly once by its
+pieces, no two pieces share a byte, every piece is aligned and inside its bucket. Names, shapes and offsets are kept
+nowhere else.
+The format is defined in `docs/wire-format.md`. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_BYTES = 1 << 56
 MAX_VERSION = (1 << 63) - 1
 
 DIGEST_KIND = "nh-128"
-"""Of buckets; docs/wire-format.md defines it."""
+"""Kind of the buckets' digests, which docs/wire-format.md defines."""
 
 ITEMSIZE_BYTES: Mapping[str, int] = {
     "bool": 1,
@@ -60,7 +60,7 @@ ITEMSIZE_BYTES: Mapping[str, int] = {
     "complex64": 8,
     "complex128": 16,
 }
-"""Every dtype that may travel, by torch's own name, with the bytes of one element."""
+"""Size of an element in bytes, by torch's name of the dtype, for every dtype that can be sent."""
 
 
 RunId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -68,19 +68,19 @@ RunId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 VersionNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
-# `gc=False`, here and for Region: a model has several of these for each tensor. They are in no reference cycle, and
-# tracked by the garbage collector they would set off collections of the whole heap in a first publish.
+# `gc=False`, here and for Region: a model has several of these objects for each tensor. They are in no reference cycle;
+# if the garbage collector tracked them, a first publish would trigger collections of the whole heap.
 
 
 class WeightVersion(msgspec.Struct, frozen=True):
-    """A version of the weights: `number` grows within `run`, which is one life of a publisher."""
+    """A version of the weights. `number` grows within `run`, the random id of one publisher's life."""
 
     run: RunId
     number: VersionNumber
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """One region's place: contiguous, row-major, from `offset_bytes` of bucket number `bucket`."""
+    """A region stored contiguously, in row-major order, at `offset_bytes` of bucket number `bucket`."""
 
     bucket: int
     offset_bytes: int
@@ -109,12 +109,12 @@ class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def load_group(self) -> str:
-        """Equal for tensors that must reach the engine in one call; no name of a group for a tensor that is alone."""
+        """Key that is equal for tensors of one load group; unique for a tensor without a group."""
         return self.group or f"\0{self.name}"
 
 
 class TensorRecord(TensorSpec, frozen=True, omit_defaults=True):
-    """A tensor of an update and the pieces it travels in; a tensor without elements has none."""
+    """A tensor of an update with its pieces; a tensor without elements has none."""
 
     pieces: tuple[Piece, ...] = ()
 
@@ -127,9 +127,9 @@ class TensorRecord(TensorSpec, frozen=True, omit_defaults=True):
 class Manifest(msgspec.Struct, frozen=True, dict=True):
     """All tensors of an update and the plan of its buckets (`buckets[i]`: raw payload bytes of bucket i).
 
-    `origins`: how many buckets leave from each origin, the first ones from origin 0; empty if all leave from one.
-    A manifest says nothing of version or run: publishing the same model again repeats it, so that a peer that knows
-    its `digest()` need not be sent it again.
+    `origins`: number of buckets of each origin, the first ones being origin 0's; empty if there is one origin.
+    A manifest has no version and no run, so it is equal for every publish of the same model, and need not be sent again
+    to a peer that knows its `digest()`.
     """
 
     protocol: int
@@ -157,12 +157,12 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def bucket_origins(self) -> list[int]:
-        """Which origin each bucket leaves from."""
+        """The origin of each bucket."""
         return [origin for origin, span in enumerate(self.spans) for _ in span]
 
     @functools.cached_property
     def rounds(self) -> list[int]:
-        """The numbers of all buckets in the order in which they are sent: the next of each origin in turn."""
+        """The numbers of all buckets in send order: in each round the next bucket of each origin."""
         return [index for each in itertools.zip_longest(*self.spans) for index in each if index is not None]
 
     def of_origin(self, origin: int) -> Manifest:
@@ -185,19 +185,27 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         return manifest
 
     def check(self) -> None:
-        """Prove the invariants above, in O(pieces log pieces). Raises ManifestError, naming the first offender."""
+        """Check the module's invariants, in O(pieces log pieces). Raises ManifestError for the first violation."""
         self.check_limits()
         check_specs(self.tensors)
         self.check_pieces()
 
     def check_limits(self) -> None:
-        """Prove that protocol, buckets and origins are within the limits. Raises ManifestError."""
+        """Check protocol, buckets and origins against the limits. Raises ManifestError."""
         if self.protocol != PROTOCOL:
             found = self.protocol
-            raise malformed("protocol", f"protocol {found} was offered, {PROTOCOL} is spoken here: update one end")
+            raise malformed(
+                "protocol",
+                f"protocol {found} was offered, this engine speaks {PROTOCOL}: install the same version of weightcast "
+                "at both ends",
+            )
         if self.digest_kind != DIGEST_KIND:
             found_kind = repr(self.digest_kind)[:40]
-            raise malformed("type", f"buckets digested by {found_kind}, expected {DIGEST_KIND!r}: update one end")
+            raise malformed(
+                "type",
+                f"buckets are digested by {found_kind}, expected {DIGEST_KIND!r}: install the same version of "
+                "weightcast at both ends",
+            )
         if len(self.tensors) > MAX_TENSORS:
             raise malformed("count", f"{len(self.tensors)} tensors; the limit is {MAX_TENSORS}")
         if len(self.buckets) > MAX_BUCKETS:
@@ -222,9 +230,9 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
             )
 
     def check_pieces(self) -> None:
-        """Prove that pieces tile their tensors, none shares a byte with another, and no bucket is empty.
+        """Check that pieces tile their tensors, no two share a byte, and no bucket is empty. `check_specs` comes first.
 
-        The tensors' specs were checked. Raises ManifestError.
+        Raises ManifestError.
         """
         steps = CheckSteps(sum(len(record.pieces) for record in self.tensors))
         spans: list[tuple[int, int, int, str]] = []
@@ -248,12 +256,12 @@ _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Encode any message of the protocol; the same message always gives the same bytes."""
+    """Encode any message of the protocol; equal messages give equal bytes."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes | bytearray | memoryview, kind: type[T] | Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
-    """Decode one message of type `kind`. Raises ManifestError if it is too large, truncated or of another form."""
+    """Decode one message of type `kind`. Raises ManifestError if it is too large, truncated or invalid."""
     if len(data) > max_bytes:
         raise malformed("too_large", f"a message of {len(data)} bytes; the limit is {max_bytes}")
     decoder = _decoders.get(kind)
@@ -270,12 +278,12 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T] | Any, *, max_byt
 
 
 def _name_of(kind: object) -> str:
-    """For an error only: the text of a union takes longer than decoding a message."""
+    """Return the name of a message type. Used only for errors, since formatting a union is slow."""
     return getattr(kind, "__name__", None) or str(kind)
 
 
 def check_specs(specs: Iterable[TensorSpec]) -> None:
-    """Prove that names are unique, and names, dtypes and shapes within the limits. Raises ManifestError."""
+    """Check that names are unique, and names, dtypes and shapes within the limits. Raises ManifestError."""
     seen, forms = set[str](), set[tuple[str, tuple[int, ...]]]()
     for spec in specs:
         if len(spec.aliases) > MAX_ALIASES:
@@ -288,7 +296,7 @@ def check_specs(specs: Iterable[TensorSpec]) -> None:
             seen.add(name)
         if _name_bytes(spec.group) > MAX_NAME_BYTES:
             raise malformed("name", f"the group of {spec.name!r} is longer than {MAX_NAME_BYTES} bytes")
-        if (spec.dtype, spec.shape) not in forms:  # which a model has few of
+        if (spec.dtype, spec.shape) not in forms:  # cached, since a model has few different ones
             _check_form(spec)
             forms.add((spec.dtype, spec.shape))
 
@@ -316,9 +324,9 @@ def _name_bytes(name: str) -> int:
 
 
 def _checked_spans(record: TensorRecord, buckets: Sequence[int], steps: CheckSteps) -> list[tuple[int, int, int, str]]:
-    """Prove that a tensor's pieces tile it, inside of their buckets; return the bytes of each.
+    """Check that a tensor's pieces tile it, inside their buckets.
 
-    With bucket, first byte, end, and the tensor's name.
+    Returns bucket, first byte, end, and the tensor's name, for each piece.
     """
     if len(record.pieces) > MAX_PIECES_PER_TENSOR:
         num_pieces = len(record.pieces)

@@ -1,8 +1,8 @@
-"""The plan of buckets: which region goes into which bucket at which offset. No tensors, no I/O.
+"""The plan of buckets: assigns each region a bucket and an offset. No tensors, no I/O.
 
-Invariants: buckets are filled in the order of the specs, a load group lies together (in one bucket where it fits),
-a region that is larger than a bucket is cut into row-major blocks, and nothing but alignment is left unused between
-two pieces. `Manifest.check()` proves it where a manifest is read.
+Invariants: buckets are filled in the order of the specs; a load group is kept together (in one bucket if it fits); a
+region larger than a bucket is cut into row-major blocks; pieces are separated only by alignment. `Manifest.check()`
+checks this when a manifest is read.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ MIN_BUCKET_BYTES = 1 << 20
 
 
 def fitting_bucket_size(num_bytes: int, largest_bytes: int) -> int:
-    """A bucket size for an update of `num_bytes`: enough buckets for packing, moving and checking to overlap.
+    """Return a bucket size for an update of `num_bytes`, small enough that packing, sending and checking overlap.
 
-    An eighth of the whole, from MIN_BUCKET_BYTES up to `largest_bytes`.
+    It is an eighth of the update, from MIN_BUCKET_BYTES up to `largest_bytes`.
     """
     return min(largest_bytes, max(MIN_BUCKET_BYTES, num_bytes // 8))
 
 
 def largest_bucket_size(sizes: Mapping[str, int], device_type: str, install: str, *, is_alone: bool) -> int:
-    """Which of a transport's default bucket sizes counts: that of the device type, or of the "cache", if it has one.
+    """Return the transport's default bucket size for the device type, or its "cache" size, if it has one.
 
-    That is for weights on a CPU that one trainer rank (`is_alone`) streams: engines read a bucket from the cache that
-    it was packed into. Several ranks exchange messages for each bucket, which has to be worth them.
+    The cache size is for weights on a CPU that one trainer rank (`is_alone`) streams: engines read a bucket while it is
+    in the CPU's cache. Several ranks exchange messages for each bucket, so that larger buckets are faster.
     """
     is_cached = is_alone and install == "streaming" and device_type == "cpu" and "cache" in sizes
     return sizes["cache" if is_cached else device_type]
@@ -55,9 +55,9 @@ def plan(
 ) -> Manifest:
     """Lay out `specs` in buckets of at most `bucket_size_bytes` payload bytes (rounded down to the alignment).
 
-    `origins` says for each origin which regions of which tensors leave from there (default: all tensors whole, from
-    one); together they must tile every tensor. Raises ValueError if a bucket could not hold a single aligned element,
-    ManifestError if specs or regions are invalid.
+    `origins`: for each origin the regions of tensors that it sends (default: one origin, all tensors); together they
+    must tile every tensor. Raises ValueError if a bucket is smaller than the alignment, ManifestError if specs or
+    regions are invalid.
     """
     capacity = bucket_size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     if capacity <= 0:
@@ -93,9 +93,9 @@ def plan(
 
 
 class _Filler:
-    """Hands out places in one bucket after the other. `sizes`: of the buckets so far; the last one is being filled.
+    """Assigns offsets in one bucket after another. `sizes`: of the buckets so far; the last one is being filled.
 
-    `first`: the number of the first bucket.
+    `first`: number of the first bucket.
     """
 
     def __init__(self, capacity: int, *, first: int) -> None:
@@ -104,12 +104,12 @@ class _Filler:
         self.sizes = [0]
 
     def keep_together(self, num_bytes: int) -> None:
-        """Begin a new bucket if `num_bytes` fit into an empty one, but not into what is left of this one."""
+        """Begin a new bucket if `num_bytes` fit into an empty one, but not into the rest of this one."""
         if self._room() < num_bytes <= self._capacity:
             self.sizes.append(0)
 
     def add(self, region: Region, itemsize: int) -> Iterable[Piece]:
-        """One piece; or row-major blocks, if it is larger than a bucket."""
+        """Return one piece, or several row-major blocks if the region is larger than a bucket."""
         num_bytes = region.numel * itemsize
         if num_bytes > self._capacity:
             return self._cut(region, itemsize, num_bytes)

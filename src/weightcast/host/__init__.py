@@ -1,4 +1,4 @@
-"""The machine: free memory within cgroups, copies without teams of threads, what to close in a forked child.
+"""The host: free memory within cgroups, copies, devices, deadlines, resources to close in a forked child.
 
-Here belongs what asks or uses the host alone. Nothing here knows of tensors' names, versions or peers.
+This code knows no tensor names, versions or peers.
 """

@@ -1,11 +1,11 @@
-"""Closing of resources when something ends early: a call that fails, a child that was forked, the interpreter.
+"""Closing of resources when a call fails, in a forked child, and at the interpreter's exit.
 
-A dead process is noticed by the end of its sockets and pipes. A child that a program forks (a DataLoader's worker)
-inherits them, and would keep a dead trainer alive in the eyes of its engines.
+A process's death is detected by the end of its sockets and pipes. A forked child (a DataLoader's worker) inherits them,
+and would make a dead trainer look alive to its engines.
 
-A thread that is in torch when the interpreter ends, if only to free a tensor, aborts the process (exit status 134):
-Python ends the thread as it takes the GIL back, within C++ that does not allow it. So objects with such threads are
-closed before.
+A thread that is in torch when the interpreter exits, even only to free a tensor, aborts the process (exit status 134):
+Python ends the thread when it takes the GIL back, inside C++ code that does not allow this. So objects with such
+threads are closed before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _threads: set[threading.Thread] = set()
 
 
 class ClosedOnExit(abc.ABC):
-    """Leaving the `with` block of one closes it."""
+    """Base of objects that are closed at the end of a `with` block."""
 
     @abc.abstractmethod
     def close(self) -> None: ...
@@ -47,7 +47,7 @@ class ClosedOnExit(abc.ABC):
 
 @contextlib.contextmanager
 def on_failure(clean_up: Callable[[], object]) -> Iterator[None]:
-    """Call `clean_up` if the body raises anything, KeyboardInterrupt included; the body's exception goes on."""
+    """Call `clean_up` if the block raises anything, including KeyboardInterrupt; the exception is raised on."""
     with contextlib.ExitStack() as stack:
         stack.callback(clean_up)
         yield
@@ -55,7 +55,7 @@ def on_failure(clean_up: Callable[[], object]) -> Iterator[None]:
 
 
 def close_in_child(thing: C) -> C:
-    """Have every child that is forked from now on close this socket or file; returns it."""
+    """Have every child that is forked from now on close this socket or file; return it."""
     _ours.add(thing)
     return thing
 
@@ -71,12 +71,12 @@ os.register_at_fork(after_in_child=_open.clear)
 
 
 def close_at_exit(thing: Closeable) -> None:
-    """Close it at the interpreter's end, if it is still there: its threads may be in torch, or in a torch group."""
+    """Close this object at the interpreter's exit, if it still exists, since its threads may be in torch then."""
     _open.add(thing)
 
 
 def awaited_at_exit(call: Callable[[], None], name: str) -> threading.Thread:
-    """Run what may be in torch in a thread, which the interpreter waits a while for at its end."""
+    """Run a call that may be in torch in a thread, which is joined, for a limited time, at the interpreter's exit."""
     thread = threading.Thread(target=call, name=name, daemon=True)
     _threads.difference_update([other for other in list(_threads) if not other.is_alive()])
     thread.start()

@@ -1,10 +1,10 @@
-"""Copies between tensors: in host memory by the native core, to and from a GPU by way of pinned memory.
+"""Copies between tensors: in host memory by the native core, to and from a GPU through pinned memory.
 
-In host memory the calling thread copies, not torch's team of threads: where publisher and engines share a host these
-teams share its cores, and each barrier waits for a thread that has none. A copy as large as an install is shared out.
+In host memory the calling thread copies, not torch's thread pool: when publisher and engines share a host, their pools
+share its cores, and each barrier waits for a thread without a core. A copy as large as an install uses several threads.
 
-Between host memory and a GPU torch waits for each tensor, which the driver copies through a small buffer of its own.
-Here they go in groups through two slots of pinned memory: one is written while the other is read.
+Between host memory and a GPU torch waits for each tensor, which the driver copies through its own small buffer. This
+module copies groups of tensors through two slots of pinned memory: one is written while the other is read.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from weightcast.native.tables import CopyTable, places
 
 _BYTES_PER_THREAD = 64 << 20
 _MAX_THREADS = 4
-"""Fewer than these fill a memory channel's bandwidth, and other ranks copy beside them."""
+"""Limit on the threads of one copy: fewer can saturate the memory, and other ranks copy at the same time."""
 _PINNED_SLOTS, _PINNED_SLOT_BYTES = 2, 64 << 20
 _SLOT_BYTES_PER_THREAD = 8 << 20
-"""A GPU waits for each slot, and one thread copies more slowly than a GPU does."""
+"""Bytes per thread for a slot, smaller than usual: a GPU waits for each slot, and is faster than one thread."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By size, what a GPU copies tensors of one dtype as: torch's batch copy knows fewer dtypes there than tensors have."""
+"""By element size, the dtype as which a GPU copies, since torch's batch copy there does not support every dtype."""
 _CAST_IN_BATCHES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -36,33 +36,33 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """`torch._foreach_copy_`, for tensors on any device and of any dtype; raises RuntimeError as that does.
+    """Do what `torch._foreach_copy_` does, for any devices and dtypes. Raises RuntimeError as it does.
 
-    A target that autograd has saved for a backward pass is not noticed: see `torch.autograd.graph.increment_version`.
+    Autograd does not notice the write: see `torch.autograd.graph.increment_version`.
     """
     PreparedCopies(targets, sources).run()
 
 
 class PreparedCopies:
-    """`copy_all` of the same tensors, as often as wanted: what each pair needs is found out once.
+    """A repeatable `copy_all` of the same tensors, which are analysed once and kept.
 
-    The tensors are kept. Before another `run`, `are_in_place` says whether it is the same copies still.
+    Before another `run`, `are_in_place` tells whether the tensors still have their memory.
     """
 
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Raises ValueError for a tensor that ends outside of its storage, which may have been freed; RuntimeError for
-        one without memory that torch is to copy.
+        """Raise ValueError for a tensor that ends beyond its storage, which may have been freed; RuntimeError for a
+        tensor without memory that torch would have to copy.
         """
         self._table = table = CopyTable(targets, sources)
         others = (tensor for number in table.others for tensor in (targets[number], sources[number]))
         if any(not tensor.data_ptr() and tensor.nbytes for tensor in others):
-            raise RuntimeError("the memory that is to be copied from or to was freed: its tensor has none")
+            raise RuntimeError("a tensor to copy has no memory, since its storage was freed: load it back first")
         self._targets, self._places = list(targets), places(targets)
-        # Most sources are views of a few buckets.
+        # By address, since most sources are views of a few buckets.
         self._storages = dict(zip(map(torch.UntypedStorage.data_ptr, table.storages), table.storages, strict=True))
         self._jobs: list[Callable[[], None]] = []
-        # Copies of a GPU belong to the caller's stream. One call for each pair of dtypes and devices: torch before 2.11
-        # writes all targets as if they were of the first one's dtype, where sources are of one.
+        # GPU copies run on the caller's stream. One call for each pair of dtypes and devices: torch before 2.11 writes
+        # all targets in the first one's dtype if the sources have the same dtype.
         by_kind: dict[tuple[torch.dtype | torch.device, ...], list[Pair]] = {}
         with torch.no_grad():
             for number in table.others:
@@ -78,7 +78,7 @@ class PreparedCopies:
                 self._jobs.append(functools.partial(_copy_batch, *zip(*pairs, strict=True)))
 
     def are_in_place(self, *, targets: bool = True) -> bool:
-        """Return whether all tensors have the memory that they had. If not, a copy may reach memory of another owner.
+        """Return whether all tensors have their former memory. If not, a copy may write to memory of another owner.
 
         `targets`: False if the caller has just checked the targets.
         """
@@ -86,8 +86,8 @@ class PreparedCopies:
         return are_sources and (not targets or places(self._targets) == self._places)
 
     def run(self, *, bytes_per_thread: int = _BYTES_PER_THREAD) -> None:
-        """Copy. Raises RuntimeError as torch does."""
-        # Not torch's number of threads, which an engine may have set to one: it computes nothing while it is copied to.
+        """Make the copies. Raises RuntimeError as torch does."""
+        # Not torch's number of threads, which an engine may have set to 1: it is paused during the copies.
         most = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._table.run(threads=max(1, min(self._table.num_bytes // bytes_per_thread, most)))
         for job in self._jobs:
@@ -95,7 +95,7 @@ class PreparedCopies:
 
 
 def _as_integers(target: torch.Tensor, source: torch.Tensor) -> Pair:
-    """Views of a pair of one dtype by which its bits are copied; other pairs as they are."""
+    """Return integer views of a pair with equal dtypes, whose bits are copied; other pairs unchanged."""
     dtype = _INTEGERS.get(target.itemsize)
     if target.dtype != source.dtype or dtype is None:
         return target, source
@@ -115,7 +115,7 @@ def _copy_batch(
 
 
 def _slot_loads(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    """The pairs, large ones cut, in groups that a slot of pinned memory has room for."""
+    """Yield the pairs, large ones split, in groups that fit into a slot of pinned memory."""
     load, load_bytes = list[Pair](), 0
     pending = [(target, source.expand(target.shape)) for target, source in pairs if target.numel()][::-1]
     while pending:
@@ -144,15 +144,15 @@ def _slot_bytes(target: torch.Tensor, source: torch.Tensor) -> int:
 
 
 def _copy_by_pinned_slots(loads: Sequence[list[Pair]]) -> None:
-    """Copies to the host are over when this returns; those to a GPU are queued on this thread's stream, their sources
-    read. torch gives pinned memory to nobody else while copies of it are under way.
+    """Copy through pinned memory. Copies to the host are finished when this returns; those to a GPU are queued on this
+    thread's stream, and their sources were read. torch does not reuse pinned memory while copies from it are pending.
     """
     is_to_host = loads[0][0][0].is_cpu if loads else False
     slots: list[torch.Tensor] = []
     under_way: collections.deque[tuple[host_device.Event, list[torch.Tensor], list[torch.Tensor]]] = collections.deque()
 
     def finish() -> None:
-        """Wait for the copies of the slot that was used the longest ago; to the host, write its tensors."""
+        """Wait for the copies of the oldest slot; for copies to the host, write its tensors."""
         done, targets, parts = under_way.popleft()
         done.synchronize()
         if is_to_host:

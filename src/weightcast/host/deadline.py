@@ -1,6 +1,6 @@
-"""How long a wait may take: one value for all of its parts; calls that nothing can end run in the background.
+"""Deadlines of waits, and background threads for calls that can't be ended.
 
-Each wait for a peer has the deadline that the user named, or a part of it. The others have one of the times below.
+Each wait for a peer has the user's deadline, or a part of it. All other waits have one of the times below.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MAX_SECONDS = 864_000
-"""Ten days: poll(2), which sockets and pipes wait with, counts milliseconds in 31 bits."""
+"""Ten days, since poll(2), on which waits for sockets and pipes rely, has a timeout of 31 bits of milliseconds."""
 
 POLL_SECONDS = 0.05
-"""The longest pause between two looks at what wakes nobody."""
+"""Longest interval for polling a condition without a notification."""
 GRACE_SECONDS = 5.0
-"""For what takes milliseconds unless something is broken: a thread's end, a last word, a slot that changes hands."""
+"""Limit for operations that take milliseconds unless something is broken, such as the end of a thread."""
 LOAD_SECONDS = 600.0
-"""For what an engine does with a whole model: start, load, install."""
+"""Limit for an engine's operations on a whole model: start, load, install."""
 
 
 def number_of_seconds(name: str, value: Any) -> float:
@@ -30,12 +30,12 @@ def number_of_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r:.80}; it must be a number of seconds, such as 60.0")
     if value <= 0 or not value <= MAX_SECONDS:
-        raise ValueError(f"{name} is {value}; it must be positive and finite, at most {MAX_SECONDS}")
+        raise ValueError(f"{name} is {value}; it must be positive and finite, at most {MAX_SECONDS} seconds")
     return float(value)
 
 
 class Deadline:
-    """A time, `seconds` after this was made, that a wait may not outlast."""
+    """A limit of a wait, `seconds` after the creation of this object."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -43,7 +43,7 @@ class Deadline:
 
     @property
     def remaining_seconds(self) -> float:
-        """Never negative."""
+        """Remaining time, never negative."""
         return max(0.0, self._end - time.monotonic())
 
     @property
@@ -51,7 +51,7 @@ class Deadline:
         return time.monotonic() >= self._end
 
     def wait_for(self, condition: threading.Condition, predicate: Callable[[], bool]) -> bool:
-        """Wait on a condition that is held, until `predicate` is true; False once the deadline has passed first."""
+        """Wait on an acquired condition until `predicate` is true; return False if the deadline passes first."""
         return condition.wait_for(predicate, self.remaining_seconds)
 
     def polls(
@@ -70,14 +70,14 @@ class Deadline:
 
 
 def in_background(call: Callable[[], T], *, name: str) -> Future[T]:
-    """Run `call` in a thread that does not keep the process from ending: for a wait that has no deadline of its own."""
+    """Run `call`, which has no deadline, in a daemon thread, which does not keep the process from exiting."""
     future: Future[T] = Future()
     threading.Thread(target=run_into, args=(future, call), name=name, daemon=True).start()
     return future
 
 
 def to_its_end(call: Callable[[], T], *, name: str) -> T:
-    """Run `call` to its end. A Ctrl-C meanwhile is raised once it is done, a second one at once."""
+    """Run `call` to its end. A Ctrl-C meanwhile is raised afterwards, a second one at once."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -95,9 +95,9 @@ def to_its_end(call: Callable[[], T], *, name: str) -> T:
 
 
 def run_into(future: Future[T], call: Callable[[], T]) -> None:
-    """Run `call`, and have the future end as it does."""
+    """Run `call`, and set the future to its result or exception."""
     try:
         future.set_result(call())
     except BaseException as exc:
         future.set_exception(exc)
-    del future  # the error's traceback has this frame, which would keep the error
+    del future  # the error's traceback refers to this frame, and the future to the error: a cycle

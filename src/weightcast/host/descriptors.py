@@ -1,4 +1,4 @@
-"""A process, or a host, that has no file descriptor left: its errors, the remedy, one line a minute in the log."""
+"""Errors of a process or host without free file descriptors: detection, remedy, and rate-limited logging."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import resource
 import time
 
 ACCEPT_RETRY_SECONDS = 0.1
-"""A connection that could not be accepted stays in the queue: a pause before the next attempt, not a busy loop."""
+"""Pause before the next attempt, since a connection that could not be accepted stays in the queue."""
 
 
 def shortage(error: BaseException | None) -> str:
-    """A sentence with the remedy if an error, or one of its causes, is for want of descriptors; empty for any other."""
+    """Return a message with the remedy if an error or one of its causes is a lack of descriptors; else empty."""
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return (
-                f"this process has no file descriptor left, its limit is {limit}: raise that (ulimit -n, or a "
-                "service's LimitNOFILE), or close files and connections"
+                f"this process has no file descriptor left (limit {limit}): raise the limit (ulimit -n, or a service's "
+                "LimitNOFILE), or close files and connections"
             )
         if isinstance(error, OSError) and error.errno == errno.ENFILE:
-            return "this host has no file descriptor left: raise fs.file-max (sysctl), or end processes that hold many"
+            return "this host has no file descriptor left: raise fs.file-max (sysctl), or end processes that use many"
         error = error.__cause__
     return ""
 
 
 def shortage_now() -> str:
-    """The same, found by opening a file: for a wait that has failed without an error of its own."""
+    """Do what `shortage` does by trying to open a file, after a wait that failed without an error."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as exc:
@@ -38,17 +38,17 @@ def shortage_now() -> str:
 
 
 def require_free(count: int) -> None:
-    """Raises OSError unless this process can open `count` more files: for libraries that do badly without them."""
+    """Raise OSError unless this process can open `count` more files; used before libraries that would crash."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 class AcceptLog:
-    """Logs that connections can't be accepted: at most one line a minute, however many attempts fail."""
+    """Logs that connections can't be accepted, at most once a minute."""
 
     def __init__(self, logger: logging.Logger, what: str) -> None:
-        """`what`: is to be accepted, as in "a receiver"."""
+        """`what`: what is accepted, such as "a receiver"."""
         self._logger = logger
         self._what = what
         self._next_at = 0.0

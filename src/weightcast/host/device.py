@@ -1,8 +1,8 @@
-"""GPUs: the order of their work, and their memory. No other file asks torch.cuda for streams, events or waits.
+"""GPUs: the order of their work, and their memory. Only this file uses torch.cuda's streams, events and waits.
 
-Another stream, and the host, see the work of a stream only after they have waited for it. A thread of ours that runs
-beside an engine has a stream of its own, so that the engine's kernels never wait for a transfer. Host memory is always
-in order: for a device other than a GPU everything here does nothing.
+Another stream, and the host, see the results of a stream only after they have waited for it. A weightcast thread in an
+engine's process uses its own stream, so that the engine's kernels never wait for a transfer. For devices other than
+GPUs the functions do nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weightcast.errors import InsufficientMemoryError, UnsupportedError
 logger = logging.getLogger(__name__)
 
 cuda: Any = torch.cuda
-"""Module that this file calls; `tests/pretended` puts a GPU without hardware here."""
+"""The module torch.cuda, which `tests/pretended` replaces by a GPU without hardware."""
 
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
@@ -43,61 +43,61 @@ class Event(Protocol):
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether work on that device is queued, and over later."""
+    """Return whether work on this device is queued and runs asynchronously."""
     return device.type == "cuda"
 
 
 def stream(device: torch.device) -> Any:
-    """A stream of its own on a GPU, else None."""
+    """Return a new stream of a GPU, else None."""
     return cuda.Stream(device) if has_streams(device) else None
 
 
 def current_stream(device: torch.device) -> Any:
-    """This thread's on a GPU, else None."""
+    """Return this thread's current stream of a GPU, else None."""
     return cuda.current_stream(device) if has_streams(device) else None
 
 
 def present_stream() -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """This thread's GPU and stream, for another thread to enter; without CUDA nothing."""
+    """Return a context with this thread's GPU and stream, for another thread to enter; without CUDA an empty one."""
     return functools.partial(cuda.stream, cuda.current_stream()) if cuda.is_initialized() else contextlib.nullcontext
 
 
 def recorded(device: torch.device) -> Event:
-    """An event behind all that this thread's stream of a GPU has been given."""
+    """Return an event after all work that is queued on this thread's stream of a GPU."""
     event: Event = cuda.Event()
     event.record(cuda.current_stream(device))  # type: ignore[attr-defined]
     return event
 
 
 def queue_behind(event: Event, device: torch.device) -> None:
-    """Have this thread's stream of a GPU wait for an event of this process before what it is given next."""
+    """Have this thread's stream of a GPU wait for an event of this process before its next work."""
     event.wait(cuda.current_stream(device))
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done everything that any stream has given it."""
+    """Wait until a GPU has finished the work of all streams."""
     if has_streams(device):
         cuda.synchronize(device)
 
 
 def synchronize_stream(device: torch.device) -> None:
-    """Wait until a GPU has done everything that this thread's stream has given it."""
+    """Wait until a GPU has finished the work of this thread's stream."""
     if has_streams(device):
         cuda.current_stream(device).synchronize()
 
 
 @contextlib.contextmanager
 def on(side: Any) -> Iterator[None]:
-    """Queue on `side`, a stream; None: where it is queued anyway."""
+    """Context in which work is queued on the stream `side`; None: on the current stream."""
     with contextlib.nullcontext() if side is None else cuda.stream(side):
         yield
 
 
 @contextlib.contextmanager
 def beside(side: Any, device: torch.device) -> Iterator[None]:
-    """Queue on `side`, a stream that goes on where this thread's is now, and that this thread's waits for at the end.
+    """Context in which work is queued on `side`, which first waits for this thread's stream; at the end that waits too.
 
-    So the caller's next kernels may write what was read here, also after an error.
+    So the caller's later kernels may write to memory that was read in the block, also after an error.
     """
     if side is None:
         yield
@@ -113,12 +113,12 @@ def beside(side: Any, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_thread(device: torch.device) -> Iterator[None]:
-    """For a thread of ours: make `device` its current one, also while a graph is captured."""
+    """Context of a weightcast thread: make `device` its current device, also while a CUDA graph is captured."""
     if not has_streams(device):
         yield
         return
     if device.index is not None:
-        # "cuda" alone is the present one, which torch does not take here.
+        # torch does not accept "cuda" without an index here.
         cuda.set_device(device)
     with _relaxed_capture(device):
         yield
@@ -126,9 +126,9 @@ def own_thread(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_stream(device: torch.device, side: Any = None) -> Iterator[None]:
-    """Do as `own_thread`, with a stream of the thread's own: `side`, or another one.
+    """Do what `own_thread` does, and use the stream `side`, by default a new one.
 
-    Waits for nothing: what the engine has written before is in order only after `synchronize`.
+    It does not wait: earlier writes of the engine are visible only after `synchronize`.
     """
     with own_thread(device), on(side or stream(device)):
         yield
@@ -136,16 +136,16 @@ def own_stream(device: torch.device, side: Any = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _relaxed_capture(device: torch.device) -> Iterator[None]:
-    """Have this thread's allocations and questions for events succeed while another thread captures a graph.
+    """Allow this thread's allocations and event queries while another thread captures a CUDA graph.
 
-    In CUDA's default mode they would fail, and end that capture. Source: cuThreadExchangeStreamCaptureMode of the
-    driver API, which gives the former mode back. A torch for GPUs without CUDA keeps its mode.
+    In CUDA's default mode they would fail, and break the capture. Source: cuThreadExchangeStreamCaptureMode of the
+    driver API. Without CUDA's driver the mode is not changed.
     """
     mode = ctypes.c_int(_RELAXED)
     code = _exchange_capture_mode(mode)
     if code == _INVALID_CONTEXT:
-        # A thread has a context of the driver's only after its first call of the runtime that needs one, and torch
-        # makes none to set a device that is the thread's already, as the first one is.
+        # A thread gets a driver context only by a runtime call that needs one, and torch makes no such call to set the
+        # first device, which is current already.
         cuda.mem_get_info(device)
         code = _exchange_capture_mode(mode)
     if code:
@@ -158,7 +158,7 @@ def _relaxed_capture(device: torch.device) -> Iterator[None]:
 
 
 def _exchange_capture_mode(mode: ctypes.c_int) -> int:
-    """Return the driver's error, 0 without one or without CUDA's driver."""
+    """Exchange the thread's capture mode. Return the driver's error code, 0 on success or without CUDA's driver."""
     try:
         return int(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
     except (OSError, AttributeError):
@@ -167,23 +167,23 @@ def _exchange_capture_mode(mode: ctypes.c_int) -> int:
 
 @functools.cache
 def _warn_of_captures(code: int) -> None:
-    """Once for each error."""
+    """Log a warning, once for each error code."""
     logger.warning(
-        "CUDA's driver did not take the relaxed capture mode (error %d of cuThreadExchangeStreamCaptureMode): a CUDA "
-        "graph that is captured while an update arrives may fail to be captured; capture before the first update",
+        "CUDA's driver refused the relaxed capture mode (error %d of cuThreadExchangeStreamCaptureMode), so the "
+        "capture of a CUDA graph may fail while an update arrives: capture graphs before the first update",
         code,
     )
 
 
 def driver() -> Any:
-    """CUDA's driver library, which is there wherever torch's CUDA build uses a GPU."""
+    """Return CUDA's driver library, which every GPU with torch's CUDA build has."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def empty(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
-    """Memory of a device, uint8, in any thread. Raises InsufficientMemoryError: `what` needs it, `remedy` helps."""
+    """Allocate uint8 memory of a device, in any thread. Raises InsufficientMemoryError with `what` and `remedy`."""
     try:
-        # Offers and invitations to groups come in threads that are not ours, or have no stream of their own.
+        # Some callers' threads are not in `own_thread`.
         with _relaxed_capture(device) if has_streams(device) else contextlib.nullcontext():
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as exc:
@@ -191,55 +191,58 @@ def empty(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch
 
 
 def pinned(num_bytes: int) -> torch.Tensor:
-    """Host memory, uint8, that GPUs read and write themselves, from torch's cache. Raises InsufficientMemoryError."""
+    """Allocate pinned uint8 host memory from torch's cache. Raises InsufficientMemoryError."""
     try:
         with _relaxed_capture(torch.device("cuda")):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as exc:
         remedy = "free host memory, or raise the container's limit"
-        raise InsufficientMemoryError(f"no {num_bytes} bytes of host memory can be pinned: {remedy}: {exc}") from exc
+        raise InsufficientMemoryError(
+            f"{num_bytes} bytes of pinned host memory could not be allocated ({exc}): {remedy}"
+        ) from exc
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give back to a GPU what torch keeps of what this process has freed there; not while a graph is captured."""
+    """Free torch's cache of a GPU's memory, except while a CUDA graph is captured."""
     if has_streams(device):
-        # torch asserts that no thread captures (CUDACachingAllocator's synchronize_and_free_events).
+        # torch raises while a thread captures (CUDACachingAllocator's synchronize_and_free_events).
         with contextlib.suppress(RuntimeError):
             cuda.empty_cache()
 
 
 def out_of_memory(num_bytes: int, device: torch.device, what: str, remedy: str) -> InsufficientMemoryError:
-    """Return the error to raise: `what` needs so many bytes, `remedy` helps."""
+    """Return the error for a failed allocation of `num_bytes` for `what`, with the remedy."""
     free, _ = cuda.mem_get_info(device)
     return InsufficientMemoryError(f"{what} needs {num_bytes} bytes, {device} has {free} left: {remedy}")
 
 
 def tensor_of(memory: Any) -> torch.Tensor:
-    """Memory that a GPU, `device`, can use, with `__cuda_array_interface__`, as a tensor of it that keeps the object.
+    """Return an object with `__cuda_array_interface__` as a tensor of its `device`, which keeps the object alive.
 
-    Not a copy. Raises UnsupportedError where torch would make one, of memory that lies on another GPU.
+    It is not a copy. Raises UnsupportedError if torch would copy, because the memory is on another GPU.
     """
     tensor = torch.as_tensor(memory, device=memory.device)
     if tensor.data_ptr() != memory.__cuda_array_interface__["data"][0]:
         raise UnsupportedError(
-            f"torch {torch.__version__} makes no tensor on {memory.device} of memory that lies on another GPU"
+            f"torch {torch.__version__} can't make a tensor on {memory.device} of another GPU's memory: use a newer "
+            "torch, or put trainer and engine on the same GPU"
         )
     return tensor
 
 
 def can_access(device: torch.device, owner: torch.device) -> bool:
-    """Return whether a GPU can read another GPU's memory itself, over NVLink or PCIe. Makes no context on either."""
+    """Return whether a GPU can read another GPU's memory directly, over NVLink or PCIe. Creates no context."""
     found = ctypes.c_int()
     code = driver().cuDeviceCanAccessPeer(ctypes.byref(found), ctypes.c_int(device.index), ctypes.c_int(owner.index))
     return not code and bool(found.value)
 
 
 def uuid_of(device: torch.device) -> str:
-    """Return the UUID of a GPU: its name in every process, whatever its index there."""
+    """Return the UUID of a GPU, which is equal in every process, unlike its index."""
     return str(cuda.get_device_properties(device).uuid)
 
 
 def of_uuid(uuid: str) -> torch.device | None:
-    """This process's GPU of that UUID: indices differ between processes, by CUDA_VISIBLE_DEVICES. None: not seen."""
+    """Return this process's GPU with this UUID; None if it is not visible (CUDA_VISIBLE_DEVICES)."""
     devices = (torch.device("cuda", index) for index in range(cuda.device_count()))
     return next((device for device in devices if uuid_of(device) == uuid), None)

@@ -1,8 +1,8 @@
-"""Memory of a GPU that processes share: the driver's virtual memory, passed on as a file descriptor.
+"""GPU memory that processes share: the driver's virtual memory, passed as a file descriptor.
 
-Invariants: the driver counts who has it (a descriptor, a handle, a mapping) and frees it with the last of them, so that
-a process that is killed leaves nothing behind; a tensor keeps its mapping, so that nothing is ever unmapped under a
-view; torch's allocator, its settings and its version have no part in it. A process that was forked has no mapping.
+Invariants: the driver frees the memory with its last descriptor, handle or mapping, so a killed process leaves nothing
+behind; a tensor keeps its mapping, so memory is never unmapped while a view exists; torch's allocator is not involved.
+A forked process has no mapping.
 
 Source: "Virtual Memory Management" of the CUDA driver API.
 """
@@ -54,15 +54,15 @@ class _Access(ctypes.Structure):
 
 
 class DeviceMemory:
-    """Mapped in this process, until nothing refers to it and to tensors of it.
+    """GPU memory that is mapped in this process as long as this object or a tensor of it exists.
 
-    `descriptor`: what another process opens it by; None where it was opened, and after `close`.
+    `descriptor`: with which another process opens it; None in the opening process, and after `close`.
     """
 
     def __init__(self, handle: ctypes.c_ulonglong, size_bytes: int, device: torch.device, *, writes: bool) -> None:
-        """Map an allocation of that many bytes for that device, which may be another one than it lies on.
+        """Map an allocation for a device, which may differ from the device that has the memory.
 
-        `writes`: else only readable, where the driver can do that.
+        `writes`: if False, map it read-only, if the driver supports that.
         """
         self.size_bytes = size_bytes
         self.device = device
@@ -88,17 +88,20 @@ class DeviceMemory:
 
     @classmethod
     def allocate(cls, size_bytes: int, device: torch.device, what: str) -> DeviceMemory:
-        """At least that many bytes, in whole pages of the driver's, with a descriptor.
+        """Allocate at least `size_bytes`, in whole pages of the driver, with a descriptor.
 
-        `what` needs them, for an error's text. Raises InsufficientMemoryError; UnsupportedError where the driver has
-        no such memory.
+        `what`: the purpose, for errors. Raises InsufficientMemoryError; UnsupportedError if the driver does not support
+        shared virtual memory.
         """
-        host_device.synchronize_stream(device)  # which makes the device's context the thread's
+        host_device.synchronize_stream(device)  # makes the device's context current in this thread
         found = ctypes.c_int()
         for attribute in (_HAS_VIRTUAL_MEMORY, _HAS_DESCRIPTORS):
             _call("cuDeviceGetAttribute", ctypes.byref(found), ctypes.c_int(attribute), ctypes.c_int(device.index))
             if not found.value:
-                raise UnsupportedError(f"the driver shares no virtual memory of {device} (attribute {attribute} is 0)")
+                raise UnsupportedError(
+                    f"the CUDA driver can't share virtual memory of {device} (attribute {attribute} is 0): publish "
+                    "with install='staged', or over nccl:// or gloo://"
+                )
         properties = _Properties(_PINNED, _DESCRIPTOR, _Location(_ON_DEVICE, device.index))
         page, handle = ctypes.c_size_t(), ctypes.c_ulonglong()
         _call("cuMemGetAllocationGranularity", ctypes.byref(page), ctypes.byref(properties), ctypes.c_int(0))
@@ -107,7 +110,7 @@ class DeviceMemory:
         try:
             _call("cuMemCreate", *create)
         except InsufficientMemoryError:
-            # torch keeps what it has freed, and gives that back for its own allocations only.
+            # torch caches freed memory, and releases it only for its own allocations.
             host_device.empty_cache(device)
             try:
                 _call("cuMemCreate", *create)
@@ -119,23 +122,24 @@ class DeviceMemory:
             kind = ctypes.c_int(_DESCRIPTOR)
             _call("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, kind, ctypes.c_ulonglong(0))
         finally:
-            # The mapping and the descriptor have it from here on.
+            # From here on the mapping and the descriptor keep the memory.
             _call("cuMemRelease", handle)
         memory.descriptor = descriptor.value
-        # Else a program that another thread starts would keep the memory.
+        # Otherwise a program that another thread starts would inherit it and keep the memory.
         os.set_inheritable(memory.descriptor, False)
         return close_in_child(memory)
 
     @classmethod
     def opened(cls, descriptor: int, size_bytes: int, device: torch.device) -> DeviceMemory:
-        """Map memory of exactly that many bytes that another process has allocated; the descriptor stays the caller's.
+        """Map memory of exactly `size_bytes` that another process has allocated. The caller closes the descriptor.
 
-        `device` is the GPU that reads it, and the only one on which this process needs a context; the memory may lie on
-        another one that it `can_access`. Read-only, where the driver can do that. Raises UnsupportedError.
+        `device`: the GPU that reads it, the only one on which this process needs a context; the memory may be on
+        another one that it `can_access`. The mapping is read-only, if the driver supports that. Raises
+        UnsupportedError.
         """
         host_device.synchronize_stream(device)
         handle, kind = ctypes.c_ulonglong(), ctypes.c_int(_DESCRIPTOR)
-        # The descriptor itself stands where the driver takes a pointer to other kinds of handles.
+        # The driver takes the descriptor's value in place of a pointer.
         _call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), kind)
         try:
             return cls(handle, size_bytes, device, writes=False)
@@ -144,15 +148,15 @@ class DeviceMemory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        # torch takes nothing that is declared read-only; what writes there all the same is an error of the GPU.
+        # torch refuses read-only memory, so it is declared writable; a write to it is a GPU error.
         return {"shape": (self.size_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     def tensor(self) -> torch.Tensor:
-        """All of it as a flat uint8 tensor, which keeps it mapped. Not a copy."""
+        """Return the memory as a flat uint8 tensor, which keeps it mapped. Not a copy."""
         return host_device.tensor_of(self)
 
     def close(self) -> None:
-        """Close the descriptor: from here on it goes with the last mapping. Idempotent."""
+        """Close the descriptor; the memory is freed with its last mapping. Idempotent."""
         descriptor, self.descriptor = self.descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -160,19 +164,19 @@ class DeviceMemory:
 
 def _unmap(driver: Any, address: ctypes.c_ulonglong, size: ctypes.c_size_t, device: torch.device, process: int) -> None:
     if process == os.getpid():
-        with contextlib.suppress(RuntimeError):  # an error of the GPU, which is not of this memory
-            host_device.synchronize(device)  # what is queued may still read it
+        with contextlib.suppress(RuntimeError):  # an unrelated error of the GPU
+            host_device.synchronize(device)  # queued work may still read the memory
         driver.cuMemUnmap(address, size)
         driver.cuMemAddressFree(address, size)
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Call the driver. Raises InsufficientMemoryError if it says so, UnsupportedError for everything else."""
+    """Call the driver. Raises InsufficientMemoryError if memory is short, UnsupportedError for any other error."""
     try:
         code = getattr(host_device.driver(), name)(*arguments)
     except (OSError, AttributeError) as exc:
-        raise UnsupportedError(f"this host's CUDA driver has no {name}: {exc}") from exc
+        raise UnsupportedError(f"this host's CUDA driver has no {name} ({exc}): install a newer driver") from exc
     if code == _OUT_OF_MEMORY:
-        raise InsufficientMemoryError(f"{name}: the GPU has not that much memory left")
+        raise InsufficientMemoryError(f"the GPU has not enough memory left for {name}: use smaller buckets")
     if code:
         raise UnsupportedError(f"{name} of the CUDA driver failed with error {code}")

@@ -1,13 +1,13 @@
-"""How much more memory this process may take, and memory that it shares with others.
+"""Memory that this process can still allocate, and memory that it shares with other processes.
 
-The room is the host's and that of every enclosing cgroup, whichever is less.
+The available memory is the least of the host's and that of every enclosing cgroup.
 
 Sources: `MemAvailable` of proc(5); `memory.max`, `memory.current` and `inactive_file` of cgroup v2, and their v1
-counterparts. A value that can't be read sets no limit. Nothing is cached: the answer is about now.
+counterparts. A value that can't be read sets no limit. Nothing is cached.
 
-Shared memory is anonymous, each under a name that no other has. Invariants: it is sealed and never shrinks, so that no
-access to a mapping of it can fail; memory of a fixed size is never resized; it goes with the last process that has it;
-memory that another process was told of is mapped only if it has the name, the size and the seals that it must have.
+Shared memory is anonymous, with a unique name. Invariants: it is sealed and never shrinks, so that no access to a
+mapping can fail; memory of a fixed size is never resized; it is freed with the last process that has it; another
+process's memory is mapped only if it has the expected name, size and seals.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _UNKNOWN_BYTES = 1 << 62
 
 LESS_AT_ONCE = 'publish with install="streaming" or smaller buckets, or free memory'
-"""The remedy for a transport's buffers."""
+"""The remedy in errors about a transport's buffers."""
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can be taken now without swapping and without meeting a cgroup's limit; never negative.
+    """Return the bytes that can be allocated now without swapping and within all cgroup limits; never negative.
 
-    File pages that the kernel would give back first (`inactive_file`) count as available.
+    File pages that the kernel would reclaim first (`inactive_file`) count as available.
     """
     rooms: list[int] = []
     for line in _text(proc / "self" / "cgroup").splitlines():
@@ -56,7 +56,10 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 
 def require(num_bytes: int, what: str, remedy: str) -> None:
-    """Raises InsufficientMemoryError unless that much can be taken; `what` needs it, `remedy` says what to do."""
+    """Raise InsufficientMemoryError unless `num_bytes` are available.
+
+    `what`: their purpose; `remedy`: for the error.
+    """
     available = available_bytes()
     if num_bytes > available:
         raise InsufficientMemoryError(
@@ -65,7 +68,7 @@ def require(num_bytes: int, what: str, remedy: str) -> None:
 
 
 def host_identity() -> str:
-    """Equal for processes that can share memory: of one boot, one network namespace and one user."""
+    """Return an id that is equal for processes that can share memory: of one boot, network namespace and user."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/net")
     try:
@@ -75,9 +78,9 @@ def host_identity() -> str:
 
 
 def _rooms_upwards(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """The room in a cgroup and in each of its ancestors, up to the mount.
+    """Yield the available memory of a cgroup and of each of its ancestors, up to the mount.
 
-    In a container the path may be the host's, which is not visible there: the mount itself is the container's then.
+    In a container the path may be the host's, which is not visible; then the mount itself is the container's cgroup.
     """
     group = mount / path.lstrip("/")
     if ".." in group.parts or not group.is_dir():
@@ -112,31 +115,31 @@ _NEVER_RESIZED = _NEVER_SHRINKS | fcntl.F_SEAL_GROW
 
 
 class MappedMemory(mmap.mmap):
-    """A mapping of shared memory. It stays as long as a tensor of it is referred to, and keeps `memory` open."""
+    """A mapping of shared memory, which exists as long as a tensor of it does, and keeps `memory` open."""
 
     memory: SharedMemory
 
     def tensor(self) -> torch.Tensor:
-        """All of it as a flat uint8 tensor, which keeps it mapped."""
-        import torch  # Here, since it takes long, and not everything that asks for memory needs it.
+        """Return the memory as a flat uint8 tensor, which keeps it mapped."""
+        import torch  # imported here, since it is slow and not all users of this module need it
 
         return torch.frombuffer(self, dtype=torch.uint8)
 
     def reread(self, part: torch.Tensor) -> None:
-        """Of a private mapping: have `part` of its tensor show the memory again, in whole pages."""
+        """Reset the whole pages of `part`, in a private mapping, to the shared content."""
         start = int(part.storage_offset())
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         self.madvise(mmap.MADV_DONTNEED, first, start + part.numel() - first)
 
     def free(self) -> None:
-        """Give the memory back at once: every mapping of it, in any process, reads zeros then."""
+        """Free the memory's pages at once (MADV_REMOVE): every process that maps them then reads zeros."""
         self.madvise(mmap.MADV_REMOVE)
 
 
 class SharedMemory:
-    """Anonymous memory of this process, or another's, by a descriptor that is open until `close`.
+    """Anonymous memory of this or another process, with a descriptor that is open until `close`.
 
-    `location`: where other processes of this user find it, as text; empty if this process was handed the descriptor.
+    `location`: text with which other processes of this user open it; empty if the descriptor came over a socket.
     """
 
     def __init__(self, descriptor: int, location: str = "") -> None:

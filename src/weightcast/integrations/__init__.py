@@ -1,4 +1,4 @@
-"""weightcast inside other people's engines, and their clients: one package for each framework.
+"""Integrations with frameworks and their engines, one package for each framework.
 
-Frameworks don't know of each other; what their engines have in common is in `plugin`.
+Frameworks' packages do not import each other; code that their engines share is in `plugin`.
 """

@@ -1,4 +1,4 @@
-"""The way from an iterator of (name, tensor) to a publish, for frameworks that hand their weights over as one."""
+"""Publishes an iterator of (name, tensor), for frameworks that provide their weights in this form."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Named: TypeAlias = tuple[str, torch.Tensor]
 
 
 class HandedPublisher:
-    """Publishes one version for each iterator, on the one rank that publishes; on the others call `exhaust`.
+    """Publishes one version for each iterator, on the publishing rank; on the other ranks call `exhaust`.
 
-    Invariant: an iterator is taken to its end, whatever fails: a framework's ranks gather each of its tensors together.
+    Invariant: every iterator is read to its end, also after an error, since all ranks gather its tensors together.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class HandedPublisher:
         *,
         forget: Callable[[], object] = lambda: None,
     ) -> None:
-        """`source`: an `IteratorSource` if a tensor is valid only until the next one is asked for, a `TensorSource` if
-        all of them keep their memory until the next publish. `make_publisher`: of this source, with trainer_group=None;
-        called when the source has its first tensors, by `open`, and again after `close`. `forget`: called when a
-        publish fails, before the rest of the iterator is taken.
+        """`source`: an `IteratorSource` if a tensor is valid only until the next one is requested, a `TensorSource` if
+        all tensors keep their memory until the next publish. `make_publisher`: returns a publisher of this source with
+        trainer_group=None; called when the source has its first tensors, by `open`, and again after `close`. `forget`:
+        called when a publish fails, before the rest of the iterator is read.
         """
         self._source = source
         self._make_publisher = make_publisher
@@ -40,7 +40,7 @@ class HandedPublisher:
         self._publisher: Publisher | None = None
 
     def open(self) -> Publisher:
-        """Make the publisher, if there is none: it raises for wrong arguments, and connects nothing yet."""
+        """Make the publisher if there is none. Raises for wrong arguments; connects nothing."""
         if self._publisher is None:
             self._publisher = self._make_publisher()
         return self._publisher
@@ -49,10 +49,10 @@ class HandedPublisher:
     def publish(
         self, weights: Iterable[Named], version: int | None = None, *, wait_ready_seconds: float = 0.0
     ) -> PublishReport:
-        """Make every engine serve these tensors; blocks. Raises as `Publisher.publish`, and what the iterator raises.
+        """Make every engine serve these tensors; block until they do.
 
-        A version that is not above the last one is published by a new publisher, as another run: the trainer went back
-        to an earlier step.
+        Raises what `Publisher.publish` and the iterator raise. A version that is not above the last one is published by
+        a new publisher, as another run, since the trainer has gone back to an earlier step.
         """
         tensors = iter(weights)
         try:
@@ -69,7 +69,7 @@ class HandedPublisher:
             exhaust(tensors)
 
     def close(self) -> None:
-        """Disconnect the engines, which keep what they have; keep no tensor. Idempotent; `publish` connects again."""
+        """Disconnect the engines, which keep their versions, and free all tensors. Idempotent; `publish` reconnects."""
         publisher, self._publisher = self._publisher, None
         if isinstance(self._source, TensorSource):
             self._source.replace({})
@@ -79,6 +79,6 @@ class HandedPublisher:
 
 @torch.no_grad()
 def exhaust(weights: Iterable[Named]) -> None:
-    """Take an iterator to its end, whose tensors this rank gathers with the one that publishes them."""
+    """Read an iterator to its end, on a rank that only takes part in gathering its tensors."""
     for _ in weights:
         pass

@@ -1,12 +1,14 @@
-"""A server without code of ours, which loads a version from a checkpoint directory: stock vLLM, stock SGLang.
+"""Servers without weightcast's plugin that load a version from a checkpoint directory: stock vLLM, stock SGLang.
 
-Nothing runs there that could hold a link, stage or undo: a version goes from the store into a directory of safetensors
-files, and from there into the model, paused. Invariants: an offer is held against the header of the server's own
-checkpoint, if that can be read here; a directory has its name only when it is whole; while a server's weights are of no
-whole version its label begins with `INCOMPLETE`, and it is not resumed; the next complete update heals it.
+Such a server has no link, no staging and no undo: a version is written from the store to a directory of safetensors
+files, and loaded from there while the server is paused.
 
-The directories lie in the store's own, which servers see under the same path. The newest stays, since a server or the
-watchdog may still read it. Writing one takes the host memory of a shard.
+Invariants: an offer is compared with the headers of the server's own checkpoint, if these can be read here; a directory
+gets its name when it is complete; while a server has no whole version its label begins with `INCOMPLETE`, and it is not
+resumed, until the next complete update.
+
+The directories are inside the store's directory, which servers see at the same path. The newest one is kept, since a
+server or the watchdog may still read it. Host memory for writing: one shard.
 """
 
 from __future__ import annotations
@@ -41,13 +43,13 @@ from weightcast.trainer.export import export
 logger = logging.getLogger(__name__)
 
 FOLDER = ".checkpoint"
-"""In the store. Its name begins with a point, as do those of all that a store leaves alone."""
+"""Subdirectory of the store. A store ignores names that begin with a dot."""
 INCOMPLETE = "incomplete, was "
-"""Before the label of the version that a server had last."""
+"""Prefix of a server's label, before the label of its last version."""
 
 
 class ServerStatus(NamedTuple):
-    """The label of its weights, and whether it is paused, where the server says so."""
+    """The label of a server's weights, and whether it is paused, if the server reports that."""
 
     label: str
     is_paused: bool = False
@@ -56,8 +58,8 @@ class ServerStatus(NamedTuple):
 class StockApi(Protocol):
     """The calls to one kind of stock server. Every call has a deadline and raises PeerError. Thread-safe.
 
-    `kind`: the server's name in errors. `held`: the tensors of the checkpoint that it was started from, None if that
-    can't be read. `dtype`: the dtype that it serves in. `remedy`: how to add weightcast's own routes to such a server.
+    `kind`: the server's kind, for errors. `held`: the tensors of the checkpoint from which it was started, None if that
+    can't be read. `dtype`: the dtype in which it serves. `remedy`: how to add weightcast's routes to such a server.
     """
 
     name: str
@@ -75,29 +77,29 @@ class StockApi(Protocol):
     def resume(self) -> None: ...
 
     def require_loadable(self, manifest: Manifest, *, is_torn: bool) -> None:
-        """Raises PeerError or UnsupportedError for what this server can't load; called while it serves."""
+        """Raise PeerError or UnsupportedError if the server can't load this manifest. Called while it serves."""
 
     def is_unharmed(self) -> bool:
-        """Return whether the weights are those of the version before, although the label says "incomplete"."""
+        """Return whether the weights are those of the former version, although the label says "incomplete"."""
 
     def load(self, directory: Path, *, was_torn: bool) -> None:
         """Load a checkpoint directory on every rank, and drop all caches. Raises InstallError."""
 
     def recovery_requests(self, directory: Path, former: str, label: str) -> list[RecoveryRequest]:
-        """Label the server as incomplete, load the directory from the beginning, label it, resume."""
+        """Return requests that label the server as incomplete, load the directory, label the version, and resume."""
         ...
 
     def close(self) -> None: ...
 
 
 class StockServer(EngineClient, ServesTraffic):
-    """Client of a stock server. No worker of ours runs there: only the server's own replies describe an install."""
+    """Client of a stock server. It runs no weightcast worker, so only its own replies describe an install."""
 
     def __init__(self, api: StockApi) -> None:
         self.name = api.name
         self.api = api
         self._held = api.held
-        """The server's checkpoint, or else the first complete offer."""
+        """Tensors of the server's checkpoint or, if unknown, of the first complete offer."""
         self._label = ""
         self._run = self._version_run = self._store = ""
         self._manifest: Manifest | None = None
@@ -108,12 +110,12 @@ class StockServer(EngineClient, ServesTraffic):
     def info(self) -> WeightInfo:
         label, is_paused = self.api.status()
         if label != self._label:
-            # Another client has updated the server, or it was started again.
+            # Another client has updated the server, or it was restarted.
             self._label, self._version_run = label, ""
         return WeightInfo(
             weight_version=label.removeprefix(INCOMPLETE),
             run=self._version_run,
-            torn=f"{self.name} holds no whole version" if self.is_torn else "",
+            torn=f"{self.name} has no whole version" if self.is_torn else "",
             paused=is_paused,
             world_size=0,
         )
@@ -124,38 +126,47 @@ class StockServer(EngineClient, ServesTraffic):
 
     @property
     def former(self) -> str:
-        """The label of the last whole version."""
+        """Label of the last whole version."""
         return self._label.removeprefix(INCOMPLETE)
 
     @property
     def wanted_names(self) -> frozenset[str]:
-        """Names that the server's own checkpoint has; of tied tensors each of them is to be sent."""
+        """Names of the server's own checkpoint. Tied tensors are sent under each of these."""
         return frozenset(spec.name for spec in self._held or ())
 
     def init(self, info: InitInfo) -> None:
-        """Nothing is begun there: two publishers of one server are not kept apart. Raises UnsupportedError."""
+        """Begin a session. The server has no sessions, so a second publisher is not detected.
+
+        Raises UnsupportedError.
+        """
         if not registry.is_stored(info.transport):
             raise UnsupportedError(
-                f"{self.name} is {self.api.kind}, which takes versions from a store only: publish with "
-                f"transport='file:///dir', a directory that it sees too; or {self.api.remedy}"
+                f"{self.name} is {self.api.kind}, which can load versions only from a store: publish with "
+                f"transport='file:///dir', a directory that the server sees too; or {self.api.remedy}"
             )
         self._run, self._store = info.run, info.transport
 
     def update(self, info: UpdateInfo) -> None:
-        """Offer: refuse what does not fit. Seal: write the directory, before the pause."""
+        """Upon an offer, check it. Upon a seal, write the directory, before the pause."""
         self._directory = None
         if isinstance(info, Offer):
             if info.install != "staged":
-                raise UnsupportedError(f"{self.name} loads versions whole: publish staged, or {self.api.remedy}")
+                raise UnsupportedError(
+                    f"{self.name} can't load a version bucket by bucket: publish with install='staged', or "
+                    f"{self.api.remedy}"
+                )
             self.check(info)
         elif isinstance(info, Seal):
             aliases = self.wanted_names - {record.name for record in self._require_manifest().tensors}
             self._directory = _written(self._store, WeightVersion(info.run, info.version), aliases)
 
     def check(self, offer: Offer) -> None:
-        """Raises UnsupportedError, IncompatibleWeightsError, or EngineTornError if only a restart helps."""
+        """Check an offer.
+
+        Raises UnsupportedError, IncompatibleWeightsError, or EngineTornError if a restart is needed.
+        """
         if offer.undo:
-            raise UnsupportedError(f"{self.name} keeps no undo copy: publish with undo=False, or {self.api.remedy}")
+            raise UnsupportedError(f"{self.name} can't undo an install: publish with undo=False, or {self.api.remedy}")
         self.info()
         self._manifest = offer.manifest or self._manifest
         manifest = self._require_manifest()
@@ -165,7 +176,7 @@ class StockServer(EngineClient, ServesTraffic):
             self._held = offered
 
         def can_cast(offered: str, held: str) -> bool:
-            # Servers cast at their start, if they were given a dtype; what has that dtype already they take as it is.
+            # A server with a dtype option casts its checkpoint at the start, so it accepts tensors in that dtype.
             return offered == self.api.dtype and {offered, held} <= CASTABLE
 
         require_fit(offered, self._held, can_cast=can_cast)
@@ -180,7 +191,7 @@ class StockServer(EngineClient, ServesTraffic):
         self.api.pause()
 
     def mark(self) -> None:
-        """Label the server, which is paused, as incomplete."""
+        """Label the paused server as incomplete."""
         self.info()
         if not self.is_torn:
             self.set_label(f"{INCOMPLETE}{self._label}")
@@ -190,9 +201,9 @@ class StockServer(EngineClient, ServesTraffic):
         self._label = label
 
     def finish(self, version: int) -> None:
-        """Load, and label the server with the version once every rank has. Raises InstallError, and it is torn then."""
+        """Load the directory, and label the server once every rank has loaded it. Raises InstallError (torn)."""
         if self._directory is None:
-            raise IncompleteUpdateError(f"no version was sealed for {self.name}")
+            raise IncompleteUpdateError(f"no version was sealed for {self.name}: publish again")
         self.info()
         was_torn = self.is_torn
         self.mark()
@@ -200,8 +211,8 @@ class StockServer(EngineClient, ServesTraffic):
             self.api.load(self._directory, was_torn=was_torn)
         except ControlError as exc:
             raise InstallError(
-                f"{self.name} could not load {self._directory} (does it see this path?): {exc}; it stays paused until "
-                "a complete update heals it",
+                f"{self.name} could not load {self._directory}: {exc}; check that it sees this path. It stays paused "
+                "until a complete update heals it",
                 torn=True,
             ) from exc
         self.loaded(version)
@@ -211,17 +222,17 @@ class StockServer(EngineClient, ServesTraffic):
         self._version_run = self._run
 
     def resume(self, run: str) -> None:
-        """Have it serve; but not if it holds no whole version."""
+        """Resume the server, unless it has no whole version."""
         self.info()
         if self.is_torn:
             if not self.api.is_unharmed():
-                logger.warning("%s stays paused until a complete update heals it: it holds no whole version", self.name)
+                logger.warning("%s stays paused until a complete update heals it: it has no whole version", self.name)
                 return
             self.set_label(self.former)
         self.api.resume()
 
     def recovery_requests(self, run: str) -> list[RecoveryRequest]:
-        """Do the install from its beginning, whether it had begun or not: its version was sealed. Then resume."""
+        """Return requests for the whole install of the sealed version, even if it had begun, and a resume."""
         if self._directory is None:
             return []
         version = self._directory.name.partition("-")[0]
@@ -238,7 +249,7 @@ _lock = threading.Lock()
 
 
 class _Untied(Source):
-    """A source in which some aliases are tensors of their own."""
+    """A source in which some aliases are separate tensors."""
 
     def __init__(self, source: Source, aliases: frozenset[str]) -> None:
         self._specs, self._regions = list[TensorSpec](), dict(source.regions())
@@ -246,7 +257,7 @@ class _Untied(Source):
             self._specs.append(TensorSpec(spec.name, spec.dtype, spec.shape))
             for alias in aliases.intersection(spec.aliases):
                 self._specs.append(TensorSpec(alias, spec.dtype, spec.shape))
-                # A file may not have two names for one piece of memory.
+                # A safetensors file can't have two names for one piece of memory.
                 self._regions[alias] = [(region, tensor.clone()) for region, tensor in self._regions[spec.name]]
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -257,9 +268,9 @@ class _Untied(Source):
 
 
 def _written(url: str, version: WeightVersion, aliases: frozenset[str]) -> Path:
-    """The directory of this version, which is being published: written for the first server that asks, then shared.
+    """Return the directory of the version in publication; it is written for the first server that needs it.
 
-    Raises StaleVersionError if the store has got another one, IntegrityError, InsufficientMemoryError, OSError.
+    Raises StaleVersionError if the store has another one, IntegrityError, InsufficientMemoryError, OSError.
     """
     name = f"{version.number}-{version.run}"
     if aliases:
@@ -267,7 +278,7 @@ def _written(url: str, version: WeightVersion, aliases: frozenset[str]) -> Path:
     path = StoreAddress.parse(url).directory / FOLDER / name
     with _lock:
         if not path.exists():
-            # Of other versions none is needed any more.
+            # Directories of other versions are no longer needed.
             for other in path.parent.glob("[!.]*"):
                 if not other.name.startswith(f"{version.number}-{version.run}"):
                     shutil.rmtree(other, ignore_errors=True)
@@ -276,6 +287,6 @@ def _written(url: str, version: WeightVersion, aliases: frozenset[str]) -> Path:
             try:
                 source = registry.stored_source(url, version=version)
             except VersionNotFoundError as exc:
-                raise StaleVersionError(f"{exc}: another publisher writes it; give each a store of its own") from exc
+                raise StaleVersionError(f"{exc}: another publisher writes to it; give each its own store") from exc
             export(_Untied(source, aliases) if aliases else source, path)
     return path

@@ -1,4 +1,4 @@
-"""The Protocols of a source, a transport, an engine and an engine's client, and the order of their calls.
+"""The Protocols of a source, a transport, an engine and an engine's client, with their call sequences.
 
-Third parties implement these. This package has no code of its own.
+Third parties can implement them.
 """

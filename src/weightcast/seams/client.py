@@ -4,16 +4,16 @@ One update, called by the publisher:
 
     EngineClient.connect(), .info()
     EngineClient.init(info)              the workers connect their links and make their receivers, in the background
-    EngineClient.update(Offer)           every worker answers on its link
-        ... the buckets are sent; every worker says Received on its link
+    EngineClient.update(Offer)           every worker replies over its link
+        ... the buckets are sent; every worker reports Received over its link
     EngineClient.update(Seal)
-    ServesTraffic.pause()                streaming: before the first bucket instead; not where finish pauses
+    ServesTraffic.pause()                streaming: before the first bucket; not if `finish` pauses by itself
     EngineClient.finish()                the workers install
-    TwoPhaseInstall.settle(...)          where the workers of an engine can't agree by themselves
+    TwoPhaseInstall.settle(...)          if the workers of an engine can't agree by themselves
     ServesTraffic.resume()
 
-Engines that provide a sender of their own (`BringsSender`) come after all others: paused, sent to, finished, resumed.
-Any failure: EngineClient.update(Abort). Optional abilities are Protocols, asked with `isinstance`.
+Engines whose client has its own sender (`BringsSender`) are updated after all others: paused, sent to, finished,
+resumed. After any failure: EngineClient.update(Abort). Optional abilities are Protocols, checked with `isinstance`.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from weightcast.seams.transport import Sender
 class EngineClient(Protocol):
     """One engine's control calls, from the trainer's side. Every call has a deadline and raises PeerError.
 
-    `name` is the engine's name in errors and reports. Optional abilities are asked of the client that `connect` has
-    returned, with `isinstance`; the names of abilities in a server's `info()` are for the server's client to read.
+    `name`: the engine's name in errors and reports. Optional abilities are checked with `isinstance` on the client that
+    `connect` has returned; the abilities in a server's `info()` are read only by that server's client.
     """
 
     name: str
     paused_seconds: float | None = None
-    """None: the publisher pauses the engine for an install. Else the engine does so by itself, and was paused for this
-    long in the last `finish`: as it says, or for as long as the call took, also where the answer was lost.
+    """None: the publisher pauses the engine for an install. Otherwise the engine pauses by itself, and this is its
+    pause in the last `finish`: as reported, or the duration of the call if the answer was lost.
 
     A version that is streamed is loaded before that: the publisher pauses the engine for it, if it `ServesTraffic`.
     """
 
     def connect(self) -> EngineClient:
-        """The client to call from now on: this one, or that of the server found, where several kinds may answer.
+        """Return the client to use from now on: this one, or one for the kind of server that was detected.
 
         Called whenever a publisher connects, since another server may have been started meanwhile. Raises PeerDiedError
-        if nothing answers yet, which a publisher may wait for, or another PeerError.
+        if nothing answers yet, for which a publisher may wait, or another PeerError.
         """
         return self
 
@@ -63,18 +63,18 @@ class EngineClient(Protocol):
         """Install the sealed version."""
 
     def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
-        """The digests of its live tensors (or of those named), for `verify="installed"`; None if they can't be read."""
+        """Return digests of the live tensors (or of `names`), for `verify="installed"`; None if they can't be read."""
         return None
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str] | None:
-        """The dtype in which it has each tensor of these names and shapes, by record name, for `dtype="engine"`.
+        """Return, by name, the engine's dtypes of these tensors, for `dtype="engine"`; None if it can't report them.
 
-        Names that it does not know are left out. None for an engine that can't say.
+        Unknown names are left out.
         """
         return None
 
     def quarantine(self, reason: str) -> None:
-        """Keep the engine from serving weights which are not what they should be, until a complete update has come."""
+        """Have an engine with wrong weights refuse to serve until a complete update."""
         return
 
     def close(self) -> None: ...
@@ -91,8 +91,8 @@ class ClientSender(Sender, Protocol):
 class TwoPhaseInstall(Protocol):
     """Second phase of an install, for engines whose workers share no process group.
 
-    `settle(keep=True)` after all workers have installed; `keep=False` if one has not: those that installed roll back if
-    they can, and every worker reports Failed on its link.
+    `settle(keep=True)` follows if all workers have installed. `keep=False` if one has not: those that installed roll
+    back if they can, and every worker reports Failed over its link.
     """
 
     def settle(self, version: int, *, keep: bool) -> None: ...
@@ -102,8 +102,8 @@ class TwoPhaseInstall(Protocol):
 class SenderContext:
     """Settings of a client's sender: the transport's URL, the run, the device of the weights, the deadline.
 
-    `has_several_ranks`: several trainer ranks publish, and pack into the buffers of `Sender.buffer`: shared host memory
-    (`host.memory.SharedMemory`).
+    `has_several_ranks`: several trainer ranks publish, and pack into the buffers of `Sender.buffer`, which must be
+    shared host memory (`host.memory.SharedMemory`).
     """
 
     url: str
@@ -115,12 +115,12 @@ class SenderContext:
 
 @runtime_checkable
 class BringsSender(Protocol):
-    """A client whose engine has no worker of ours but a data plane of its own, for which the client provides a sender.
+    """A client with its own sender, for an engine without weightcast workers.
 
-    The publisher calls `sender` whenever it connects. `known` are the senders of other clients: engines of one kind
-    share a sender, and buckets are packed once for each sender. The sender's peers are the clients' names. Such an
-    engine is paused while it is sent to, unless the sender is staged; then `finish` follows as usual. `sender` returns
-    None if the engine takes the publisher's own buckets with this transport. Raises UnsupportedError.
+    The publisher calls `sender` whenever it connects. `known`: the senders of other clients; engines of one kind share
+    a sender, and buckets are packed once for each sender. The sender's peers are the clients' names. Such an engine is
+    paused during the transfer, unless the sender is staged; then `finish` follows as usual. `sender` returns None if
+    the engine receives the publisher's own buckets with this transport. Raises UnsupportedError.
     """
 
     def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender | None: ...
@@ -130,7 +130,8 @@ class BringsSender(Protocol):
 class ServesTraffic(Protocol):
     """A client whose engine serves traffic, which must pause during an install. `run` owns the pause.
 
-    Derive from it if the pause ends with a lease, and the engine itself refuses to serve what it should not.
+    Derive from it for the default `recovery_requests`, none, if the pause ends with a lease and the engine itself
+    refuses to serve while torn.
     """
 
     def pause(self, run: str) -> None: ...

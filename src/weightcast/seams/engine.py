@@ -1,4 +1,4 @@
-"""The seam of engines: an object that holds a served model, in the process of its worker, and takes new weights.
+"""The seam of engines: an object with a served model, in its worker's process, that installs new weights.
 
 One update, called by the worker:
 
@@ -22,16 +22,16 @@ from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 
 @runtime_checkable
 class Engine(Protocol):
-    """Serves a model, in the process that holds it. Calls come from one thread at a time."""
+    """An engine with a served model in this process. It is called from one thread at a time."""
 
     def specs(self) -> Sequence[TensorSpec] | None:
-        """Return the tensors that the engine accepts, or None if it cannot know; then `load` must refuse others.
+        """Return the tensors that the engine accepts, or None if it does not know them; then `load` must refuse others.
 
-        Returns the same object as long as nothing has changed, so that an offer is checked once.
+        Return the same object as long as nothing has changed, so that an offer is checked only once.
         """
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take tensors in checkpoint form, whole load groups. They are valid only during the call; don't write to them.
+        """Load tensors in checkpoint form, whole load groups. They are valid only during the call; don't write to them.
 
         Called once per install when staged, once per bucket when streaming, never while the engine generates; with no
         tensors if the engine is `Mapped` and has all of them copied. GPU work must be queued on the calling thread's
@@ -43,21 +43,21 @@ class Engine(Protocol):
         """Every tensor was loaded: drop caches, serve `version`. Raises IncompleteUpdateError if one is missing."""
 
     def discard(self) -> None:
-        """The update is given up: forget what `load` noted. The weights themselves are restored by an undo, or torn."""
+        """Forget the state of an aborted update. The weights themselves are restored by an undo, or torn."""
 
 
 @runtime_checkable
 class Casting(Protocol):
-    """An engine that was asked to take other dtypes than its own; `offered` and `held` are dtype names."""
+    """An engine that accepts other dtypes than its own. `offered`, `held`: dtype names."""
 
     def can_cast(self, offered: str, held: str) -> bool: ...
 
 
 @runtime_checkable
 class SaysDtypes(Protocol):
-    """An engine that can say in which dtypes it has tensors of these names and shapes, where `specs` can't list them.
+    """An engine that can report its dtypes of given tensors, although `specs` can't list its tensors.
 
-    By record name; names that it does not know, or has no part of, are left out.
+    The result is by name; names that are unknown, or of which the engine has no part, are left out.
     """
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str]: ...
@@ -65,10 +65,10 @@ class SaysDtypes(Protocol):
 
 @runtime_checkable
 class Validating(Protocol):
-    """An engine that can try an offer without touching its model, where `specs` can't say all that it accepts.
+    """An engine that can check an offer without changing its model, if `specs` can't describe all that it accepts.
 
-    `validate` raises IncompatibleWeightsError, whose problems name every tensor that is unknown, unfit or missing.
-    Called in the thread of the offer, once per manifest and object of `specs`.
+    `validate` raises IncompatibleWeightsError, whose `problems` name every unknown, unfit or missing tensor. It is
+    called in the offer's thread, once per manifest and object of `specs`.
     """
 
     def validate(self, manifest: Manifest) -> None: ...
@@ -76,14 +76,15 @@ class Validating(Protocol):
 
 @runtime_checkable
 class Undoable(Protocol):
-    """An engine that can go back: `snapshot` copies the live weights to host memory and returns what restores them."""
+    """An engine whose install can be undone: `snapshot` copies the live weights to host memory, and returns a function
+    that restores them."""
 
     def snapshot(self) -> Callable[[], None]: ...
 
 
 @runtime_checkable
 class OnDevice(Protocol):
-    """An engine that says where its weights are; of any other: host memory.
+    """An engine that reports the devices of its weights; any other engine's are assumed in host memory.
 
     Receivers use the first of these devices that is a GPU, and an install waits for the kernels of all of them.
     """

@@ -1,14 +1,14 @@
-"""The seam of engines that are installed into by copies: where a checkpoint's tensors lie in live memory.
+"""The seam of engines whose weights are installed by copies: maps checkpoint tensors to live memory.
 
 One install, called by the worker of a `Mapped` engine:
 
     InstallMap.bind()                    right before the first copy; False: `load` gets everything
-    Mapped.begin(copied)                 these tensors are copied, the others come by `load`
-    InstallMap.source_blocks(...)        what a copy reads, of a tensor or a piece of one
-    InstallMap.target_blocks(...)        what it writes
+    Mapped.begin(copied)                 these tensors are copied, the others are passed to `load`
+    InstallMap.source_blocks(...)        the blocks that a copy reads, of a tensor or a piece of one
+    InstallMap.target_blocks(...)        the blocks that it writes
     Engine.load(others)
-    Engine.commit(version)               raises if what was copied to is not the model's memory any more
-    InstallMap.prove(...)                after an install through the loader: what can be copied from now on
+    Engine.commit(version)               raises if the model's tensors were replaced during the copies
+    InstallMap.prove(...)                after an install through the loader: finds out which tensors can be copied
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from weightcast.format.tensor_digest import tensor_digest
 
 
 class InstallMap:
-    """The places of an engine's tensors in live memory. In this base class each is one live tensor of the same shape.
+    """Map of an engine's tensors to live memory. In this base class each is one live tensor of the same shape.
 
-    Calls come from one thread at a time.
+    It is called from one thread at a time.
     """
 
     revision = 0
-    """Grows whenever a copy that was prepared by this map, or the choice of what is copied, is out of date."""
+    """Grows whenever copies that were prepared by this map, or the set of copied tensors, are out of date."""
 
     also_loaded: Collection[str] = frozenset()
-    """Names whose tensors `load` gets in any case, also where they are copied."""
+    """Names whose tensors `load` gets even if they are copied."""
 
     def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
         self._live = live
 
     @property
     def is_stale(self) -> bool:
-        """True if the engine's model is another one than the one that this map was made for."""
+        """True if the engine's model has changed since the map was made."""
         return False
 
     @property
@@ -49,7 +49,10 @@ class InstallMap:
         return self._live.keys()
 
     def bind(self) -> bool:
-        """Find every live tensor where it is now. Returns False if one is gone or of another form."""
+        """Find the present memory of every live tensor.
+
+        Returns False if one is missing or has another shape or dtype.
+        """
         return True
 
     def can_copy(self, name: str) -> bool:
@@ -61,43 +64,43 @@ class InstallMap:
         return True
 
     def target_bytes(self, name: str) -> int:
-        """Return how much of this tensor this rank takes, in the live parameters' dtypes."""
+        """Return the size of this rank's part of the tensor, in the live parameters' dtypes."""
         return self._live[name].nbytes
 
     def source_blocks(self, name: str, tensor: torch.Tensor, piece: Region | None = None) -> list[torch.Tensor]:
-        """The blocks of a contiguous tensor that this rank takes, as views, in the order of `target_blocks`.
+        """Return views of a contiguous tensor's blocks that this rank needs, in the order of `target_blocks`.
 
-        `tensor` is all of it, or that `piece` of one that `can_copy_pieces`.
+        `tensor`: all of it, or this `piece` of one that `can_copy_pieces`.
         """
         return [tensor]
 
     def target_blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
-        """Views of the live parameters, where `bind` has found them, that the source blocks belong in."""
+        """Return the views of live parameters, as found by `bind`, to which the source blocks are copied."""
         return [self._live[name] if piece is None else narrow(self._live[name], piece)]
 
     def block_digests(self, name: str, sources: Sequence[torch.Tensor]) -> list[str]:
-        """Digests of source blocks after a cast to the live dtypes, for `prove` once the tensor is gone."""
+        """Return digests of source blocks after a cast to the live dtypes, for `prove` after the tensor was freed."""
         targets = self.target_blocks(name)
         return [tensor_digest(source.to(live.dtype)) for source, live in zip(sources, targets, strict=True)]
 
     def prove(self, tensors: Iterable[tuple[str, Sequence[torch.Tensor | str]]]) -> None:
-        """Find out which of these may be copied from now on, after an install through the loader. Here all may.
+        """Find out, after an install through the loader, which of these tensors can be copied from now on.
 
-        With each name come its source blocks, or their digests.
+        `tensors`: names with their source blocks or the digests of these. In this base class all can be copied.
         """
 
 
 @runtime_checkable
 class Mapped(Protocol):
-    """An engine whose tensors, or some of them, are copied into live memory by its worker."""
+    """An engine whose worker copies all or some tensors into live memory."""
 
     @property
     def install_map(self) -> InstallMap | None:
-        """The map of the offer that was validated last; None if there is none."""
+        """The map of the last validated offer; None if there is none."""
 
     def begin(self, copied: Collection[str]) -> None:
-        """Begin an install in which the worker copies the tensors named in `copied`, beside the calls of `load`.
+        """Begin an install in which the worker copies the tensors named in `copied`, in addition to calls of `load`.
 
         Called right after `bind`, before the first `load` or copy. Of these names `load` gets only those that are
-        `also_loaded`, to look at. Without this call everything comes by `load`.
+        `also_loaded`. Without this call, `load` gets all tensors.
         """

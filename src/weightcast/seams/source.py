@@ -1,8 +1,8 @@
-"""The seam of sources: what a trainer rank publishes, as views of its memory, each with its place in a global tensor.
+"""The seam of sources: a trainer rank's weights, as views of its memory, each with its region in a global tensor.
 
-Source.regions(), then .specs()      at each publish; specs only when regions gave another object
-CollectiveSource.complete(gather)    after that, on every trainer rank, where num_gathers is not 0
-StreamSource.stream(), then .specs() at each publish, where tensors exist one at a time only
+Source.regions(), then .specs()      at each publish; specs only when regions returned another object
+CollectiveSource.complete(gather)    after that, on every trainer rank, if num_gathers is not 0
+StreamSource.stream(), then .specs() at each publish, if tensors exist only one at a time
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 
 Held: TypeAlias = tuple[Region, torch.Tensor]
-"""A view of memory of this trainer rank, and its place in the global tensor; the view has the region's sizes.
+"""A region of the global tensor, and a view of this trainer rank's memory with the region's sizes.
 
-In place of the last of these it may have two dims, of as many elements: rows or columns that alternate in the global
-tensor, and lie in blocks here. The second of the two has a size that divides 16, so that no bucket cuts through it.
+The view may split the last dim in two, for interleaved layouts such as gate and up: shape (..., n // k, k) stands for
+(..., n). k divides 16, so that no bucket boundary falls inside.
 """
 
 Regions: TypeAlias = Mapping[str, Sequence[Held]]
-"""A trainer rank's parts of each tensor, by its record's name. Tensors of which it holds no part may be absent."""
+"""A trainer rank's parts of each tensor, by name. Tensors of which it has no part may be absent."""
 
 
 class LookedAtRegions(dict[str, Sequence[Held]]):
-    """Regions of a source that looks at all its tensors before it gives the same object again: each has its memory.
+    """Regions of a source that itself checks that its tensors have not moved before it returns the same object again.
 
-    Others are looked at by the publisher, which costs as much a second time.
+    For other mappings the publisher makes this check.
     """
 
 
 class Source(Protocol):
-    """A source of weights: one trainer rank's share of a model in checkpoint form."""
+    """A source of weights: one trainer rank's part of a model in checkpoint form."""
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Names, dtypes and global shapes of the whole model; the same on all trainer ranks.
+        """Return names, dtypes and global shapes of the whole model, equal on all trainer ranks.
 
-        Returns the same object as long as nothing has changed, so that a publisher can keep its plan.
+        Return the same object as long as nothing has changed, so that a publisher can keep its plan.
         """
 
     def regions(self) -> Regions:
-        """This rank's views, each with its region in the global tensor. No copy and no communication.
+        """Return this rank's views, each with its region in the global tensor. No copy and no communication.
 
-        A rank reports everything that it holds, replicas too: `gather` has one rank contribute each region.
+        Include all regions that the rank has, replicas too; the publisher assigns each region to one rank.
 
-        Returns the same object as long as every view is still of the same memory, of the same specs: a publisher then
-        does not ask for the specs again.
+        Return the same object as long as all views have the same memory and the specs are the same; then the publisher
+        does not call `specs` again.
         """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A tensor that the trainer ranks hold together: the global one, and what this rank holds of it on `device`."""
+    """A tensor that is sharded over the trainer ranks: its global spec, and this rank's parts of it on `device`."""
 
     spec: TensorSpec
     device: torch.device
@@ -63,17 +63,17 @@ class TensorPart:
 
 
 Gather: TypeAlias = Callable[[Sequence[TensorPart]], Sequence[torch.Tensor]]
-"""Return the tensors whole, each on its device, in new memory. Every trainer rank calls it, for the same tensors.
+"""Returns the whole tensors, each on its device, in new memory. Every trainer rank calls it, for the same tensors.
 
-Raises PeerError if a rank was lost, and on every rank the error that a rank has raised instead of the call.
+Raises PeerError if a rank was lost, and on every rank the error that another rank has raised instead of the call.
 """
 
 
 @runtime_checkable
 class EngineTyped(Protocol):
-    """A source that can be cast to what engines have: then its specs have the dtypes of its own memory.
+    """A source that can be cast to the engines' dtypes; its specs have the dtypes of its memory.
 
-    If `casts_to_engines`, the publisher asks the engines, and has each tensor cast while it is packed.
+    If `casts_to_engines`, the publisher asks the engines for their dtypes, and casts each tensor while it is packed.
     """
 
     @property
@@ -86,24 +86,24 @@ def casts_to_engines(source: object) -> bool:
 
 @runtime_checkable
 class CollectiveSource(Protocol):
-    """A source some of whose values are computed from what other trainer ranks hold, such as merged adapters.
+    """A source with tensors that are computed from other trainer ranks' shards, such as merged adapters.
 
-    The views of `regions` have no values of this version before `complete`.
+    The views of `regions` have the values of this version only after `complete`.
     """
 
     @property
     def num_gathers(self) -> int:
-        """How often `complete` gathers now, the same on all ranks; 0: it need not be called."""
+        """Number of gathers in the next `complete`, equal on all ranks; with 0 it need not be called."""
 
     def complete(self, gather: Gather) -> None:
-        """Compute them. Called on every rank, which all gather as often and the same tensors."""
+        """Compute these tensors. Called on every rank; all ranks must make the same gathers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorStream:
-    """Whole tensors with their names, in the order of the specs, each valid until the next is asked for.
+    """Whole tensors with their names, in the order of the specs, each valid until the next is requested.
 
-    `device`: where they are.
+    `device`: the tensors' device.
     """
 
     device: torch.device
@@ -112,13 +112,13 @@ class TensorStream:
 
 @runtime_checkable
 class StreamSource(Protocol):
-    """A source of tensors that exist one at a time: an exporter gathers or converts each when it is asked for.
+    """A source of tensors that exist only one at a time, since an exporter gathers or converts each on request.
 
-    It is published by one rank, and each stream once: a bucket that was lost on its way can't be packed again.
+    It is published by one rank, and each stream only once: a lost bucket can't be packed again.
     """
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Names, dtypes and shapes, as of `Source`, of the stream that was asked for last."""
+        """Return the specs of the last stream; see `Source.specs`."""
 
     def stream(self) -> TensorStream:
-        """The tensors of the next version. The publisher takes them to their end, unless the publish fails."""
+        """Return the tensors of the next version. The publisher reads them to the end, unless the publish fails."""

@@ -1,7 +1,7 @@
-"""The seam of transports that keep versions, for readers that come later: what their ends do besides.
+"""The seam of transports that keep versions for later readers: additional methods of their senders and receivers.
 
-`Sender` and `Receiver` derive from these Protocols; as the methods are here, they are those of every other transport,
-which keeps nothing. `Transport.keeps_versions` says which one it is.
+`Sender` and `Receiver` derive from these Protocols, whose default methods are for transports that keep nothing.
+`Transport.keeps_versions` distinguishes the two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 
 
 class VersionWriter(Protocol):
-    """Further methods of senders of a transport that keeps versions. They send without peers.
+    """Additional methods of senders of a transport that keeps versions. They can send without peers.
 
     Engines can read an offered version once all is sent. `open`, `abort` and `close` discard an uncommitted version.
 
@@ -28,32 +28,32 @@ class VersionWriter(Protocol):
     """
 
     def newest_version(self) -> int | None:
-        """The number that the next version must be above, also of what was given up; None if it may be any."""
+        """Return the number that the next version must exceed, also after aborted versions; None if it may be any."""
         return None
 
     def begin_together(self, manifest: Manifest, version: WeightVersion) -> str:
-        """Begin a version of several origins; this sender's is the first one.
+        """Begin a version of several origins, of which this sender has the first one.
 
-        Returns where others find it; "" if each origin is sent by itself, and nothing is to be joined and sealed.
+        Returns the `place` for the other senders' `join`; "" if origins are independent, without join and seal.
         """
         return ""
 
     def join(self, manifest: Manifest, origin: int, place: str) -> None:
-        """Write that origin's buckets of the whole manifest's from now on, at `place`, which `begin_together` names."""
+        """Write this origin's buckets of the whole manifest from now on, at the `place` from `begin_together`."""
         return
 
     def seal(self, others: Sequence[bytes]) -> None:
-        """Every origin has sent all of its buckets. `others`: the digests of the other origins', in order."""
+        """Seal the version, after every origin has sent all its buckets. `others`: digests of the other origins'."""
         return
 
     def commit(self) -> None:
-        """Make the version that was sent the newest, for all."""
+        """Make the sent version the newest for all readers."""
         return
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredVersion:
-    """A version that a transport keeps, with what an offer and a seal would say of it. `committed_at`: Unix time."""
+    """A version that a transport keeps, with the content of its offer and seal. `committed_at`: Unix time."""
 
     version: WeightVersion
     manifest: Manifest
@@ -63,11 +63,11 @@ class StoredVersion:
 
 
 class VersionReader(Protocol):
-    """Further methods of receivers of a transport that keeps versions, which they can read without an offer.
+    """Additional methods of receivers of a transport that keeps versions, which can be read without an offer.
 
-    Such a receiver has the buckets of all origins, and yields them in the order of the manifest's rounds.
+    Such a receiver gets the buckets of all origins, and yields them in the order of the manifest's rounds.
     """
 
     def newest(self, known: WeightVersion | None) -> StoredVersion | None:
-        """The newest version, pinned until `end`; None if there is none or it is `known`. Does not wait."""
+        """Return the newest version, pinned until `end`; None if there is none or it is `known`. Does not wait."""
         return None

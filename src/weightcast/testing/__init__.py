@@ -1,7 +1,7 @@
 """For people who write a source, a transport or an engine: contract suites, fault wrappers, the payload table.
 
-Needs pytest, and `transport_machine` hypothesis. For readable failures put
-`pytest.register_assert_rewrite("weightcast.testing")` into your conftest.py before anything here is imported.
+Needs pytest; `transport_machine` needs hypothesis as well. For readable failures, call
+`pytest.register_assert_rewrite("weightcast.testing")` in your conftest.py before importing anything from here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests for every `Engine`. Subclass `EngineContract` in a test module, fill in one fixture and one raw accessor."""
+"""Tests for every `Engine`: subclass `EngineContract` in a test module and define `engine` and `raw`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONE, TWO = (WeightVersion("5a" * 16, number) for number in (1, 2))
 
 
 class EngineContract(OverPayloads):
-    """Runs over the payload table, which `payload` may narrow."""
+    """The contract, run over the payload table; override `payload` to leave out payloads the engine can't hold."""
 
     @pytest.fixture
     def engine(self, payload: Payload) -> Engine:
@@ -61,7 +61,7 @@ class EngineContract(OverPayloads):
         self.assert_holds(engine, payload)
 
     def test_tensors_are_valid_only_during_the_call(self, engine: Engine, payload: Payload) -> None:
-        """The memory behind them is a slot that is written over as soon as the call returns."""
+        """Their memory is a slot that is overwritten as soon as the call returns."""
         lent = {name: tensor.clone() for name, tensor in payload.tensors().items()}
         engine.load(lent.items())
         for tensor in lent.values():
@@ -72,7 +72,7 @@ class EngineContract(OverPayloads):
         self.assert_holds(engine, payload)
 
     def test_an_update_that_lacks_a_tensor_is_not_committed(self, engine: Engine, payload: Payload) -> None:
-        """Each tensor in its turn, up to four; one without elements may be left out."""
+        """Each of up to four tensors is left out in turn; a tensor without elements may be missing."""
         names = [s.name for s in payload.specs() if 0 not in s.shape]
         for missing in dict.fromkeys([*names[:3], *names[-1:]]):
             engine.load((n, t) for n, t in payload.tensors().items() if n != missing)
@@ -127,7 +127,7 @@ class EngineContract(OverPayloads):
         assert compare_specs([s for s in payload.specs() if s.name in read], payload.specs()) == []
 
     def test_piece_by_piece(self, engine: Engine, payload: Payload) -> None:
-        """Copied as an install does, in rows, the last one first; what has no rows comes whole."""
+        """Rows are copied as an install does, the last row first; a tensor without rows comes whole."""
         install_map = engine.install_map if isinstance(engine, Mapped) else None
         if not isinstance(engine, Mapped) or install_map is None or not install_map.bind():
             return
@@ -160,5 +160,5 @@ class EngineContract(OverPayloads):
 
 
 def _quoted(name: str) -> str:
-    """The start of a name as it stands in a message, for a pattern."""
+    """Return a pattern for the start of a name as messages quote it."""
     return "".join(c if c.isalnum() else "." for c in name[:20] if c != "\\")

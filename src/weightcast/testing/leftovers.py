@@ -13,11 +13,11 @@ from weightcast.host.deadline import Deadline
 
 _KINDS = ("socket:", "/memfd:", "/dev/shm", "pipe:", "anon_inode:[eventfd]", "anon_inode:[eventpoll]")
 _NUM_POLLS_BEFORE_COLLECTING = 50
-"""Most ends within a few: to collect takes long in a process that has torch's models."""
+"""Most leftovers end within a few polls, and a collection is slow in a process that has torch's models."""
 
 
 def leftovers() -> set[str]:
-    """Everything of these kinds that there is now, each with its number."""
+    """Return the present threads, children, descriptors and shared mappings of this process, each with its number."""
     found = {f"thread {t.ident} {t.name}" for t in threading.enumerate() if t is not threading.main_thread()}
     with open("/proc/self/maps") as lines:
         shared = [line.split() for line in lines if "/memfd:" in line or "/dev/shm" in line]

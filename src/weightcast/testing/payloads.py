@@ -25,7 +25,7 @@ DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements in row-major order, bit for bit."""
+    """Return the elements' bytes in row-major order."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -46,11 +46,11 @@ class Payload:
         return list(_specs(self))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by their first names."""
+        """Return the tensors by their first names."""
         return {spec.name: tensor for spec, tensor in self.build()}
 
     def regions(self) -> Regions:
-        """The tensors whole, as a source that holds all of them gives them."""
+        """Return each tensor as one region, as a source that holds all of them does."""
         return {name: ((whole(tensor.shape), tensor),) for name, tensor in self.tensors().items()}
 
     def expected(self) -> dict[str, bytes]:
@@ -75,7 +75,7 @@ def _expected(payload: Payload) -> Mapping[str, bytes]:
 
 
 def random_tensor(dtype: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Random bits; for bool random truth."""
+    """Return a tensor of random bits; for bool, of random True and False."""
     numel = torch.Size(shape).numel()
     generator = torch.Generator().manual_seed(seed)
     top = 2 if dtype == "bool" else 256
@@ -84,7 +84,7 @@ def random_tensor(dtype: str, shape: Sequence[int], seed: int) -> torch.Tensor:
 
 
 def item(name: str, dtype: str, shape: Sequence[int], *, aliases: Sequence[str] = (), group: str = "") -> Item:
-    """A spec with random bits of its own, which depend on the name only."""
+    """Return a spec and a tensor of random bits that depend only on the name."""
     spec = TensorSpec(name, dtype, tuple(shape), aliases=tuple(aliases), group=group)
     return spec, random_tensor(dtype, shape, sum(name.encode()) * 31 + len(name))
 
@@ -134,7 +134,7 @@ def _groups() -> list[Item]:
 
 
 def _special_floats() -> list[Item]:
-    """Every NaN of 16 bits; quiet and signalling ones of 32 and 64 bits with payloads; -0.0, infinities, subnormals."""
+    """Return every 16-bit NaN, quiet and signalling NaNs of 32 and 64 bits, -0.0, infinities and subnormals."""
     halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     words = [0x7FC00001, 0x7F800001, -0x3FEDCC, -0x7FFFFF, 0x7F800000, -0x800000, -0x80000000, 1]
     longs = [0x7FF8000000000001, 0x7FF0000000000001, -0x7EDCBA9876543, -(1 << 63), 1, 0x7FF0000000000000]
@@ -185,20 +185,22 @@ PAYLOADS: tuple[Payload, ...] = (
 
 
 def payloads(*, without_dtypes: Iterable[str] = (), without: Iterable[str] = ()) -> list[Payload]:
-    """The table without the payloads that hold one of these dtypes or have one of these names.
+    """Return the table without the payloads that hold one of these dtypes or have one of these names.
 
-    An implementation says so once where it documents what it cannot carry. A name that is not in the table is a
-    ValueError, so that a renamed row is not left out by accident.
+    Raises ValueError for a name that is not in the table, so that a renamed payload is not kept by accident.
     """
     unknown = set(without) - {payload.name for payload in PAYLOADS}
     if unknown:
-        raise ValueError(f"no payload is called {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"`without` names payloads that are not in PAYLOADS: {', '.join(sorted(unknown))}; known: "
+            f"{', '.join(payload.name for payload in PAYLOADS)}"
+        )
     left_out = set(without_dtypes)
     return [p for p in PAYLOADS if p.name not in set(without) and left_out.isdisjoint(s.dtype for s in p.specs())]
 
 
 class OverPayloads:
-    """Tests over the payload table. Override `payload`, with `params=payloads(...)`, for what can't be held."""
+    """Tests over the payload table. Override `payload`, with `params=payloads(...)`, to leave out payloads."""
 
     @pytest.fixture(params=PAYLOADS, ids=str)
     def payload(self, request: pytest.FixtureRequest) -> Payload:

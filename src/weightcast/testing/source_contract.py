@@ -1,4 +1,4 @@
-"""Tests for every `Source`. Subclass `SourceContract` in a test module and fill in one fixture."""
+"""Tests for every `Source`: subclass `SourceContract` in a test module and define the fixture `source`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightcast.trainer.packer import Packer
 
 
 class SourceContract(OverPayloads):
-    """Runs over the payload table, which `payload` may narrow."""
+    """The contract, run over the payload table; override `payload` to leave out payloads the source can't hold."""
 
     @pytest.fixture
     def source(self, payload: Payload) -> Source:
@@ -33,7 +33,7 @@ class SourceContract(OverPayloads):
         assert {spec.name for spec in source.specs()} == set(source.regions())
 
     def test_regions_are_the_bits_of_the_tensors(self, source: Source, payload: Payload) -> None:
-        """One trainer rank holds everything here, so that its regions tile each tensor."""
+        """The only trainer rank holds everything here, so its regions tile each tensor."""
         expected = payload.expected()
         regions = source.regions()
         for spec in source.specs():
@@ -50,7 +50,7 @@ class SourceContract(OverPayloads):
             assert {joined.tobytes()} == {expected[name] for name in spec.names}
 
     def test_nothing_changes_while_nothing_changes(self, source: Source) -> None:
-        """A publisher keeps its plan as long as it is given the same objects."""
+        """A publisher keeps its plan as long as the source returns the same objects."""
         assert source.specs() is source.specs()
         assert source.regions() is source.regions()
 

@@ -1,6 +1,6 @@
-"""A state machine that does the same with any transport and with `memory`, and compares what comes of it.
+"""A state machine that takes the same steps with any transport and with `memory://`, and compares the outcomes.
 
-Needs hypothesis. The reference is not the other implementation alone: bytes are compared with the payload's own.
+Needs hypothesis. Received bytes are also compared with the payload's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OVER = (UpdateAbortedError, PeerDiedError)
 
 
 class Rig(TransportEnds):
-    """One end that sends, its receivers and what they have read, driven step by step."""
+    """A sender, its receivers and what they have read, driven step by step."""
 
     def __init__(self, url: str) -> None:
         self.url, self.stack = url, contextlib.ExitStack()
@@ -44,7 +44,7 @@ class Rig(TransportEnds):
         pack_and_send(self.end, self._packer, manifest, version, index)
 
     def outcome(self, peer: str) -> list[bytes] | str:
-        """The buckets that the peer has received, or how its update ended; which of both is left open."""
+        """Return the buckets that the peer received, or "over", or the name of the error that ended its update."""
         try:
             return self.readers.pop(peer).result()
         except _OVER:
@@ -60,7 +60,7 @@ class Rig(TransportEnds):
 
 
 class TransportMachine(RuleBasedStateMachine):
-    """Set `url` in a subclass and run its `TestCase`. One update at a time, two peers that come and go."""
+    """Updates, one at a time, to two peers that come and go. Set `url` in a subclass and run its `TestCase`."""
 
     url = "memory://"
 
@@ -73,7 +73,7 @@ class TransportMachine(RuleBasedStateMachine):
         self.num_sent = 0
 
     def both(self, call: Callable[[Rig], object]) -> None:
-        """Do it with both, and fail unless both give, or raise, the same."""
+        """Call with both rigs, and fail unless both return or raise the same."""
         outcomes: dict[str, object] = {}
         for name, rig in self.rigs.items():
             try:
@@ -132,7 +132,7 @@ class TransportMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.manifest is None or self.num_sent < len(self.manifest.buckets))
     @rule(peer=st.sampled_from(_PEERS))
     def leave_and_come_back(self, peer: str) -> None:
-        """In the middle of an update the others go on, and the peer is there again for the next one."""
+        """The other peer's update goes on, and this peer takes part in the next one."""
         for rig in self.rigs.values():
             reader = rig.readers.pop(peer, None)
             rig.receivers.pop(peer).close()

@@ -1,6 +1,6 @@
 """Transports send buckets from a publisher to workers. They don't know of each other; `registry` finds one by its URL.
 
-Code here moves bytes and knows who has them; the meaning of an update is decided elsewhere. The parts that transports
-have in common are here once: `records`, `sending` and `receiving` are an update's life at either end, and who is
-connected, late or lost; `linked` sends records over links; `kept_memory` allocates host memory for buckets.
+Code here moves bytes and knows which peer has them; other packages decide what an update means. The transports share
+these modules: `records`, `sending` and `receiving` run an update at either end and know which peers are connected, late
+or lost; `linked` sends records over links; `kept_memory` allocates host memory for buckets.
 """

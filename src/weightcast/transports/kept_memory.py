@@ -1,4 +1,4 @@
-"""Memory of this process for the buckets of one update after the other."""
+"""Memory that holds the buckets of an update and is kept for the next one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from weightcast.host.memory import MappedMemory, SharedMemory
 
 
 def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = host_memory.LESS_AT_ONCE) -> torch.Tensor:
-    """On a CPU zeros, in huge pages where there are any.
+    """Return a flat uint8 tensor of `size_bytes`; on a CPU it is zeros, in huge pages if the host has them.
 
-    Raises InsufficientMemoryError if the host or the device has not that much left: `what` needs it, `remedy` helps.
+    Raises InsufficientMemoryError if the host or the device has less available. Its text says that `what` needs the
+    memory and that `remedy` helps.
     """
     if device.type != "cpu":
         return host_device.empty(size_bytes, device, what, remedy)
@@ -26,7 +27,7 @@ def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = hos
         mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as exc:
         raise InsufficientMemoryError(
-            f"{what} needs {size_bytes} bytes, which could not be had ({exc}): {remedy}"
+            f"{what} needs {size_bytes} bytes, which could not be mapped ({exc}): {remedy}"
         ) from exc
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -34,10 +35,10 @@ def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = hos
 
 
 class KeptMemory:
-    """Memory that is kept while it is large enough; the same index is the same buffer while the manifest stays.
+    """Memory that is kept while it is large enough; an index has the same buffer as long as the manifest stays.
 
-    With `shared`, all processes that map it use the same memory, and each fills a part; this process's writes into a
-    `buffer` stay its own then, so that none spoils another's bytes.
+    With `shared`, all processes that map it use the same memory, and each fills a part. This process's writes into a
+    `buffer` are then private, so that no process overwrites another's bytes.
     """
 
     size_bytes: int
@@ -58,11 +59,11 @@ class KeptMemory:
         self.free()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """That much more, of this process's own. Raises InsufficientMemoryError."""
+        """Allocate `size_bytes` of this process's own memory. Raises InsufficientMemoryError."""
         return allocate(size_bytes, self.device, self._what, self._remedy)
 
     def prepare(self, arena_layout: ArenaLayout) -> None:
-        """Make room. Memory that is too small is freed first. Raises InsufficientMemoryError."""
+        """Make room for `arena_layout`, freeing memory that is too small first. Raises InsufficientMemoryError."""
         if arena_layout.size_bytes > self.size_bytes:
             self.free()
             if self.shared is None:
@@ -84,9 +85,9 @@ class KeptMemory:
         return self._targets.at(self.arena_layout, index)
 
     def reread(self, buffer: BucketBuffer) -> bool:
-        """Have `buffer` show what was written to its target, whatever this process has written over it since.
+        """Drop what this process has written into `buffer`, so that it shows its target again.
 
-        False where both are the same memory.
+        Return False, without effect, if both are the same memory.
         """
         if self._view is None:
             return False
@@ -95,14 +96,14 @@ class KeptMemory:
         return True
 
     def free(self) -> None:
-        """Free it. Buffers that were handed out stay as long as they are referred to."""
+        """Free the memory. Buffers that were handed out stay as long as something refers to them."""
         self.size_bytes = 0
         self.arena_layout = ArenaLayout((), (), (), ())
         self._buffers = self._targets = Buffers(torch.empty(0, dtype=torch.uint8))
         self._view = None
 
     def close(self) -> None:
-        """Free it for good."""
+        """Free the memory; nothing may be prepared afterwards."""
         self.free()
 
 
@@ -122,7 +123,7 @@ class MemoryToSend(KeptMemory):
         self._mapping = None
 
     def close(self) -> None:
-        """Free it for good, at once: an error that somebody keeps refers to buffers, which read as zeros then."""
+        """Free the memory at once, even if a kept error's traceback refers to buffers: they read as zeros then."""
         if self._mapping is not None:
             self._mapping.free()
             self._mapping.memory.close()

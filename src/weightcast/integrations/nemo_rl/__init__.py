@@ -16,6 +16,6 @@ __all__ = ["NemoCheckpointEngine"]
 
 def __getattr__(name: str) -> object:
     raise AttributeError(
-        f"module {__name__!r} has no {name!r}: the class is {__all__[0]}; write "
-        f"policy.generation.refit_transport: '{__name__}:{__all__[0]}', and the same as the key in refit_cfg"
+        f"module {__name__!r} has no {name!r}: the class is {__all__[0]}; set "
+        f"policy.generation.refit_transport: '{__name__}:{__all__[0]}', and use the same text as the key in refit_cfg"
     )

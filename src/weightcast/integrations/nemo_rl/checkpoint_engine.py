@@ -1,4 +1,4 @@
-"""NeMo-RL's `CheckpointEngine` over a `RolloutTransfer`. Errors that leave here can be pickled, for Ray.
+"""NeMo-RL's `CheckpointEngine`, implemented by a `RolloutTransfer`. Its errors can be pickled, for Ray.
 
 Source of the contract: `nemo_rl/utils/checkpoint_engines/base.py` of August 2026.
 """
@@ -21,10 +21,10 @@ _OPTIONS = 'policy.generation.refit_cfg["weightcast.integrations.nemo_rl:NemoChe
 
 
 class NemoCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """NeMo-RL makes one in each policy worker and in each rollout worker; `bucket_size` is its own argument.
+    """Checkpoint engine that NeMo-RL creates in each policy worker and each rollout worker.
 
-    The others are what `refit_cfg` has for this class besides: the `RolloutOptions`, `host` by default
-    Ray's address of the node. Raises ValueError or TypeError.
+    `bucket_size`: NeMo-RL's argument. `options`: the other entries of `refit_cfg` for this class, which are
+    `RolloutOptions`; `host` is by default Ray's address of the node. Raises ValueError or TypeError.
     """
 
     cleanup_after_load = True
@@ -36,25 +36,28 @@ class NemoCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._is_policy = False
 
     def get_target_weight_layout(self) -> None:
-        """Policy ranks send whole tensors."""
+        """Return None: policy ranks send whole tensors."""
         return
 
     def prepare(self) -> dict[str, Any]:
-        """A rollout worker's endpoint; one that is not known to be a policy worker has one too."""
+        """Return the endpoint of a worker that may be a rollout worker."""
         return {} if self._is_policy else {"endpoint": self._transfer.endpoint()}
 
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[Any]
     ) -> None:
-        """`metadata`: what each worker prepared, policy workers first. Nothing is connected before weights are sent.
+        """Take over the rollout workers' endpoints. Nothing is connected before weights are sent.
+
+        `metadata`: the result of each worker's `prepare`, policy workers first.
 
         Raises ValueError if a rollout worker has no endpoint.
         """
         endpoints = [prepared.get("endpoint") for prepared in metadata[train_world_size:] if prepared]
         if len(endpoints) != rollout_world_size or not all(endpoints):
             raise ValueError(
-                f"{len(metadata)} workers have prepared, {sum(map(bool, endpoints))} behind the first "
-                f"{train_world_size} with an endpoint; expected {rollout_world_size} rollout workers there"
+                f"{len(metadata)} workers have prepared; after the {train_world_size} policy workers "
+                f"{sum(map(bool, endpoints))} have an endpoint, expected {rollout_world_size} rollout workers: call "
+                "prepare() on every worker"
             )
         self._is_policy = True
         self._transfer.send_to(endpoints if worker_rank == 0 else [])
@@ -66,17 +69,18 @@ class NemoCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._transfer.receive_as(rollout_rank, rollout_world_size)
 
     async def send_weights(self, weights: Iterable[Named]) -> None:
-        """Publish the weights as one version more than the last.
+        """Publish the weights, numbered one above the last version.
 
-        Raises as `RolloutTransfer.send`, which runs in another thread. A task that is cancelled ends when it has ended.
+        Raises what `RolloutTransfer.send` raises, which runs in another thread. A cancelled task ends when that has
+        ended.
         """
         await in_thread(functools.partial(self._transfer.send, weights, None))
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[Named], None]:
-        """Batches of about `bucket_size` bytes, each valid until the next is asked for.
+        """Yield batches of about `bucket_size` bytes, each valid until the next is requested.
 
-        Waits for the first, and raises, as `RolloutEngine.receive`, in another thread. A task that is cancelled gives
-        the update up.
+        Waits for the first one in another thread. Raises what `RolloutEngine.receive` raises. Cancelling the task
+        aborts the update.
         """
         receive = functools.partial(self._transfer.receive, None)
         batches: AsyncIterator[list[Named]] = await in_thread(receive, on_cancel=self._transfer.cancel_receive)
@@ -88,5 +92,5 @@ class NemoCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._transfer.finish()
 
     def close(self) -> None:
-        """End both ends; NeMo-RL's workers end with their process instead."""
+        """Close sender and receiver. NeMo-RL does not call it: its workers end with their process."""
         self._transfer.close()

@@ -1,9 +1,9 @@
-"""weightcast inside another project's engine: ranks that agree on an install, trials of a loader, undo, routes.
+"""weightcast inside another project's engine: agreement of ranks, dry runs of the loader, undo, routes.
 
-Here belongs what engines with a control plane and a loader of their own have in common. No framework is imported.
+Code shared by engines that have their own control plane and loader. No framework is imported.
 """
 
 from __future__ import annotations
 
 TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
-"""The environment variable of an engine's processes that has the token for its weight routes and rank calls."""
+"""Environment variable of an engine's processes with the token for its weight routes and rank calls."""

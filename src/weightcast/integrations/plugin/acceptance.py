@@ -1,15 +1,15 @@
-"""Checks that an offer fits the model of one rank, by its start-up checkpoint or by a dry run alone.
+"""Checks that an offer fits the model of one rank, by its start-up checkpoint or only by a dry run.
 
 Guarantees of the two checks:
 
-- `ByReference` knows every name, shape and dtype of the start-up checkpoint and, from one dry run of it, which of them
-  this rank's loader uses. An offer must have the same, so that its install sets what the start set. Names that the
-  loader would take as well, but that the checkpoint does not have, are refused.
-- `ByDryRun` knows what the loader does with the offer itself. It finds names that the loader refuses or, in an engine
-  of one rank, ignores; parameters that would not be set or be set twice; other dtypes than the live ones. A tensor that
-  is too large is found only in an engine of one rank: a rank of several takes its part of whatever comes.
+- `ByReference` uses the names, shapes and dtypes of the start-up checkpoint and, from one dry run of it, the set of
+  names that this rank's loader uses. An offer must have the same, so that its install sets what the start set. Names
+  that the loader would also accept, but that the checkpoint lacks, are refused.
+- `ByDryRun` runs the loader on the offer itself. It finds names that the loader refuses or, in an engine of one rank,
+  ignores; parameters that would not be set or be set twice; dtypes that differ from the live ones. A tensor that is too
+  large is found only in an engine of one rank: one of several ranks loads its part of any tensor.
 
-Neither can see two tensors of one shape that are exchanged, or a square one that is transposed.
+Neither check can detect two exchanged tensors of one shape, or a transposed square one.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from weightcast.serving.install_map import RecordedMap
 
 @dataclasses.dataclass(frozen=True)
 class AcceptedOffer:
-    """An offer that fits. `names`: what the loader is to be given. `tied`: name to name of equal values.
+    """An offer that fits. `names`: the names that the loader must get. `tied`: name to name of equal values.
 
-    `calls`: how often a whole install calls the loaders of each module that is not loaded in place. `install_map`: what
-    the loader was seen to do. `modules`: those of whose parameters and buffers it sets any. `beside`: the live tensors
-    that it writes in place besides these. `together`: by name, the names that the loader must get in one call.
-    `overwritten`: names whose tensors the loader writes to. `pads`: it sets more than what a tensor is copied to.
+    `calls`: by module that is not loaded in place, number of calls of its loaders in an install. `install_map`: the
+    recorded copies. `modules`: the modules of whose parameters and buffers the loader sets any. `beside`: other live
+    tensors that it writes to in place. `together`: by name, the names that the loader must get in the same call.
+    `overwritten`: names whose tensors the loader writes to. `pads`: it also sets elements to which no tensor is copied.
     """
 
     names: frozenset[str]
@@ -53,14 +53,14 @@ class AcceptedOffer:
 
 
 class Acceptance(Protocol):
-    """Check that decides which offers a rank's loader takes."""
+    """Decides which offers a rank's loader can install."""
 
     def accept(self, manifest: Manifest) -> AcceptedOffer:
-        """Decide about an offer. Raises IncompatibleWeightsError, naming every offender."""
+        """Accept an offer, or raise IncompatibleWeightsError with every tensor that does not fit."""
         ...
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
-        """The dtype in which the rank keeps each of these tensors that it takes any of, by record name."""
+        """Return, by record name, the rank's dtypes of the tensors of which it has a part."""
         ...
 
 
@@ -77,14 +77,17 @@ class _Held:
 
 
 class ByReference:
-    """Holds offers against the start-up checkpoint. Makes one dry run, when it is made."""
+    """Compares offers with the start-up checkpoint, of which it makes one dry run on creation."""
 
     def __init__(self, model: nn.Module, trial: Trial, reference: Sequence[TensorSpec]) -> None:
         self._tied = _tied(model, {spec.name for spec in reference})
         loaded = [spec for spec in reference if spec.name not in self._tied]
         outcome = trial(loaded)
         if outcome.faults:
-            raise UnsupportedError(f"the loader of {type(model).__name__} can't be tried: {listed(_faults(outcome))}")
+            raise UnsupportedError(
+                f"the loader of {type(model).__name__} fails in a dry run, so weightcast can't update this engine: "
+                f"{listed(_faults(outcome))}"
+            )
         self._held: dict[str, _Held] = {}
         for spec in loaded:
             num_used, dtypes = outcome.used[spec.name]
@@ -120,7 +123,7 @@ class ByReference:
 
 @dataclasses.dataclass(frozen=True)
 class ByDryRun:
-    """Lets the loader try each offer. `is_alone`: the engine has one rank."""
+    """Makes a dry run of each offer. `is_alone`: the engine has one rank."""
 
     model: nn.Module
     trial: Trial
@@ -130,7 +133,7 @@ class ByDryRun:
         return _tried(self.model, self.trial, manifest, is_alone=self.is_alone)
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
-        """By a dry run on tensors like these."""
+        """Return the dtypes, found by a dry run on such tensors."""
         tied = _tied(self.model, {name for spec in specs for name in spec.names})
         used = self.trial([TensorSpec(n, s.dtype, s.shape) for s in specs for n in s.names if n not in tied]).used
         owners = {spec.name: [tied.get(name, name) for name in spec.names] for spec in specs}
@@ -147,16 +150,16 @@ class ByDryRun:
 def _kept(dtype: str, live: Collection[torch.dtype]) -> str:
     """Return the dtype in which to send a tensor of `dtype` that a loader copies to parameters of these dtypes.
 
-    This is the widest of the parameters' dtypes, so that values are rounded only once to a narrower one. If a
-    parameter is not of a plain floating-point dtype, it is `dtype`: the loader then computes (quantises, for example)
-    from the checkpoint's values.
+    It is the widest of the parameters' dtypes, so that values are rounded only once. If a parameter has no plain
+    floating-point dtype, it is `dtype`, since the loader computes (quantises, for example) from the checkpoint's
+    values.
     """
     names = {DTYPE_NAMES[each] for each in live}
     return max(names, key=lambda name: (ITEMSIZE_BYTES[name], name)) if names and names <= CASTABLE else dtype
 
 
 def _tried(model: nn.Module, trial: Trial, manifest: Manifest, *, is_alone: bool) -> AcceptedOffer:
-    """Lets the loader try the offer."""
+    """Make a dry run of the offer, and accept it if the loader would set everything once."""
     offered = {name: TensorSpec(name, r.dtype, r.shape) for r in manifest.tensors for name in r.names}
     tied = _tied(model, offered.keys())
     specs = [spec for name, spec in offered.items() if name not in tied]
@@ -190,14 +193,17 @@ def _tried(model: nn.Module, trial: Trial, manifest: Manifest, *, is_alone: bool
 
 
 def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] | None, *, is_alone: bool) -> Acceptance:
-    """`is_alone`: the engine has one rank. Raises UnsupportedError if the model's loader can't be tried."""
+    """Return the check for a model. `is_alone`: the engine has one rank.
+
+    Raises UnsupportedError if the model's loader fails in a dry run.
+    """
     return ByDryRun(model, trial, is_alone) if reference is None else ByReference(model, trial, reference)
 
 
 def _accepted(
     model: nn.Module, specs: Sequence[TensorSpec], outcome: DryRunOutcome, tied: Mapping[str, str]
 ) -> AcceptedOffer:
-    """An offer of all that a dry run was given."""
+    """Return an accepted offer of all tensors of a dry run."""
     targets = {copy.target: outcome.targets[copy.target].form for copy in outcome.copies}
     written = (target.name for target in outcome.targets.values() if target.loaded or target.padded)
     return AcceptedOffer(
@@ -216,7 +222,7 @@ def _accepted(
 
 
 def ties(model: nn.Module) -> dict[str, str]:
-    """Every further name of a parameter, also where a module has several names: that name to the parameter's first."""
+    """Return the aliases of parameters, also from modules with several names: alias to the parameter's first name."""
     owners: dict[int, str] = {}
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -227,7 +233,7 @@ def ties(model: nn.Module) -> dict[str, str]:
 
 
 def _tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:
-    """The parameters with another name before theirs under which `names` has them: their name to that."""
+    """Return, for parameters whose alias in `names` comes before their own name: their name to that alias."""
     return {name: owner for name, owner in ties(model).items() if owner in names}
 
 

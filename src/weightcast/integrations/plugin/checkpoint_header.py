@@ -1,6 +1,6 @@
-"""The header of the checkpoint that an engine was started from: the names, shapes and dtypes that its model has.
+"""The headers of the checkpoint from which an engine was started: names, shapes and dtypes of its model.
 
-Only safetensors files on this host are read, and of them only the headers; nothing is downloaded.
+Only headers of safetensors files on this host are read; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def reference(model: str, *, revision: str | None, cache_dir: str | None) -> list[TensorSpec] | None:
-    """Every tensor of checkpoint `model`, a directory or a repository; None, with a warning, if it can't be known.
+    """Return every tensor of checkpoint `model`, a directory or a repository; None, with a warning, if it can't be
+    read.
 
-    Of a repository, the snapshot in the local cache of the hub is read.
+    For a repository, the snapshot in the hub's local cache is read.
     """
     specs: dict[str, TensorSpec] = {}
     try:
@@ -31,7 +32,7 @@ def reference(model: str, *, revision: str | None, cache_dir: str | None) -> lis
                 model, revision=revision, cache_dir=cache_dir, allow_patterns=wanted, local_files_only=True
             )
             folder = Path(snapshot)
-        # Engines read the files that an index names, or else all, and take every tensor of these.
+        # Engines read the files that an index names, or all without an index, and load every tensor in them.
         weight_map = read_index(folder)
         files = folder.glob("*.safetensors") if weight_map is None else {folder / name for name in weight_map.values()}
         for file in sorted(files):
@@ -41,8 +42,8 @@ def reference(model: str, *, revision: str | None, cache_dir: str | None) -> lis
             raise FileNotFoundError(f"{folder} has no .safetensors files with tensors")
     except (OSError, ValueError, ImportError) as exc:
         logger.warning(
-            "the checkpoint %r has no header to hold offers against (%s): only what the engine's loader notices is "
-            "refused",
+            "the headers of checkpoint %r can't be read (%s), so offers are checked only by dry runs of the engine's "
+            "loader",
             model,
             exc,
         )

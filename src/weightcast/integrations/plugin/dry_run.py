@@ -1,10 +1,10 @@
-"""Runs a model's own loader on tensors without memory, to learn what each name of a checkpoint would set, and how.
+"""Dry run of a model's own loader on tensors without memory, to learn what each name of a checkpoint sets, and how.
 
 Plain copies are recorded, block by block, for `serving.install_map`; a name that the loader uses in any other way is
 opaque.
 
-Invariants: nothing of the tensors without memory is written to what is live; afterwards, also where the loader fails or
-is interrupted, every module has its own tensors and attributes again, and nothing in the process has changed. The model
+Invariants: no live tensor is written from tensors without memory; afterwards, also if the loader fails or is
+interrupted, every module has its own tensors and attributes again, and nothing in the process has changed. The model
 can't be used meanwhile; other threads may use torch.
 """
 
@@ -33,14 +33,14 @@ from weightcast.serving.install_map import RecordedCopy, StridedBlock, TargetFor
 logger = logging.getLogger(__name__)
 
 MAX_FAULTS = 64
-"""After so many tensors at which the loader failed the rest is not tried: each costs another run."""
+"""Number of failing tensors after which the dry run ends, since each of them costs another run."""
 
 Modules: TypeAlias = Sequence[tuple[str, nn.Module]]
-"""A model's own and all inside it, by name."""
+"""A model's modules by name, the model included."""
 
 Form: TypeAlias = Callable[[nn.Module, str], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
-"""The parameters and buffers of a layer, given with its name, in the form that its loader fills; those without memory
-are followed.
+"""Returns the parameters and buffers of a layer (given with its name) in the form that its loader fills; those without
+memory are tracked.
 """
 
 
@@ -108,9 +108,9 @@ class DryRunOutcome:
 
 
 def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRunOutcome:
-    """Let `model.load_weights` load tensors of these names, shapes and dtypes, in this order, into nothing.
+    """Have `model.load_weights` load tensors of these names, shapes and dtypes, in this order, without any memory.
 
-    A tensor at which the loader fails is left out of another run, so that all faults are found.
+    Failing tensors are recorded and skipped in the next run, so that one dry run reports every fault.
     """
     loader: Any = model
     faults: dict[str, str] = {}
@@ -127,7 +127,7 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
         if not fault or not probe.current or len(faults) == MAX_FAULTS:
             if written := probe.written_by_itself():
                 logger.warning(
-                    "the loader of %s writes to %s by itself, also when it is tried without weights",
+                    "the loader of %s writes to %s even in a dry run without weights",
                     type(model).__name__,
                     listed(written, separator=", "),
                 )
@@ -145,10 +145,10 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
 
 @contextlib.contextmanager
 def _recording_tensors(modules: Modules, form: Form, probe: _Probe) -> Iterator[None]:
-    """Give each module tensors in checkpoint form that `probe` follows, and put everything back afterwards.
+    """Replace each module's tensors by ones in checkpoint form that `probe` tracks; restore everything afterwards.
 
-    Parameters and buffers are exchanged in the dictionaries of `nn.Module`, since a loader may replace them, too, and
-    since `nn.Module` has no call that exchanges a parameter and leaves its hooks and its place as they are.
+    Parameters and buffers are replaced in the dictionaries of `nn.Module`: a loader may replace them, too, and
+    `nn.Module` has no method that replaces a parameter and keeps its hooks and its order.
     """
     former: list[tuple[dict[str, Any], dict[str, Any]]] = []
     filled: list[tuple[Any, Any]] = []
@@ -185,14 +185,14 @@ def _recording_tensors(modules: Modules, form: Form, probe: _Probe) -> Iterator[
             if held:
                 held.clear()
         for held, content in filled:
-            # One that has its contents already is not touched.
+            # An attribute that has its contents already is not changed.
             if len(held) != len(content) or not all(map(operator.is_, _contents(held), _contents(content))):
                 held.clear()
                 (held.extend if isinstance(held, list) else held.update)(content)
 
 
 _CONTAINERS = frozenset({dict, OrderedDict, list, set})
-"""Of a module's attributes, those whose contents are put back as well: its submodules, and what a loader counts in."""
+"""Attributes of a module whose contents are restored as well: its submodules, and counters of loaders."""
 
 
 def _contents(held: Any) -> Iterable[Any]:
@@ -200,27 +200,27 @@ def _contents(held: Any) -> Iterable[Any]:
 
 
 def present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Those of a module's parameters or buffers that are there."""
+    """Return the parameters or buffers that are not None."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def twin(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory, of the same class and attributes, its loader among them."""
+    """Return a tensor without memory, of the same class and with the same attributes, such as its loader."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return _as_class(empty, type(tensor), tensor)
 
 
 def _as_class(empty: torch.Tensor, kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """A tensor of this class on the memory of `empty`, with the attributes of `like`."""
+    """Return a tensor of this class with the memory of `empty` and the attributes of `like`."""
     made = empty.as_subclass(kind).requires_grad_(like.requires_grad)
     made.__dict__.update(like.__dict__)
     return made
 
 
 class _Whole(NamedTuple):
-    """A tensor, at `place` of its memory, that holds the elements of a source's block, all of them and nothing else.
+    """A tensor, at `place` in its memory, whose elements are exactly those of one block of a source.
 
-    `casts`: the dtypes that these were cast to on the way.
+    `casts`: the dtypes to which they were cast.
     """
 
     name: str
@@ -231,10 +231,10 @@ class _Whole(NamedTuple):
 
 
 class _Recorded(torch.Tensor):
-    """A tensor without memory that shows its probe each operation on it, and on what is made from it, in any thread.
+    """A tensor without memory that reports to its probe each operation on it and on tensors made from it.
 
-    A dispatch mode would see operations on other tensors, too, but in its own thread alone, and while there is one
-    torch compiles nothing in any thread of the process. Each probe has a subclass.
+    It works in any thread. A dispatch mode would also see operations on other tensors, but only in its own thread, and
+    torch compiles nothing in the process while a mode is active. Each probe has a subclass.
     """
 
     probe: ClassVar[_Probe]
@@ -242,7 +242,7 @@ class _Recorded(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same memory. Loaders ask for it at each tensor, which costs half as much as by way of the dispatch."""
+        """A tensor with the same memory. Loaders use `data` of each tensor, and this is faster than the dispatch."""
         alias: torch.Tensor = _run(_aten.detach.default, (), (self,), {})
         return alias.as_subclass(self.probe.recorded)
 
@@ -262,7 +262,7 @@ class _Recorded(torch.Tensor):
         if not isinstance(out, torch.Tensor):
             return cls.probe.followed(out)
         if out.untyped_storage() is not args[0].untyped_storage():
-            with cls.probe.lock:  # a copy after all, such as of `reshape`
+            with cls.probe.lock:  # the operation copied, as `reshape` may
                 cls.probe.inherit(func, args, out)
         return out.as_subclass(cls.probe.recorded)
 
@@ -275,9 +275,9 @@ def _derived(name: str, *bases: type[torch.Tensor], **attributes: Any) -> type[t
 
 
 class _Probe:
-    """Follows sources by their storage, through views, casts and whatever is computed from them, into targets.
+    """Tracks sources by their storage, through views, casts and computations, into targets. Thread-safe.
 
-    Thread-safe. A tensor's storage is one Python object while it is kept, as it is here.
+    While a reference to a tensor's storage is kept, as it is here, torch returns the same Python object for it.
     """
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
@@ -292,24 +292,24 @@ class _Probe:
         self._specs = specs
         self._opaque: dict[str, str] = {}
         self._refilled: dict[str, set[StridedBlock]] = {}
-        """By target, what was filled with a constant after something was copied to it."""
+        """By target, the blocks that were filled with a constant after something was copied there."""
         self._read: dict[str, str] = {}
-        """Targets that something is computed from, and by which operation."""
+        """Targets from which other tensors are computed, and the operation."""
         self._sources: dict[torch.UntypedStorage, TensorSpec] = {}
         self._origins: dict[torch.UntypedStorage, frozenset[str]] = {}
-        """The sources that a memory's content is made of: a source's own name, with those that it was changed with."""
+        """By storage, the names of the sources from which its content was made."""
         self._wholes: dict[torch.UntypedStorage, _Whole] = {}
         self._blocks: dict[tuple[int, tuple[int, ...], tuple[int, ...]], StridedBlock] = {}
         self._unseen = _NO_NAMES
-        """Sources that were copied to tensors that are not recorded: nobody sees what is made from these."""
+        """Sources that were copied to tensors that are not recorded, and so can't be tracked further."""
         self._live: dict[str, tuple[torch.Tensor, int]] = {}
-        """The tensors that modules have besides parameters and buffers, and how often each was written to before."""
+        """Tensors of modules other than parameters and buffers, with their version counters before the run."""
         self.recorded = _derived("Recorded", _Recorded, probe=self)
         self._kinds: dict[type[torch.Tensor], type[torch.Tensor]] = {}
-        """Recorded ones of each class of a target: engines ask of what class a parameter is."""
+        """Recording subclass for each class of a target, since engines check a parameter's class."""
 
     def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors without memory, each made when it is asked for."""
+        """Yield tensors without memory, each created on request."""
         for spec in self._specs:
             self.current = name = spec.name
             tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
@@ -319,7 +319,7 @@ class _Probe:
         self.current = ""
 
     def target(self, name: str, tensor: torch.Tensor, *, is_parameter: bool) -> torch.Tensor:
-        """Follow what is written to a tensor without memory, by another one on it, of the same class."""
+        """Return a recording tensor of the same class for a tensor without memory, and track what is written to it."""
         form = TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
         self.targets[tensor.untyped_storage()] = DryRunTarget(name, form, is_parameter)
         kind = type(tensor)
@@ -328,14 +328,14 @@ class _Probe:
         return _as_class(tensor, self._kinds[kind], tensor)
 
     def watch(self, prefix: str, attributes: Mapping[str, Any]) -> None:
-        """Remember how often a module's tensors were written to, but for its parameters and buffers."""
+        """Note the version counters of a module's tensors other than parameters and buffers."""
         for name, value in attributes.items():
             if isinstance(value, torch.Tensor) and not value.is_meta and not value.is_inference():
                 self._live[f"{prefix}.{name}" if prefix else name] = value, value._version
 
     def written_by_itself(self) -> list[str]:
-        """The live tensors that the loader wrote to other than by copies of sources; they are `beside` as well."""
-        # Copies of what has no memory are counted as writes, and are none.
+        """Return the live tensors that the loader wrote to other than by copies of sources; adds them to `beside`."""
+        # Copies from tensors without memory increase the counters, but are not made.
         skipped = Counter(tensor.untyped_storage() for tensor in self.beside)
         names = [name for name, (t, count) in self._live.items() if t._version > count + skipped[t.untyped_storage()]]
         self.beside += (self._live[name][0] for name in names)
@@ -352,7 +352,7 @@ class _Probe:
         if func is _COPY or func in _FILLS:
             part = args[0]
             if not part.is_meta:
-                self.beside.append(part)  # live, and stays as it is
+                self.beside.append(part)  # a live tensor, which is not written
             if func in _CONSTANTS:
                 self._filled(part)
             else:
@@ -363,7 +363,7 @@ class _Probe:
         return out if func._schema.is_mutable else self.followed(out)
 
     def opaque_names(self) -> dict[str, str]:
-        """The names that are not only copied, each with what else is done with it."""
+        """Return the names that are not only copied, each with the other use."""
         found = dict(self._opaque)
         for copy in self.copies if self._read else ():
             if copy.target in self._read:
@@ -373,7 +373,7 @@ class _Probe:
         return found
 
     def _look_for_refilled(self, found: dict[str, str]) -> None:
-        """A constant that is written over what was copied: values that equal it would prove the copy."""
+        """Find copied blocks that are then filled with a constant: they would prove a copy of equal values."""
         forms = {target.name: target.form for target in self.targets.values() if target.name in self._refilled}
         copies: dict[str, list[RecordedCopy]] = {}
         for copy in self.copies:
@@ -391,7 +391,7 @@ class _Probe:
                     found.setdefault(copy.name, f"{name} is filled with a constant where it was copied to")
 
     def _filled(self, part: torch.Tensor) -> None:
-        """A constant was written to `part`."""
+        """Record that a constant was written to `part`."""
         target = self.targets.get(part.untyped_storage())
         if target is None:
             self._overwritten(part)
@@ -399,13 +399,13 @@ class _Probe:
             self._pad(target, part)
 
     def _copied(self, part: torch.Tensor, source: torch.Tensor) -> None:
-        """`source` was copied to `part`. Raises RuntimeError for another shape."""
+        """Record that `source` was copied to `part`. Raises RuntimeError for another shape."""
         target, block = self.targets.get(part.untyped_storage()), self._block(part)
         if source.shape != block.sizes:
             source = source.expand(block.sizes)
         names = self._origins.get(source.untyped_storage(), _NO_NAMES)
         if not names and self._unseen and not isinstance(source, _Recorded):
-            # It may be made from any of these, or be a constant.
+            # It may have been made from any of these, or be a constant.
             names = self._unseen
             if target is not None:
                 self._pad(target, part)
@@ -415,7 +415,9 @@ class _Probe:
         if target is None:
             self._overwritten(part)
             self._note(part, names)
-            self._opaque |= dict.fromkeys(names - self._opaque.keys(), "it is copied to a tensor that is no parameter")
+            self._opaque |= dict.fromkeys(
+                names - self._opaque.keys(), "it is copied to a tensor outside the parameters"
+            )
             return
         dtype = target.form.dtype
         is_of_dtype = part.dtype == dtype
@@ -438,7 +440,7 @@ class _Probe:
             self._opaque |= dict.fromkeys(names - self._opaque.keys(), f"{target.name} is computed from it")
 
     def _block(self, tensor: torch.Tensor) -> StridedBlock:
-        """Return a tensor's place in its storage. Equal blocks are one object, since few differ."""
+        """Return a tensor's block in its storage. Equal blocks are one object, to save memory."""
         place = int(tensor.storage_offset()), tensor.shape, tensor.stride()
         block = self._blocks.get(place)
         if block is None:
@@ -449,12 +451,12 @@ class _Probe:
         form, block = target.form, self._block(part)
         target.pad(block, part.nbytes // form.dtype.itemsize)
         if target.loaded:
-            # A view of another dtype may be anywhere in it: its block is in other units.
+            # The block of a view with another dtype is in other units: assume that it covers everything.
             everything = StridedBlock(0, form.shape, form.strides)
             self._refilled.setdefault(target.name, set()).add(block if part.dtype == form.dtype else everything)
 
     def _whole(self, tensor: torch.Tensor) -> _Whole | None:
-        """Which block of which source a tensor's elements are, if they are one, not its bits as another dtype."""
+        """Return the source and block that a tensor's elements are, if they are one and not reinterpreted bits."""
         if tensor.is_neg() or tensor.is_conj():
             return None
         storage, block = tensor.untyped_storage(), self._block(tensor)
@@ -465,14 +467,14 @@ class _Probe:
         return whole if whole is not None and (block, tensor.dtype) == (whole.place, whole.dtype) else None
 
     def inherit(self, func: Any, args: Iterable[Any], out: Any) -> None:
-        """Note which sources the results of an operation are made of."""
+        """Note the sources from which an operation's results were made."""
         taken = list(filter(torch.is_tensor, _leaves(args)))
         storages = {tensor.untyped_storage() for tensor in taken}
         made = [t for t in _leaves((out,)) if isinstance(t, torch.Tensor) and t.untyped_storage() not in self.targets]
         names = _NO_NAMES.union(*(self._origins.get(storage, _NO_NAMES) for storage in storages))
         is_mutable = func._schema.is_mutable
         if not is_mutable and all(tensor.untyped_storage() in storages for tensor in made):
-            return  # views
+            return  # the results are views
         if func not in _FORMS:
             for storage in storages & self.targets.keys():
                 self._read.setdefault(self.targets[storage].name, str(func))
@@ -490,7 +492,7 @@ class _Probe:
             self._opaque |= dict.fromkeys(names - self._opaque.keys(), f"other tensors are made from it ({func})")
 
     def _overwritten(self, tensor: torch.Tensor) -> None:
-        """The loader wrote to a tensor. If it is a source, what is copied from it is not what came."""
+        """Record a write to a tensor. If it is a source, copies from it do not have the received values."""
         if (source := self._sources.get(tensor.untyped_storage())) is not None:
             self.overwritten.add(source.name)
             self._opaque.setdefault(source.name, "the loader writes to it")
@@ -518,7 +520,7 @@ _FORMS = frozenset(
 
 
 def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """An operation's arguments or results, those in lists and tuples among them."""
+    """Yield an operation's arguments or results, including those in lists and tuples."""
     for value in values:
         if isinstance(value, (tuple, list)):
             yield from _leaves(value)

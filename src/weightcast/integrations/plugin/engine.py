@@ -1,8 +1,8 @@
-"""All ranks behind one server of another project, as one engine: what does not depend on which project it is.
+"""All ranks behind another project's server as one engine: the code that does not depend on the project.
 
-Invariants: a call reaches every rank; an install happens in a pause that drops every cache, is kept only if all have
-it, and is labelled before anything is generated with it; what is torn, or being streamed in, stays paused. One install,
-pause, resume or answer about versions at a time, so that none sees another half-way.
+Invariants: a call reaches every rank; an install happens in a pause that drops every cache, is kept only if all ranks
+have it, and its version is set as the server's label before anything is generated with it; an engine that is torn or
+being streamed to stays paused. Installs, pauses, resumes and replies about versions are serialised.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _PEER = "engine"
 
 
 class PluginEngine(ServedEngine, abc.ABC):
-    """The engine behind `host`, the server's name in errors. For one event loop. Errors are WeightcastErrors.
+    """The engine behind the server `host` (its name in errors), for one event loop. Errors are WeightcastErrors.
 
-    `mutex` is shared by all API servers in front of the engine. Every wait for the host ends after `deadline_seconds`,
-    but for those of an install whose pause has begun, which end with the host's.
+    `mutex`: shared by all API servers of the engine. Every wait for the host ends after `deadline_seconds`, except
+    those of an install whose pause has begun, which have the host's own limits.
     """
 
     default_pause: PauseMode = "keep"
@@ -64,25 +64,25 @@ class PluginEngine(ServedEngine, abc.ABC):
         self._mutex = mutex
         self._deadline_seconds = deadline_seconds
         self._own_label = ""
-        """The label that this has given the host last."""
+        """The label that this engine has last given the host."""
         self._installs: set[asyncio.Task[InstallAnswer]] = set()
 
     # --- the host's side: what goes wrong there may be any exception ---
 
     @abc.abstractmethod
     async def _ask(self, call: RankCall) -> Replies:
-        """Every rank's reply."""
+        """Send a call to every rank; return the replies."""
 
     @abc.abstractmethod
     async def _stop(self, mode: PauseMode) -> None:
-        """Stop scheduling, and drop every cache of the present weights or have the install do it. Idempotent."""
+        """Stop scheduling, and drop every cache of the present weights, now or in the install. Idempotent."""
 
     @abc.abstractmethod
     async def _schedule(self) -> None:
-        """Schedule again, as a client asked. Idempotent."""
+        """Schedule again, at a client's request. Idempotent."""
 
     async def _end_stop(self) -> None:
-        """Have a `_stop` that was not waited for come to its end, where only then the host can schedule again."""
+        """Finish a `_stop` that timed out, if the host needs that before it can schedule again."""
         return
 
     async def _go_on(self) -> None:
@@ -94,7 +94,7 @@ class PluginEngine(ServedEngine, abc.ABC):
 
     @abc.abstractmethod
     async def _label(self) -> str:
-        """The version that the host says it serves."""
+        """Return the version that the host reports."""
 
     @abc.abstractmethod
     async def _set_label(self, version: str) -> None: ...
@@ -118,28 +118,31 @@ class PluginEngine(ServedEngine, abc.ABC):
             return await asyncio.wait_for(asyncio.shield(task), LOAD_SECONDS)
         except TimeoutError as exc:
             raise PeerTimeoutError(
-                f"the install of version {number} has not ended within {LOAD_SECONDS:g} s, and goes on: ask "
-                "/weight_info what became of it",
+                f"the install of version {number} has not ended within {LOAD_SECONDS:g} s and goes on: see "
+                "/weight_info for its result",
                 peer=_PEER,
             ) from exc
 
     async def call(self, call: RankCall) -> None:
-        """Raises the first error of any rank; ClosedError for a streamed offer to an engine that is not paused."""
+        """Send a call to all ranks. Raises the first error of any rank.
+
+        Raises ClosedError for a streaming offer to an engine that is not paused.
+        """
         if isinstance(call, UpdateCall) and isinstance(call.info, Offer) and call.info.install == "streaming":
             async with self._alone():
                 if not await self._in_time(self._is_stopped()):
-                    raise ClosedError('the engine generates: /pause comes before an offer with install="streaming"')
-                # Only the ranks can say from now on whether it may generate.
+                    raise ClosedError('the engine is generating: send /pause before an offer with install="streaming"')
+                # From now on only the ranks know whether the engine may generate.
                 self._mutex.in_doubt = True
                 (await self._in_time(self._replies(call))).raise_first()
             return
         (await self._in_time(self._replies(call))).raise_first()
 
     async def info(self) -> WeightInfo:
-        """Return the state of all ranks as one engine's. Waits for an install under way.
+        """Return the state of all ranks as one engine's. Waits for an install in progress.
 
         Before the first update, while torn, and after the host has changed the weights by itself, the version is the
-        host's label: that of the last whole version, or the host's own name for its weights.
+        host's label: the last whole version, or the host's own name for its weights.
         """
         async with self._alone():
             replies, label, paused = await self._in_time(
@@ -160,15 +163,15 @@ class PluginEngine(ServedEngine, abc.ABC):
         )
 
     async def why_torn(self) -> str:
-        """Return why the engine must not generate, or "". Asks the ranks only if an install is under way, for which it
-        waits, or has failed, or if the host may have changed the weights.
+        """Return why the engine must not generate, or "".
 
-        Returns "" if the ranks do not answer in time: a request then waits in the engine, which is paused.
+        Asks the ranks only if an install is in progress (and waits for it) or has failed, or if the host may have
+        changed the weights. Returns "" if the ranks do not answer in time: a request then waits in the paused engine.
         """
         if self._mutex.in_doubt:
             with contextlib.suppress(WeightcastError):
                 async with self._alone():
-                    # The request that had the engine until now may have settled it.
+                    # The request that had the mutex until now may have cleared the flag.
                     if self._mutex.in_doubt:
                         replies = await self._in_time(self._replies(Ask()))
                         if not (replies.torn or replies.is_loading):
@@ -178,22 +181,22 @@ class PluginEngine(ServedEngine, abc.ABC):
         return ""
 
     def doubt(self) -> None:
-        """The host may change the weights by itself: before it generates again, ask the ranks what they are."""
+        """Note that the host may change the weights by itself: ask the ranks before it generates again."""
         self._mutex.in_doubt = True
 
     async def held(self, names: Sequence[str], start: int, limit_bytes: int) -> HeldWeights:
-        """Return what all ranks hold of the tensors (or of `names`) from number `start` on. Raises EngineTornError."""
+        """Return all ranks' digests of the tensors (or of `names`) from index `start` on. Raises EngineTornError."""
         async with self._alone():
             replies = await self._in_time(self._replies(Prove(start, limit_bytes, tuple(names))))
         return replies.held(with_blocks=bool(names))
 
     async def dtypes(self, specs: list[TensorSpec]) -> dict[str, str]:
-        """The dtypes in which the ranks together have these tensors, by record name."""
+        """Return the engine's dtypes of these tensors, by record name."""
         async with self._alone():
             return (await self._in_time(self._replies(Dtypes(specs)))).dtypes()
 
     async def quarantine(self, reason: str) -> None:
-        """Pause, and refuse to serve until a complete update has come."""
+        """Pause, and refuse to serve until a complete update."""
         async with self._alone():
             self._mutex.in_doubt = True
             await self._in_time(self._replies(Quarantine(reason)))
@@ -203,42 +206,45 @@ class PluginEngine(ServedEngine, abc.ABC):
         return await self._in_time(self._is_stopped())
 
     async def pause(self, mode: PauseMode, run: str = "", *, clear_cache: bool = True) -> None:
-        """Stop generation until `resume`; where it can be left, a cache may be."""
+        """Stop generation until `resume`. `clear_cache`: False allows the host to keep its caches."""
         async with self._alone():
             await self._pause(mode)
 
     async def resume(self, run: str = "") -> None:
-        """Generate again. Raises EngineTornError if the weights are of no whole version."""
+        """Generate again. Raises EngineTornError if the weights are not of one whole version."""
         async with self._alone():
             await self._require_untorn(await self._in_time(self._replies(Ask())))
             await self._in_time(self._schedule())
 
     async def _require_untorn(self, replies: Replies) -> None:
-        """Before it generates again, with the label of what its ranks hold. Raises EngineTornError."""
+        """Label the host with its ranks' version before it generates again. Raises EngineTornError."""
         if replies.torn:
             self._mutex.in_doubt = True
-            raise EngineTornError(f"the engine can't generate, and stays paused: {replies.torn}")
+            raise EngineTornError(f"the engine can't generate and stays paused: {replies.torn}")
         if replies.is_loading:
-            raise EngineTornError("a version is being loaded bucket by bucket, and the engine stays paused meanwhile")
+            raise EngineTornError("a streaming update is in progress: the engine stays paused until it has ended")
         if self._mutex.in_doubt:
             await self._in_time(self._publish(replies))
         self._mutex.in_doubt = False
 
     async def install(self, number: int, mode: PauseMode, run: str = "") -> InstallAnswer:
-        """Pause, install the sealed version on all ranks or on none, label and resume; what the engine is then.
+        """Pause, install the sealed version on all ranks or on none, label and resume; return the resulting version.
 
-        `run` is the run of the version, by default the one that holds the engine.
+        `run`: that of the version, by default the one that holds the engine.
 
-        An engine that was paused before stays so, unless it was for being torn. Raises ClosedError (no run holds it),
-        what refused the install, with everything as before, or InstallError; if that is torn the engine stays paused.
+        An engine that was paused before stays paused, unless it was paused because it was torn. Raises ClosedError (no
+        run holds the engine), the error of a refusal, with nothing changed, or InstallError; if that is torn, the
+        engine stays paused.
         """
         async with self._alone():
             before, was_paused = await self._in_time(asyncio.gather(self._replies(Ask()), self._is_stopped()))
             holder = before.info.holder
             if not holder:
-                raise ClosedError("no publisher holds this engine: call /init_weight_transfer_engine first")
+                raise ClosedError("no publisher holds this engine: send /init_weight_transfer_engine first")
             if run not in ("", holder):
-                raise StaleVersionError(f"the update is of run {run}, this engine is held by run {holder}")
+                raise StaleVersionError(
+                    f"the update is from run {run}, but run {holder} holds this engine: publish from that run only"
+                )
             goes_on = bool(before.torn) or not was_paused
             self._mutex.in_doubt = True
             try:
@@ -255,7 +261,7 @@ class PluginEngine(ServedEngine, abc.ABC):
                 try:
                     after = await self._replies(Settle(holder, number, keep=False))
                 except WeightcastError as lost:
-                    unknown = "whether all ranks hold one version is not known; publish a complete one to heal it"
+                    unknown = "its ranks may have different versions; publish a complete update to heal it"
                     raise InstallError(f"{exc}; {unknown}: {lost}", torn=True) from lost
                 await self._end_install(after, goes_on)
                 if not after.torn:
@@ -266,7 +272,7 @@ class PluginEngine(ServedEngine, abc.ABC):
             return InstallAnswer(replies.info.weight_version, replies.info.run, time.perf_counter() - paused_at)
 
     async def _install_everywhere(self, before: Replies, number: int) -> Replies:
-        """The ranks of one engine agree by themselves; several engines keep it only when all have installed it."""
+        """Install on all ranks. Several data-parallel engines keep the version only when all have installed it."""
         run, is_one = before.info.holder, before.num_engines == 1
         replies = await self._replies(InstallCall(run, number, len(before.ranks), keep=is_one))
         replies.raise_first()
@@ -278,7 +284,7 @@ class PluginEngine(ServedEngine, abc.ABC):
         return replies
 
     async def _end_install(self, replies: Replies, goes_on: bool) -> None:
-        """Label the engine with what its ranks hold, and let it generate, unless they are torn."""
+        """Label the engine with its ranks' version, and let it generate unless they are torn."""
         if replies.torn:
             return
         with self._translated():
@@ -288,7 +294,7 @@ class PluginEngine(ServedEngine, abc.ABC):
         self._mutex.in_doubt = False
 
     async def _publish(self, replies: Replies) -> None:
-        """Label the host with the version that the ranks hold; a label of ours that they don't hold is taken back."""
+        """Label the host with its ranks' version; remove a label of ours that is not their version."""
         version = replies.info.weight_version
         if version != "default":
             await self._set_label(version)
@@ -302,8 +308,8 @@ class PluginEngine(ServedEngine, abc.ABC):
         try:
             await self._in_time(self._stop(mode))
         except PeerTimeoutError as exc:
-            # The host goes on pausing: what comes after this resumes it.
-            raise PeerTimeoutError(f"{exc}: its requests did not end; pause in the mode 'keep'", peer=_PEER) from exc
+            # The host goes on pausing; the next call resumes it.
+            raise PeerTimeoutError(f"{exc}: its requests did not end; pause with mode=keep", peer=_PEER) from exc
 
     async def _replies(self, call: RankCall) -> Replies:
         with self._translated():

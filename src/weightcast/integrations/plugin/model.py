@@ -1,7 +1,7 @@
-"""One rank's model as an engine, installed through the loader that it has: what does not depend on whose loader it is.
+"""One rank's model as an engine that installs through the model's own loader: the code shared by all such engines.
 
-Invariants: `validate` writes nothing that is live; a load begins with its first tensors and ends with its last ones, or
-with `discard`; tensors that it is given are not kept.
+Invariants: `validate` writes no live tensor; a load begins with its first tensors and ends with its last ones, or with
+`discard`; received tensors are not kept.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def has_own(layer: nn.Module) -> bool:
 
 @dataclasses.dataclass
 class _Load:
-    """A load under way. `due`: what is still to come; `first`: of tied names that come apart, what came first.
+    """A load in progress. `due`: names still to come. `first`: of tied names that come separately, the first tensor.
 
-    `copied`: what the worker copies. `waiting`: of names that the loader has to get in one call, what came while others
-    of these are to come.
+    `copied`: names that the worker copies. `waiting`: tensors that the loader must get in one call with others that are
+    still to come.
     """
 
     due: set[str]
@@ -49,8 +49,8 @@ class _Load:
 class LoaderEngine(abc.ABC):
     """An `Engine` that is `Validating`, `Undoable`, `Mapped` and `OnDevice`.
 
-    `make_acceptance` tries the model's loader; it is not called where `unsupported` names features that keep this
-    engine from being updated. Calls come from one thread at a time, between two steps of generation.
+    `make_acceptance`: makes a dry run of the model's loader; it is not called if `unsupported` names features with
+    which this engine can't be updated. Call it from one thread at a time, between two steps of generation.
     """
 
     device: torch.device
@@ -64,14 +64,14 @@ class LoaderEngine(abc.ABC):
         self._ties = ties(model)
         self._offer: tuple[str, AcceptedOffer] | None = None
         self._apart: set[str] = set()
-        """Names that other names of the same offer are tied to."""
+        """Names to which other names of the same offer are tied."""
         self._load: _Load | None = None
         self._copied_at = 0
-        """The revision of the install map by which this update copies."""
+        """The revision of the install map that this update uses."""
 
     @abc.abstractmethod
     def _begin_load(self, calls: Mapping[str, int]) -> None:
-        """Make the model ready for its loader. `calls`: as in `AcceptedOffer`, of layers that the loader fills."""
+        """Prepare the model for its loader. `calls`: see `AcceptedOffer`; only layers that the loader fills."""
 
     def _load_some(self, tensors: Tensors) -> None:
         """Have the model's loader take these tensors."""
@@ -80,13 +80,16 @@ class LoaderEngine(abc.ABC):
 
     @abc.abstractmethod
     def _finish_load(self) -> list[str]:
-        """All tensors have come; returns when the device is done. Which layers were not filled, in words."""
+        """Finish a load after all tensors have come, and wait for the device.
+
+        Return the layers that were not filled.
+        """
 
     def _end_load(self) -> None:  # noqa: B027  (nothing to do where no load can be left half-way)
-        """End a load that was left half-way, before the weights are copied and once they were put back. Idempotent."""
+        """End an unfinished load, before the undo copy is made and after it was restored. Idempotent."""
 
     def _drop_caches(self) -> None:  # noqa: B027  (nothing to do where the engine's caller drops them)
-        """Forget what was computed with the former weights. Raises InstallError."""
+        """Drop caches that were computed with the former weights. Raises InstallError."""
 
     @property
     def devices(self) -> list[torch.device]:
@@ -96,19 +99,19 @@ class LoaderEngine(abc.ABC):
         """Return None: `validate` decides about an offer."""
 
     def validate(self, manifest: Manifest) -> None:
-        """Check that an install of this offer would set all that the start of the engine has set, and nothing else.
+        """Check that an install of this offer would set exactly the weights that the engine's start has set.
 
-        Raises IncompatibleWeightsError, naming every tensor that is unknown, unfit, missing or doubled. An accepted
-        offer is the next `load`'s; a manifest of the same digest is not tried again. See `acceptance` for the limits of
-        the check. If layers were exchanged since the loader was tried, it is tried again, and UnsupportedError is
-        raised if it would not set all that the engine computes with.
+        Raises IncompatibleWeightsError with every tensor that is unknown, unfit, missing or doubled. The next `load`
+        must be of the accepted offer; a manifest with the same digest is not checked again. See `acceptance` for the
+        limits of the check. If layers were replaced since the last dry run, another one is made, and UnsupportedError
+        is raised if the loader would not set all weights that the engine uses.
         """
         if self._acceptance is None:
             raise UnsupportedError(f"weightcast can't update an engine with {', '.join(self._unsupported)}")
         self._require_ties()
         digest, layers = manifest.digest(), layers_of(self._model)
         if layers != self._layers or (self._offer is not None and self._offer[1].install_map.is_stale):
-            # Layers or parameters were exchanged since the loader was tried.
+            # Layers or parameters were replaced since the last dry run.
             self._offer, self._acceptance, self._layers = None, self._make_acceptance(), layers
         if self._offer is None or self._offer[0] != digest:
             accepted = self._acceptance.accept(manifest)
@@ -117,7 +120,7 @@ class LoaderEngine(abc.ABC):
             self._offer = digest, accepted
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str]:
-        """In which dtypes this rank's loader keeps tensors of these names and shapes, of those that it takes any of."""
+        """Return this rank's dtypes of these tensors, for those of which its loader uses a part."""
         if self._acceptance is None:
             raise UnsupportedError(f"weightcast can't update an engine with {', '.join(self._unsupported)}")
         return self._acceptance.dtypes(specs)
@@ -128,7 +131,7 @@ class LoaderEngine(abc.ABC):
             what = ", ".join(f"{name!r} was {self._ties[name]!r}" for name in apart[:8])
             raise UnsupportedError(
                 f"when this engine was started {what}, and is another tensor now, which the loader of "
-                f"{type(self._model).__name__} does not set: tie them again, or start the engine again"
+                f"{type(self._model).__name__} does not set: tie them again, or restart the engine"
             )
 
     @property
@@ -136,17 +139,17 @@ class LoaderEngine(abc.ABC):
         return None if self._offer is None else self._offer[1].install_map
 
     def weights_lost(self) -> None:
-        """The live memory has no content any more: what the loader pads with constants is to be set by it once more."""
+        """Note that the live memory lost its content: the next install goes through the loader, which sets padding."""
         if self._offer is not None and self._offer[1].pads:
             self._offer[1].install_map.expire()
 
     def begin(self, copied: Collection[str]) -> None:
-        """Begin to install the offer that was accepted last: the tensors named in `copied` are copied by the worker."""
+        """Begin the install of the last accepted offer. The worker copies the tensors named in `copied`."""
         if self._offer is None:
-            raise InstallError("nothing was validated: an offer comes before an install")
+            raise InstallError("no offer was validated: offer a version before its install")
         accepted = self._offer[1]
         if layers_of(self._model) != self._layers:
-            raise InstallError("layers of the model were exchanged since the offer: publish again")
+            raise InstallError("layers of the model were replaced since the offer: publish again")
         self.discard()
         self._load = _Load(set(accepted.names).difference(copied), copied)
         self._copied_at = accepted.install_map.revision
@@ -155,11 +158,11 @@ class LoaderEngine(abc.ABC):
             self._begin_load({m: number for m, number in accepted.calls.items() if m not in filled})
 
     def load(self, tensors: Tensors) -> None:
-        """Have the loader take tensors of the offer that was accepted last, of which more may come in later calls.
+        """Have the loader load tensors of the last accepted offer; others may follow in later calls.
 
-        A copy is kept only of what names of this offer are tied to that come apart, and of what the loader has to get
-        with others that are to come. Raises what the model's loader raises, or InstallError; the weights are then of no
-        version, but the model whole.
+        Copies are kept only of tied tensors that come separately, and of tensors that the loader must get in one call
+        with later ones. Raises what the model's loader raises, or InstallError; the weights are then torn, but the
+        model's structure is intact.
         """
         if self._load is None:
             self.begin(())
@@ -177,7 +180,7 @@ class LoaderEngine(abc.ABC):
                 held.update({name: held[name].clone() for name in held.keys() - former})
 
     def _handed(self, tensors: Tensors, accepted: AcceptedOffer, load: _Load) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that the loader must get, and take them from `load.due`. Copied tensors are left out.
+        """Yield the tensors for the loader, and remove all received names from `load.due`. Copied tensors are skipped.
 
         Raises InstallError if tied names come with different values.
         """
@@ -186,10 +189,12 @@ class LoaderEngine(abc.ABC):
             first = load.first.setdefault(owner, tensor) if owner in self._apart else tensor
             if first is not tensor and not (first.dtype == tensor.dtype and torch.equal(first, tensor)):
                 raise InstallError(
-                    f"{name!r} is tied to other weights in this engine, but came with values of its own", torn=True
+                    f"{name!r} is tied to other weights in this engine, but came with different values: tie them in "
+                    "the trainer too",
+                    torn=True,
                 )
             if name in load.due:
-                # What is written to a bucket would be there for others that read the same memory.
+                # Cloned if the loader writes to it, since others may read the same bucket.
                 load.waiting[name] = tensor.clone() if name in accepted.overwritten else tensor
                 group = accepted.together.get(name, {name})
                 if group <= load.waiting.keys():
@@ -197,25 +202,26 @@ class LoaderEngine(abc.ABC):
                     yield from [(each, load.waiting.pop(each)) for each in list(load.waiting) if each in group]
 
     def _give_up(self) -> None:
-        """End a load that is under way."""
+        """End a load in progress."""
         if self._load is not None:
             self._load = None
             self._end_load()
 
     def commit(self, version: WeightVersion) -> None:
-        """End the load, and wait for the device; then every parameter holds what came.
+        """Finish the load and wait for the device, after which every parameter has the new values.
 
-        Raises IncompleteUpdateError, naming the tensors that did not come and the layers that were not filled;
-        InstallError (torn) if parameters that were copied to were replaced meanwhile (`param.data = ...` too).
+        Raises IncompleteUpdateError with the missing tensors and the layers that were not filled; InstallError (torn)
+        if parameters that were copied to were replaced meanwhile (also by `param.data = ...`).
         """
         load, found = self._load, self.install_map
         if load is None:
-            raise IncompleteUpdateError(f"version {version.number} was not loaded")
+            raise IncompleteUpdateError(f"version {version.number} was not loaded: publish again")
         with torch.no_grad(), on_failure(self._give_up):
             missing = [*sorted(load.due), *self._finish_load()]
         if missing:
             raise IncompleteUpdateError(
-                f"version {version.number} was not loaded whole, missing: {listed(missing, most=20)}"
+                f"version {version.number} was not loaded completely, missing: {listed(missing, most=20)}; publish all "
+                "tensors"
             )
         if load.copied and not (found and found.bind() and found.revision == self._copied_at):
             raise InstallError("the model's parameters were replaced during the update: publish again", torn=True)
@@ -223,15 +229,15 @@ class LoaderEngine(abc.ABC):
         self._load = None
 
     def discard(self) -> None:
-        """Forget what `load` noted; a load that is under way ends, with the weights of no version."""
+        """End a load in progress and forget it; the weights are then torn."""
         self._give_up()
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy this rank's weights to host memory; the returned function restores them after a failed `load`.
+        """Copy this rank's weights to host memory; return a function that restores them after a failed `load`.
 
-        Each install needs host memory of the size of what it overwrites on this rank, and the time to copy that.
-        Weights that an engine has packed for its kernels are not copied: the old packed weights live on beside the new
-        ones until the copy is dropped. Storage addresses are kept, so that captured graphs stay valid.
+        Host memory: that of the weights that an install overwrites on this rank. Weights that an engine has packed for
+        its kernels are not copied: the old packed weights stay in memory beside the new ones until the copy is dropped.
+        Storage addresses are kept, so that captured graphs stay valid.
         """
         self._end_load()
         if self._offer is None:
@@ -247,27 +253,27 @@ class LoaderEngine(abc.ABC):
         return put_back
 
     def _written(self, accepted: AcceptedOffer) -> Collection[str]:
-        """The modules that an install writes to."""
+        """Return the names of the modules that an install writes to."""
         return accepted.modules
 
 
 _OWN_CONTAINERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
-"""Of a module's attributes, these are copied; of others the reference is kept."""
+"""Types of a module's attributes that are copied; of others the reference is kept."""
 
 
 def undo_copy(
     model: nn.Module, written: Collection[str] | None = None, beside: Iterable[torch.Tensor] = ()
 ) -> Callable[[], None]:
-    """Copy now; the result puts everything back, also in the middle of a load. It may be called more than once.
+    """Copy a model's weights; return a function that restores them, also in the middle of a load, and repeatedly.
 
-    `written`: the modules whose parameters and buffers may get other values; None for all. `beside`: other tensors that
-    may.
+    `written`: names of the modules whose parameters and buffers may change; None: all. `beside`: other tensors that may
+    change.
     """
     saved: list[tuple[Any, dict[str, Any]]] = []
     for layer in model.modules():
         # A module may delegate the packing of its weights.
         for subject in (layer, vars(layer).get("quant_method"), vars(layer).get("impl")):
-            if isinstance(getattr(subject, "__dict__", None), dict):  # a class's is read-only
+            if isinstance(getattr(subject, "__dict__", None), dict):  # a class has a read-only mapping
                 saved.append((subject, _copied(vars(subject))))
     unique = {id(tensor): tensor for tensor in beside}
     for name, layer in model.named_modules():

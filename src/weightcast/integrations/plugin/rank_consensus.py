@@ -1,7 +1,7 @@
-"""Exchanges the outcome of each step among the ranks of one engine, so that all of them answer a call alike.
+"""Exchange of the outcome of each step among the ranks of one engine, so that all of them answer a call alike.
 
-Invariants: every rank makes the same exchanges in the same order; an exchange carries typed records, never a pickle;
-none waits past its deadline, and after one that did the ranks may be out of step, so that no further one is made.
+Invariants: every rank makes the same exchanges in the same order; only typed records are exchanged, never pickles;
+every exchange has a deadline, and after one that failed the ranks may be out of step, so no further one is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Attempt:
-    """Runs its body; `error` is what the body raised, as a record: it keeps no frames, and so no tensors, alive."""
+    """Context that catches an error of its block. `error`: as a record, which keeps no frames or tensors alive."""
 
     error: ErrorRecord | None = None
 
@@ -34,13 +34,13 @@ class Attempt:
         if not isinstance(error, Exception):
             return False
         if not isinstance(error, WeightcastError):
-            logger.error("a step of weightcast failed on this rank", exc_info=error)
+            logger.error("a step of an update failed on this rank", exc_info=error)
         self.error = to_record(error)
         return True
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a step went on one rank. `serves`: it has the version in question already; `torn`: why it can't serve."""
+    """Result of a step on one rank. `serves`: the rank has the version already. `torn`: why it can't serve."""
 
     error: ErrorRecord | None = None
     serves: bool = False
@@ -48,30 +48,32 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RankConsensus:
-    """The ranks of an engine, seen from one of them. `groups` are process groups on CPUs, innermost first.
+    """The ranks of an engine, seen from one of them. `groups`: process groups on CPUs, innermost first.
 
-    `first_rank`: the engine's first rank in the numbering that errors use.
+    `first_rank`: number of the engine's first rank, for errors.
     """
 
     def __init__(self, groups: Sequence[Any], *, first_rank: int = 0, deadline_seconds: float = 60.0) -> None:
         self._groups = [group for group in groups if group.size() > 1]
         self.num_ranks = math.prod(group.size() for group in self._groups)
-        """How many exchange with each other: those of one engine."""
+        """Number of ranks of the engine."""
         self._first_rank = first_rank
         self._deadline_seconds = deadline_seconds
         self._broken = ""
 
     def exchange(self, outcome: Outcome) -> list[Outcome]:
-        """Every rank's outcome, by rank. Raises as `gather`."""
+        """Return every rank's outcome, by rank. Raises what `gather` raises."""
         return [decode(message, Outcome) for message in self.gather(msgspec.json.encode(outcome))]
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Every rank's message, by rank. Called on all ranks.
+        """Return every rank's message, by rank. Call it on all ranks.
 
-        Raises PeerError if a rank has gone or does not call it by the deadline.
+        Raises PeerError if a rank has died or does not call it by the deadline.
         """
         if self._broken:
-            raise PeerError(f"the ranks of this engine are out of step, restart it: {self._broken}", peer="engine")
+            raise PeerError(
+                f"the ranks of this engine are out of step: {self._broken}; restart the engine", peer="engine"
+            )
         known = [message]
         try:
             for group in self._groups:
@@ -79,12 +81,14 @@ class RankConsensus:
                 known = list(itertools.chain.from_iterable(decode(part, list[bytes]) for part in parts))
         except Exception as exc:
             self._broken = str(exc)
-            logger.exception("the ranks of this engine do not answer each other")
-            raise PeerError(f"the ranks of this engine do not answer each other: {exc}", peer="engine") from exc
+            logger.exception("an exchange among the ranks of this engine failed")
+            raise PeerError(
+                f"an exchange among the ranks of this engine failed: {exc}; restart the engine", peer="engine"
+            ) from exc
         return known
 
     def _gather(self, group: Any, message: bytes) -> list[bytes]:
-        """Every rank's message: first their lengths, then all of them, padded to the longest."""
+        """Return every rank's message: gather their lengths, then the messages, padded to the longest."""
         lengths = [int(length) for length in self._all_gather(group, torch.tensor([len(message)], device="cpu"))]
         padded = torch.frombuffer(bytearray(message.ljust(max(lengths))), dtype=torch.uint8)
         rows = self._all_gather(group, padded)
@@ -96,11 +100,11 @@ class RankConsensus:
         return rows
 
     def common_error(self, own: ErrorRecord | None) -> ErrorRecord | None:
-        """Exchange errors: one for all ranks if any has one. Raises as `gather`."""
+        """Exchange errors; return the same one on all ranks if any rank has one. Raises what `gather` raises."""
         return self.first_error(self.exchange(Outcome(own)))
 
     def first_error(self, outcomes: Sequence[Outcome]) -> ErrorRecord | None:
-        """One error for all: the first rank's, naming every rank that has one; torn if any rank is."""
+        """Return the first rank's error with the names of all ranks that have one; torn if any rank is."""
         failed = [(self._first_rank + rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
         if not failed:
             return None

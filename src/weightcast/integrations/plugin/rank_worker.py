@@ -1,12 +1,12 @@
-"""One rank of an engine: a `Worker` around its model, whose every call ends alike on all ranks of the engine.
+"""One rank of an engine: a `Worker` around its model; every call has the same result on all ranks of the engine.
 
 Invariants: a call comes to all ranks, in the same order, between two steps of generation; none waits for the publisher;
-an install begins on all ranks or on none, and once it has begun all serve the new version, or all the former one, or
-all are torn. Nothing here keeps the host from running a torn model: its client keeps the engine paused until a
-complete update has healed it.
+an install begins on all ranks or on none, and afterwards all serve the new version, or all the former one, or all are
+torn. This code does not keep the host from running a torn model: the engine's client keeps it paused until a complete
+update.
 
 During an install each step of the model ends with an all-gather of outcomes. A rank that fails before its first step
-reports in the first of these rounds. After a failed round only the last one takes place: it reports each rank's
+reports that in the first of these rounds. After a failed round only the last one follows, which reports each rank's
 state.
 """
 
@@ -57,10 +57,10 @@ from weightcast.serving.worker import Worker
 
 
 class RankWorker:
-    """Answers the calls of `control.worker_rpc` for one rank. One thread calls it, never while the model runs a step.
+    """Answers the calls of `control.worker_rpc` for one rank. Call it from one thread, between steps of the model.
 
-    `token`: what every `Init` must carry, or empty. `unsupported`: kinds of serving that keep this engine from being
-    updated. `require_ready` raises if an install can't begin now; `weights_asleep`: see `RankReply`.
+    `token`: required in every `Init`, unless empty. `unsupported`: features with which this engine can't be updated.
+    `require_ready`: raises if an install can't begin now. `weights_asleep`: see `RankReply`.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class RankWorker:
             agree=self._agree,
         )
         self._is_agreeing = False
-        """True while an install is under way and none of its steps has failed."""
+        """True while an install is in progress and none of its steps has failed."""
         self._is_one_of_several = False
 
     def answer(self, values: object) -> Any:
-        """A `RankCall` as plain JSON values, and a `serial` or none; its `RankReply` likewise.
+        """Answer a `RankCall`, given as plain JSON values, by a `RankReply` in the same form.
 
         Never raises for a failed update.
         """
@@ -105,7 +105,7 @@ class RankWorker:
             try:
                 call = msgspec.convert(values, RankCall)
             except msgspec.ValidationError as exc:
-                raise ManifestError(f"this is no call of weightcast's ranks: {exc}", fault="type") from exc
+                raise ManifestError(f"this is not a valid call of weightcast's ranks: {exc}", fault="type") from exc
             if isinstance(call, Prove):
                 held = self._held(call)
             elif isinstance(call, Dtypes):
@@ -122,20 +122,20 @@ class RankWorker:
     def info(self) -> WeightInfo:
         """Return the worker's state without its lease, since only the host can pause and resume.
 
-        The rank is also torn while it does not know whether the other engines have the version that it has installed.
+        The rank counts as torn, too, until it knows whether the other engines have installed its version.
         """
         info, unsettled = self._worker.info(), self._worker.unsettled
         torn = info.torn
         if not torn and unsettled is not None and self._is_one_of_several:
             torn = (
-                f"version {unsettled.number} is installed here, and it is not known whether it is in the other "
-                "engines; publish a complete update to heal this engine"
+                f"version {unsettled.number} is installed here, but it is not known whether the other data-parallel "
+                "engines have it; publish a complete update to heal this engine"
             )
         abilities = tuple(a for a in info.abilities if a != "lease")
         return msgspec.structs.replace(info, abilities=abilities, torn=torn, instance=UNSET)
 
     def do(self, call: RankCall) -> None:
-        """Do what is asked, with all ranks. Raises what went wrong on any of them, on all of them the same."""
+        """Carry out a call together with all ranks. An error on any rank is raised on all of them."""
         match call:
             case Init(info):
                 self._init(info)
@@ -146,7 +146,7 @@ class RankWorker:
                 version = WeightVersion(run, number)
                 self._install(version)
                 if keep:
-                    # All ranks are here and agree, so that none needs a round to hear it.
+                    # All ranks have just agreed, so no further exchange is needed.
                     self._worker.settle(version, keep=True)
             case Settle(run, number, keep):
                 self._settle(WeightVersion(run, number), keep=keep)
@@ -158,7 +158,7 @@ class RankWorker:
                 pass
 
     def finish(self) -> None:
-        """Install whatever is sealed, and keep it: for a caller who neither names a version nor settles."""
+        """Install the sealed version and keep it, for a caller that names no version and does not settle."""
         self._install(None)
         if self._gate.version is not None:
             self._settle(self._gate.version, keep=True)
@@ -166,9 +166,9 @@ class RankWorker:
     # --- what the host does by itself ---
 
     def interrupt(self, reason: str, *, loses_weights: bool = False) -> None:
-        """The host is about to take the weights' memory away, or to write to it: nothing streams into them any more.
+        """Abort a streaming update, since the host is about to free the weights' memory, or to write to it.
 
-        `loses_weights`: it is torn from then on, until a complete update or `changed`. Never raises.
+        `loses_weights`: the rank is torn from then on, until a complete update or `changed`. Never raises.
         """
         with Attempt():
             self._worker.abort_streaming(UpdateAbortedError(reason))
@@ -178,9 +178,9 @@ class RankWorker:
                 self._worker.engine.weights_lost()
 
     def changed(self, *, is_whole: bool) -> None:
-        """The host has changed the weights by itself: they are of no version of ours.
+        """Note that the host has changed the weights by itself, so that they are of no version of ours.
 
-        `is_whole`: it has loaded all of them, which heals a torn engine.
+        `is_whole`: the host has loaded all weights, so the engine is not torn any more.
         """
         if is_whole or not self._gate.torn:
             self._gate.set_version(None)
@@ -191,11 +191,13 @@ class RankWorker:
         engine = self._worker.engine
         install_map = engine.install_map if isinstance(engine, Mapped) else None
         if not isinstance(install_map, RecordedMap):
-            raise UnsupportedError("no version was offered yet, so that nothing is known to be read out of this engine")
+            raise UnsupportedError(
+                "no version was offered to this engine yet, so its weights can't be read: publish a version first"
+            )
         if self._weights_asleep():
-            raise ClosedError("the weights' memory is asleep: wake it (/wake_up?tags=weights) before it is read")
+            raise ClosedError("the weights' memory is asleep: send /wake_up?tags=weights before you read the weights")
         if self._gate.is_writing:
-            raise ClosedError("a version is being loaded: read the weights once it is installed")
+            raise ClosedError("a streaming update is in progress: read the weights after its install")
         return install_map.held(call.start, call.limit_bytes, call.names)
 
     def _init(self, info: InitInfo) -> None:
@@ -203,8 +205,8 @@ class RankWorker:
             if self._token and not hmac.compare_digest(info.token.encode(), self._token.encode()):
                 given = "another one" if info.token else "none"
                 raise RefusedError(
-                    f"this engine takes updates only with its token (WEIGHTCAST_TOKEN where it was started) and was "
-                    f"given {given}: pass it to the publisher, or to the engine's client"
+                    "this engine takes updates only with its token (WEIGHTCAST_TOKEN where it was started), and got "
+                    f"{given}: pass the token to the publisher, or to the engine's client"
                 )
             if self._unsupported:
                 raise UnsupportedError(f"weightcast can't update an engine with {', '.join(self._unsupported)}")
@@ -221,37 +223,37 @@ class RankWorker:
             self._worker.update(info)
         error = self._ranks.common_error(own.error)
         if error is not None and own.error is None and isinstance(info, Offer):
-            # This rank, which took it, would wait for buckets that no publisher sends to this engine.
-            reason = f"a rank of this engine refused it: {error.message}"[:4096]
+            # This rank has accepted the offer, and would wait for buckets that the publisher won't send.
+            reason = f"a rank of this engine refused the update: {error.message}"[:4096]
             with Attempt():
                 self._worker.update(Abort(info.run, info.version, reason, info.secret))
         _raise_if(error)
 
     def _settle(self, version: WeightVersion, *, keep: bool) -> None:
-        """Keep an installed version, or go back to the former one; all ranks are torn if one can't."""
+        """Keep an installed version, or roll back to the former one; if a rank can't, all ranks are torn."""
         with Attempt() as own:
             self._worker.settle(version, keep=keep)
         if own.error is not None and not keep:
-            reason = f"version {version.number} could not be taken back: {own.error.message}"
+            reason = f"version {version.number} could not be rolled back: {own.error.message}"
             self._gate.tear(f"{reason}; publish a complete update to heal this engine")
         error = self._last_round(own.error)
         if not keep:
-            torn, what = self._gate.torn, f"version {version.number} was taken back: it was not installed everywhere"
+            torn, what = self._gate.torn, f"version {version.number} was rolled back: another engine did not install it"
             self._worker.send_failed(version, EngineTornError(torn) if torn else UpdateAbortedError(what))
         _raise_if(error)
 
     # --- an install, in rounds ---
 
     def _install(self, version: WeightVersion | None) -> None:
-        """Install `version`, or else what is sealed, on all ranks or on none. Idempotent for a version."""
+        """Install `version`, by default the sealed one, on all ranks or on none. Idempotent for a version."""
         serves = False
         with Attempt() as own:
             if version is None or not self._serves(version):
                 sealed = self._worker.installable()
                 if version is not None and version != sealed:
                     raise StaleVersionError(
-                        f"version {version.number} of run {version.run} is to be installed, "
-                        f"sealed is version {sealed.number} of run {sealed.run}"
+                        f"an install of version {version.number} of run {version.run} was requested, but version "
+                        f"{sealed.number} of run {sealed.run} is sealed: publish again"
                     )
                 version = sealed
             serves = self._serves(version)
@@ -262,7 +264,7 @@ class RankWorker:
         if all(outcome.serves for outcome in outcomes):
             return
         if any(outcome.serves for outcome in outcomes):
-            reason = "its ranks serve two versions"
+            reason = "its ranks have two versions"
             self._gate.tear(f"{reason}; publish a complete update to heal this engine")
             raise InstallError(f"this engine can't serve: {reason}", torn=True)
         assert version is not None
@@ -272,14 +274,14 @@ class RankWorker:
                 self._worker.finish(version.number, version.run)
             error = None if self._serves(version) else own.error
             if error is not None and self._is_agreeing:
-                # It came before the first step, in which the other ranks wait: they receive it there.
+                # The error came before the first step, in whose round the other ranks wait for this one.
                 error = self._agree(error)
         finally:
             self._is_agreeing = False
         _raise_if(self._last_round(error))
 
     def _agree(self, error: ErrorRecord | None) -> ErrorRecord | None:
-        """One round of an install: the first error of all ranks. Elsewhere each rank is for itself."""
+        """Make one round of an install; return the first error of all ranks. Outside an install return `error`."""
         if self._is_agreeing:
             error = self._ranks.common_error(error)
             self._is_agreeing = error is None

@@ -1,9 +1,9 @@
-"""Keeps an engine object of this process from generating while its weights are of no whole version.
+"""Refusal of requests by an engine object of this process while its weights are torn.
 
-If the engine were only paused, its callers would wait without an end: vLLM's `LLM.generate` has no deadline.
+If the engine were only paused, its callers would wait without end: vLLM's `LLM.generate` has no deadline.
 
-Invariant: requests are refused in functions that all requests pass, by every method of the engine. The names of these
-functions are looked up before a publisher connects, and a missing name is an error.
+Invariant: requests are refused in functions through which all requests pass, whatever method of the engine is called.
+The names of these functions are looked up before a publisher connects, and a missing name is an error.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from weightcast.errors import EngineTornError, UnsupportedError
 logger = logging.getLogger(__name__)
 
 _VLLM = {"input_processor": "assign_request_id", "engine_core": "get_output"}
-"""By part of vLLM's LLMEngine and AsyncLLM: each request passes the first before anything has noted it, and the second
-waits for tokens of requests that were there before (an AsyncLLM has another one, which goes on waiting)."""
+"""By part of vLLM's LLMEngine and AsyncLLM: each new request passes the first method; the second waits for the tokens
+of earlier requests (an AsyncLLM has another one, which goes on waiting)."""
 _TORCHRL = "_generate_impl"
-"""Each prompt passes this method of TorchRL's AsyncVLLM, whose engines are in other processes."""
+"""Method of TorchRL's AsyncVLLM, whose engines are in other processes, through which each prompt passes."""
 _OTHER = "generate"
-"""All requests of an engine of any other kind have to pass it."""
+"""Method through which all requests of any other kind of engine must pass."""
 _ABSENT = object()
 
 
 class _Refused:
-    """Stands in the place of methods. `reasons`: by part of the engine that is torn. `former`: what stood there."""
+    """Replaces methods of the engine. `reasons`: by torn part of the engine. `former`: the replaced methods."""
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
@@ -42,10 +42,10 @@ class _Refused:
 
 @dataclasses.dataclass(slots=True)
 class Refusal:
-    """That of `engine`, by which callers generate. `part`: the replica in question, where it has several.
+    """Refusal of requests by `engine`, the object with which callers generate. `part`: the replica, if it has several.
 
-    While any part is refused, requests raise EngineTornError before a worker is asked; afterwards the object is as it
-    was. Raises UnsupportedError if the engine lacks a method by which requests should pass.
+    While any part is torn, requests raise EngineTornError before a worker is asked; afterwards the object is as before.
+    Raises UnsupportedError if the engine lacks a method through which requests must pass.
     """
 
     engine: Any
@@ -59,8 +59,8 @@ class Refusal:
         if lacking:
             raise UnsupportedError(
                 f"{type(self.engine).__name__} could not be kept from generating while it is torn: it lacks "
-                f"{', '.join(lacking)}, by which all of its requests should pass. Use a version that weightcast was "
-                "tested with, or have an engine of your own generate by that method",
+                f"{', '.join(lacking)}, through which all requests must pass. Use a version that weightcast was tested "
+                "with, or have your own engine generate by that method",
                 lacking,
             )
 
@@ -87,7 +87,7 @@ class Refusal:
         logger.warning("%s does not generate until a complete update heals it: %s", type(self.engine).__name__, why)
 
     def end(self) -> None:
-        """This part's weights are of one whole version again. Idempotent."""
+        """Accept requests again, once this part has one whole version. Idempotent."""
         refused = self._refused
         if refused is not None:
             refused.reasons.pop(self.part, None)
@@ -97,5 +97,5 @@ class Refusal:
 
     @property
     def why(self) -> str:
-        """Why the object does not generate, or empty."""
+        """Return why the object does not generate, or an empty string."""
         return str(self._refused or "")

@@ -1,4 +1,4 @@
-"""The replies of all ranks of an engine to one call, joined to one reply."""
+"""The replies of all ranks of an engine to one call, combined to one reply."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Replies(NamedTuple):
 
     @property
     def torn(self) -> str:
-        """Why the ranks together hold no whole version, or empty."""
+        """Return why the ranks together have no whole version, or an empty string."""
         infos = [reply.info for reply in self.ranks]
         versions = sorted({f"{info.weight_version} of run {info.run or 'none'}" for info in infos})
         torn = next((info.torn for info in infos if info.torn), "")
-        return torn or (f"its ranks hold different versions: {', '.join(versions)}" if len(versions) > 1 else "")
+        return torn or (f"its ranks have different versions: {', '.join(versions)}" if len(versions) > 1 else "")
 
     @property
     def is_loading(self) -> bool:
@@ -43,12 +43,12 @@ class Replies(NamedTuple):
             holder=first.holder if all(info.holder == first.holder for info in infos) else "",
             torn=self.torn,
             instance=self.ranks[0].instance or UNSET,
-            # A pause is the host's: no lease of a rank's ends it.
+            # The host controls the pause, so no rank's lease ends it.
             abilities=tuple(a for a in first.abilities if a != "lease" and all(a in info.abilities for info in infos)),
         )
 
     def held(self, *, with_blocks: bool) -> HeldWeights:
-        """Join replies to `Prove` to what the engine holds. Raises the first error of any rank, or EngineTornError."""
+        """Combine replies to `Prove`. Raises the first error of any rank, or EngineTornError."""
         self.raise_first()
         if self.torn:
             raise EngineTornError(self.torn)
@@ -57,9 +57,9 @@ class Replies(NamedTuple):
         return msgspec.structs.replace(held, next=self.ranks[0].next)
 
     def dtypes(self) -> dict[str, str]:
-        """Join replies to `Dtypes` to one dtype for each tensor. Raises the first error of any rank.
+        """Combine replies to `Dtypes` to one dtype for each tensor. Raises the first error of any rank.
 
-        If ranks differ, this is the widest, so that each rank rounds the values only once, to its own dtype.
+        If ranks differ, it is the widest dtype, so that each rank rounds the values only once, to its own dtype.
         """
         self.raise_first()
         found: dict[str, str] = {}
@@ -69,7 +69,7 @@ class Replies(NamedTuple):
         return found
 
     def raise_first(self, peer: str = "") -> None:
-        """Raise the first error of any rank. `peer`: whom a PeerError then names."""
+        """Raise the first error of any rank. `peer`: the name in a PeerError."""
         error = next((reply.error for reply in self.ranks if reply.error is not None), None)
         if error is not None:
             raise from_record(msgspec.structs.replace(error, peer=peer or error.peer))

@@ -1,4 +1,4 @@
-"""Middleware in an HTTP server that is not weightcast's own: a torn engine answers generation with 503."""
+"""Middleware in another project's HTTP server: a torn engine answers generation with 503."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 def log(error: Exception) -> None:
-    """Log the error with which a weight route answers."""
-    logger.info("a weight route answers with %s: %s", type(error).__name__, error)
+    """Log an error reply of a weight route."""
+    logger.info("a weight route replied with %s: %s", type(error).__name__, error)
 
 
 class TornGuard:
-    """Answers POST requests to paths that begin as `generation` with 503 while the engine is torn.
+    """Answers POST requests to paths with a prefix in `generation` with 503 while the engine is torn.
 
-    At paths that begin as `changing` the host changes the weights by itself: `doubt` is called before and after.
+    `changing`: prefixes of paths at which the host changes the weights by itself; `doubt` is called before and after.
     """
 
     def __init__(
@@ -50,5 +50,5 @@ class TornGuard:
         if path.startswith(self._generation) and scope["method"] == "POST":
             torn = await self._why_torn()
             if torn:
-                app = refusal(f"the engine holds no whole version: {torn}", "EngineTornError", 503)
+                app = refusal(f"the engine has no whole version: {torn}", "EngineTornError", 503)
         await app(scope, receive, send)

@@ -1,7 +1,7 @@
 """Shared state of the API servers in front of one vLLM: a mutex for changing the engine, and an in-doubt flag.
 
-vLLM starts as many API servers as it has data-parallel engines on the host (`--api-server-count`); all answer on one
-port, and each drives all engines. Invariants: one server holds the mutex at a time; the mutex is released when the
+vLLM starts as many API servers as it has data-parallel engines on the host (`--api-server-count`); all listen on one
+port, and each controls all engines. Invariants: one server holds the mutex at a time; the mutex is released when the
 process that holds it ends; nothing stays on disk once all servers are up.
 """
 
@@ -19,26 +19,27 @@ from weightcast.errors import ControlError, PeerTimeoutError
 from weightcast.host.closing import on_failure
 
 _NUM_SERVERS, _IN_DOUBT = 0, 1
-"""Offsets in the file, a byte each: how many servers have come, and whether to ask the ranks before generating."""
+"""Offsets of two bytes in the file: the number of servers that have opened it, and the in-doubt flag."""
 
 
 class ServerMutex:
-    """One API server's handle on a file that all of them have open; its content is theirs alone. For one event loop."""
+    """One API server's handle on a private file that all of them have open. For one event loop."""
 
     def __init__(self, fd: int) -> None:
-        """`fd` becomes this object's."""
+        """`fd`: closed by this object."""
         self._fd = fd
         self._lock = asyncio.Lock()
 
     @classmethod
     def of_one(cls) -> ServerMutex:
-        """For a server that has its engines to itself."""
+        """Return a mutex for a single API server."""
         with tempfile.TemporaryFile() as file:
             return cls(os.dup(file.fileno()))
 
     @classmethod
     def of_several(cls, num_servers: int, *, launcher: int, folder: str | None = None) -> ServerMutex:
-        """Meet the other servers that process `launcher` started; the last one to come removes the file's name.
+        """Return the mutex shared with the other servers that process `launcher` started; the last one unlinks the
+        file.
 
         Raises ControlError if another user's file has that name.
         """
@@ -46,13 +47,15 @@ class ServerMutex:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as exc:
-            raise ControlError(f"the API servers of this vLLM can't meet at {path}: {exc}") from exc
+            raise ControlError(f"the API servers of this vLLM can't share {path}: {exc}") from exc
         with on_failure(lambda: os.close(fd)):
-            # A lock of its own: a turn may last for an install.
+            # Another lock than the mutex, which may be held for a whole install.
             fcntl.lockf(fd, fcntl.LOCK_EX)
             status = os.fstat(fd)
             if status.st_uid != os.geteuid() or not status.st_nlink:
-                raise ControlError(f"the API servers of this vLLM can't meet at {path}: it is not theirs; remove it")
+                raise ControlError(
+                    f"the API servers of this vLLM can't share {path}: it belongs to another user or program; remove it"
+                )
             num_come = _byte(fd, _NUM_SERVERS) + 1
             os.pwrite(fd, bytes([num_come]), _NUM_SERVERS)
             if num_come >= num_servers:
@@ -68,7 +71,7 @@ class ServerMutex:
 
     @property
     def in_doubt(self) -> bool:
-        """True if an install is under way or may have left no whole version, so that the ranks must be asked."""
+        """True if an install is in progress or may have left the engine torn, so that the ranks must be asked."""
         return _byte(self._fd, _IN_DOUBT) != 0
 
     @in_doubt.setter
@@ -77,7 +80,7 @@ class ServerMutex:
 
     @contextlib.asynccontextmanager
     async def turn(self, deadline_seconds: float) -> AsyncIterator[None]:
-        """Have the turn, alone among all requests of all servers. Raises PeerTimeoutError past the deadline."""
+        """Hold the mutex, alone among all requests of all servers. Raises PeerTimeoutError after the deadline."""
         with contextlib.ExitStack() as turn:
             try:
                 async with asyncio.timeout(deadline_seconds):
@@ -90,7 +93,7 @@ class ServerMutex:
                             break
                         await asyncio.sleep(0.005)
             except TimeoutError as exc:
-                text = f"another request has had this vLLM to itself for {deadline_seconds:g} s: ask again"
+                text = f"another weight request has held this vLLM for {deadline_seconds:g} s: send the request again"
                 raise PeerTimeoutError(text, peer="engine") from exc
             turn.callback(fcntl.flock, self._fd, fcntl.LOCK_UN)
             yield
@@ -101,7 +104,7 @@ def _byte(fd: int, offset: int) -> int:
 
 
 def _started_at(pid: int) -> str:
-    """When the process started: differs for processes that had one id in turn. Empty where there is no /proc."""
+    """Return the process's start time, which differs for processes with a reused pid. Empty without /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -1,5 +1,5 @@
-"""Common code for frameworks that have rollout workers of their own and load the received weights themselves.
+"""Common code for frameworks that have their own rollout workers and load the received weights themselves.
 
-Both ends of such a transfer: `transfer` has the base of a framework's own class, `receiving` the end of a rollout
-worker, `workers` the trainer's client of all rollout workers. No framework is imported.
+`transfer` has the class on which a framework's integration is based, `receiving` a rollout worker's end, `workers` the
+trainer's client of all rollout workers. No framework is imported.
 """

@@ -1,7 +1,7 @@
 """A rollout worker's end: an `Engine` whose model a framework loads.
 
-Invariants: the framework is given no tensor of a staged update before all rollout workers have all of it; an update
-that was given up after that is an InstallError; no wait goes on after its deadline, or after the trainer has gone.
+Invariants: the framework gets no tensor of a staged update before all rollout workers have received all of it; an
+update that is aborted after that raises InstallError; every wait ends by its deadline, and when the trainer is lost.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from weightcast.serving.worker import Worker
 
 
 class RolloutEngine:
-    """An `Engine`: what the worker loads is what `receive` yields.
+    """An `Engine` whose `load` passes the tensors to the framework, for which `receive` yields them.
 
-    `load` waits until the framework has taken every tensor, and for at most `deadline_seconds` for each batch. Calls
-    come from the worker's threads; `expect` and `receive` are for the thread of the framework's event loop.
+    `load` waits until the framework has read every tensor, for at most `deadline_seconds` per batch. The worker's
+    threads call it; call `expect` and `receive` from the thread of the framework's event loop.
     """
 
     def __init__(
         self, *, device: torch.device, deadline_seconds: float, batch_bytes: int = 0, deadline_option: str
     ) -> None:
-        """`batch_bytes`: how large a batch is at least, if there is so much; 0: one tensor. `deadline_option`: what
-        errors call the option that sets `deadline_seconds`.
+        """`batch_bytes`: smallest size of a batch, except the last; 0: one tensor each. `deadline_option`: name of the
+        option that sets `deadline_seconds`, for errors.
         """
         self.devices = [device]
         self._device = device
@@ -53,7 +53,7 @@ class RolloutEngine:
         self._tensors: Iterable[Named] | None = None
         """The tensors that the framework must load now; None between loads."""
         self._error: WeightcastError | None = None
-        """Why the update that was offered last is not installed."""
+        """The error for which the last offered update was not installed."""
         self._is_offered = False
         self._is_committed = False
         self._expected: int | None = None
@@ -62,13 +62,13 @@ class RolloutEngine:
     # --- the worker's calls ---
 
     def specs(self) -> None:
-        """A version is offered; the framework's loader has the last word on what it takes."""
+        """Note that a version is offered. Returns None, since only the framework's loader knows its tensors."""
         self._change(offered=True)
 
     def load(self, tensors: Iterable[Named]) -> None:
-        """Have the framework take these. Raises PeerTimeoutError, or why it takes no more.
+        """Pass the tensors to the framework. Raises PeerTimeoutError, or the error with which the update was aborted.
 
-        On a GPU the framework has another stream than the worker: each waits for what the other has queued.
+        On a GPU the framework uses another stream than the worker: each waits for the other's queued work.
         """
         host_device.synchronize_stream(self._device)
         with self._condition:
@@ -78,7 +78,10 @@ class RolloutEngine:
                 remaining_seconds = self._progress_at + self._deadline_seconds - time.monotonic()
                 if remaining_seconds <= 0:
                     self._tensors = None
-                    raise PeerTimeoutError(f"the rollout took no tensor for {self._deadline_seconds:g} s")
+                    raise PeerTimeoutError(
+                        f"the rollout read no tensor for {self._deadline_seconds:g} s; if its loading takes longer, "
+                        f"set a larger {self._deadline_option}"
+                    )
                 self._condition.wait(remaining_seconds)
             if self._error is not None:
                 raise from_record(to_record(self._error))
@@ -88,22 +91,25 @@ class RolloutEngine:
         return self._tensors is not None and self._error is None
 
     def commit(self, version: WeightVersion) -> None:
-        """Raises StaleVersionError if the framework waits for another step."""
+        """Complete the update. Raises StaleVersionError if the framework expects another step."""
         if self._expected is not None and self._expected != version.number:
-            raise StaleVersionError(f"version {version.number} was sent, the rollout waits for step {self._expected}")
+            raise StaleVersionError(
+                f"version {version.number} was sent, but the rollout expects step {self._expected}: start both from "
+                "the same step"
+            )
         self._change(committed=True)
 
     def discard(self) -> None:
         if self._is_offered:
-            self._change(error=self.worker.failure or UpdateAbortedError("the update was given up"))
+            self._change(error=self.worker.failure or UpdateAbortedError("the update was aborted"))
 
     def give_up(self) -> None:
-        """The trainer sends no more of an update, of which perhaps nothing was offered."""
+        """Fail `receive`, since the trainer has ended the transfer, perhaps before an offer."""
         if not self._is_committed:
-            self._change(error=self._error or UpdateAbortedError("the trainer gave the update up: its error says why"))
+            self._change(error=self._error or UpdateAbortedError("the trainer aborted the update: see its error"))
 
     def cancel(self) -> None:
-        """The framework waits for the update no more."""
+        """Fail `receive`, since the framework no longer waits for the update."""
         if not self._is_committed:
             self._change(error=self._error or UpdateAbortedError("the rollout's task was cancelled while it waited"))
 
@@ -117,15 +123,15 @@ class RolloutEngine:
     # --- the framework's calls ---
 
     def expect(self) -> None:
-        """Forget the update before."""
+        """Forget the former update."""
         self._change(offered=False)
 
     def receive(self, number: int | None) -> AsyncIterator[list[Named]]:
-        """The tensors of the next update in batches, each valid until the next is asked for.
+        """Return the tensors of the next update in batches, each valid until the next is requested.
 
-        Waits here until all have arrived (streaming: those of the first bucket), so that nothing has begun if it
-        raises: why the update was given up, PeerDiedError, or PeerTimeoutError if nothing is offered by the deadline.
-        In the iteration, where parts of the new version are loaded: InstallError.
+        Waits until all have arrived (streaming: those of the first bucket). If this call raises, nothing was loaded; it
+        raises the error with which the update was aborted, PeerDiedError, or PeerTimeoutError if nothing is offered by
+        the deadline. The iteration, during which a part of the version may have been loaded, raises InstallError.
         """
         self._expected = number
         first = self._next()

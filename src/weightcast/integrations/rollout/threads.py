@@ -1,4 +1,4 @@
-"""Calls that block, from a framework's `async def` methods: the event loop goes on meanwhile."""
+"""Blocking calls from a framework's `async def` methods, in a thread, so that the event loop goes on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 def _nothing() -> None:
-    """The call ends by itself."""
+    """Do nothing upon a cancel, since the call ends by itself."""
 
 
 async def in_thread(call: Callable[[], T], *, on_cancel: Callable[[], None] = _nothing) -> T:
-    """Make a call in another thread, on this one's GPU and stream, and return what it returns.
+    """Make a call in another thread, with this thread's GPU and stream, and return its result.
 
-    If the task is cancelled, `on_cancel` is called, and the task ends when the call has ended: nothing of it is left
-    that the next call could meet.
+    If the task is cancelled, `on_cancel` is called, and the task ends only when the call has ended, so that it can't
+    interfere with the next call.
     """
     here = host_device.present_stream()
 

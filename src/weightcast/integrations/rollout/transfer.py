@@ -1,7 +1,7 @@
-"""A trainer's or a rollout worker's part: a publisher on the first trainer rank, a worker in each rollout worker.
+"""Transfer to rollout workers: a publisher on the first trainer rank, a worker in each rollout worker.
 
-Invariants: every trainer rank takes its weights to their end, whatever fails, since each of them is gathered by all;
-after a failure nothing is kept, and the next update connects again.
+Invariants: every trainer rank reads its iterator of weights to the end, also after an error, since all ranks gather
+each tensor together; after a failure nothing is kept, and the next update connects again.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
 _UNFIT = ("memory:", "file:")
-"""Of one process; and what keeps versions, which a trainer that goes back to an earlier step would write again."""
+"""Unsupported transports: within one process; and stores, to which a resumed trainer would write versions again."""
 
 Endpoint = tuple[str, str, str]
-"""A rollout worker's URL, its token, and what it shares memory with (see `host_identity`)."""
+"""A rollout worker's URL, its token, and the identity of its host (see `host_identity`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Framework:
-    """A framework's name and options' name in errors, and a function that returns the address of this node."""
+    """A framework's name, the name of its options in errors, and a function that returns this node's address."""
 
     name: str
     options: str
@@ -47,12 +47,12 @@ class Framework:
 class RolloutOptions:
     """The options that a framework's configuration sets.
 
-    `transport`: the URL of the first trainer rank's sender; by default nccl:// at a free port of its host for
-    weights on a GPU, for others ipc:// if all rollout workers share memory with it, or else gloo:// at such a port.
-    `install`: "staged" gives the framework the tensors when all workers have all of them, "streaming" bucket by
-    bucket. `deadline_seconds`: of each single wait, the framework's loading of a batch included. `host`: where a
-    worker listens and is reached; by default the framework's address of its node. `keep_connected`: connections and
-    buffers are kept from update to update.
+    `transport`: URL of the first trainer rank's sender; by default nccl:// at a free port of its host for weights on a
+    GPU, otherwise ipc:// if all rollout workers share memory with it, or else gloo:// at a free port. `install`:
+    "staged" passes the tensors to the framework when all workers have received all of them, "streaming" bucket by
+    bucket. `deadline_seconds`: limit of each single wait, including the framework's loading of a batch. `host`: address
+    at which a worker listens and is reached; by default the framework's address of its node. `keep_connected`: keep
+    connections and buffers from update to update.
     """
 
     transport: str | None = None
@@ -63,19 +63,19 @@ class RolloutOptions:
 
 
 class RolloutTransfer:
-    """Made in each worker of a framework, before it is known which are trainers.
+    """The transfer of one worker of a framework, which may be a trainer or a rollout worker.
 
     Call order, for each update:
 
-        endpoint()                       on every worker; the framework carries what it returns to all
-        send_to(endpoints), or           on trainer ranks; all but the first are given no endpoints
+        endpoint()                       on every worker; the framework sends the results to all workers
+        send_to(endpoints), or           on trainer ranks; all except the first get no endpoints
         receive_as(rank, world_size)     on rollout workers
         send(weights, version)           on trainer ranks
         receive(version)                 on rollout workers
         finish()                         on every worker
 
-    `options`: those of `RolloutOptions`, by name. `batch_bytes`: how much a rollout worker is given at once, at least,
-    where an update has so much; 0: one tensor. Raises ValueError or TypeError.
+    `options`: those of `RolloutOptions`, by name. `batch_bytes`: smallest size of a batch for a rollout worker, except
+    the last one; 0: one tensor each. Raises ValueError or TypeError.
     """
 
     def __init__(
@@ -88,14 +88,13 @@ class RolloutTransfer:
         if not isinstance(given.keep_connected, bool):
             raise TypeError(f"{framework.options}.keep_connected is {given.keep_connected!r}; it must be true or false")
         if given.host is not None and not isinstance(given.host, str):
-            raise TypeError(f"{framework.options}.host is {given.host!r}; it must be an address, as text")
+            raise TypeError(f"{framework.options}.host is {given.host!r}; it must be an address (str)")
         if given.transport is not None:
             registry.transport(given.transport)
             if given.transport.startswith(_UNFIT):
                 raise ValueError(
-                    f"transport is {given.transport!r}, which does not carry an update of {framework.name}'s: leave it "
-                    f"out, or set {framework.options}.transport to gloo://HOST:PORT, nccl://HOST:PORT, or ipc:// on "
-                    "one host"
+                    f"{framework.options}.transport is {given.transport!r}, which {framework.name}'s updates do not "
+                    "support: leave it out, or set it to gloo://HOST:PORT, nccl://HOST:PORT, or ipc:// on one host"
                 )
         self._options = PublishOptions(
             bucket_size_bytes=bucket_size,
@@ -132,12 +131,12 @@ class RolloutTransfer:
         return self._server.url, self._token, host_identity()
 
     def receive_as(self, rank: int, world_size: int) -> None:
-        """Be this rollout worker. Nothing is connected before weights are sent."""
+        """Make this process rollout worker `rank`. Nothing is connected before weights are sent."""
         assert self._engine is not None, "endpoint comes before receive_as"
         self._engine.worker.engine_rank, self._engine.worker.world_size = rank, world_size
 
     def send_to(self, endpoints: Sequence[Endpoint]) -> None:
-        """Be a trainer rank; the first one is given every rollout worker's endpoint, the others none."""
+        """Make this process a trainer rank; the first one gets every rollout worker's endpoint, the others none."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -149,10 +148,11 @@ class RolloutTransfer:
     # --- an update ---
 
     def send(self, weights: Iterable[Named], version: int | None) -> PublishReport | None:
-        """Publish the weights, by default as one version more than the last; the report on the first rank, else None.
+        """Publish the weights, by default numbered one above the last version. Blocks.
 
-        Blocks. Raises InstallError if a rollout worker may hold some of the new version, else another WeightcastError
-        or what the iterator raised: every rollout worker has what it had.
+        Returns the report on the first rank, None on the others. Raises InstallError if a rollout worker may have a
+        part of the new version. After another WeightcastError, or an exception of the iterator, every rollout worker
+        has its former version.
         """
         if not self._endpoints:
             exhaust(weights)
@@ -166,10 +166,13 @@ class RolloutTransfer:
             assert self._workers is not None
             if not self._workers.has_finished and self._options.install == "staged":
                 raise from_record(to_record(error)) from exc
-            raise InstallError(f"rollout workers may hold parts of two versions: {error}", torn=True) from exc
+            raise InstallError(
+                f"rollout workers may have parts of two versions: {error}; update them again before they generate",
+                torn=True,
+            ) from exc
 
     def receive(self, version: int | None) -> AsyncIterator[list[Named]]:
-        """The batches of tensors of a version; see `RolloutEngine.receive`, which blocks and raises."""
+        """Return a version's tensors in batches; see `RolloutEngine.receive`, which blocks and raises."""
         assert self._engine is not None, "endpoint comes before receive"
         return self._engine.receive(version)
 
@@ -190,7 +193,7 @@ class RolloutTransfer:
             self._server = None
 
     def _begin(self) -> None:
-        """Know nothing of the weights: the next update learns their specs."""
+        """Begin with an empty source, so that the next update learns the specs."""
         self._source = IteratorSource()
         self._handed = HandedPublisher(self._source, self._make_publisher, forget=self._forget)
 
@@ -224,10 +227,10 @@ class RolloutTransfer:
                 self._workers.close()
 
     def _forget(self) -> None:
-        """Close all connections, and have the rollout workers wait no longer. The next update learns the specs."""
+        """Close all connections, and end the rollout workers' waits. The next update learns the specs again."""
         self._disconnect()
-        # Rollout workers fail from here on. This rank's error says which of them are untouched: it must reach the
-        # framework while that still waits for it, though a worker hangs.
+        # Rollout workers fail from here on. This rank's error, which says what they have, must reach the framework in
+        # time, even if a worker hangs.
         workers = self._clients(min(GRACE_SECONDS, self._options.deadline_seconds / 4))
         workers.shutdown()
         workers.close()

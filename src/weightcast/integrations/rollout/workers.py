@@ -1,4 +1,4 @@
-"""Rollout workers from the trainer's side: all of them are one engine, updated together or not at all."""
+"""The trainer's client of all rollout workers, which are one engine: updated together or not at all."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class RolloutWorkers(EngineClient):
-    """An `EngineClient` whose workers have a server each. Their framework pauses them.
+    """An `EngineClient` with one server for each worker. The framework pauses the workers.
 
-    `has_finished`: they were asked to install a version, so that a failure may leave some of them with it.
+    `has_finished`: the workers were asked to install a version, so after a failure some of them may have it.
     """
 
     def __init__(self, endpoints: Sequence[tuple[str, str, str]], *, name: str, timeout_seconds: float) -> None:
@@ -50,18 +50,18 @@ class RolloutWorkers(EngineClient):
         self._each(lambda client: client.finish(version))
 
     def shutdown(self) -> None:
-        """Have the workers give up what they wait for, as far as they can be reached."""
+        """End the workers' waits, as far as they can be reached."""
         with contextlib.suppress(WeightcastError):
             self._each(HttpEngine.shutdown)
 
     def close(self) -> None:
-        """Close the connections; the publisher does not, since this client is not its own. Idempotent."""
+        """Close the connections, which the publisher does not do for a given client. Idempotent."""
         self._pool.shutdown(wait=True)
         for client in self._clients:
             client.close()
 
     def _each(self, call: Callable[[HttpEngine], T]) -> list[T]:
-        """The call's results on every worker. Raises the first error, once all have answered."""
+        """Make a call on every worker; return the results. Raises the first error, once all have answered."""
         futures = [self._pool.submit(call, client) for client in self._clients]
         errors = [future.exception() for future in futures]
         first = next(
@@ -71,6 +71,6 @@ class RolloutWorkers(EngineClient):
             try:
                 raise first
             finally:
-                # An error that its own frame refers to would live on, with all its frames, until a collection.
+                # A frame that refers to the error it raises is a cycle, which would keep all its frames alive.
                 del first, errors, futures
         return [future.result() for future in futures]

@@ -1,4 +1,4 @@
-"""Which kind of SGLang server answers at a URL, asked over its own routes."""
+"""Detection of the kind of SGLang server at a URL, over its own routes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _PAUSES: dict[PauseMode, SglangPause] = {"keep": "retract", "abort": "abort"}
 
 
 def detect(routes: HttpRoutes, pause: PauseMode) -> EngineClient | None:
-    """The client for an SGLang server; None if it is none. Raises UnsupportedError if it can't be updated safely."""
+    """Return the client for an SGLang server, None for another server.
+
+    Raises UnsupportedError if the server can't be updated safely.
+    """
     model = routes.probe("/model_info", ModelInfo)
     if model is None:
         return None
@@ -22,11 +25,13 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> EngineClient | None:
     if server is None:
         return None
     if pause not in _PAUSES:
-        raise UnsupportedError(f"SGLang can't finish its requests before a pause: use 'keep' or 'abort', not {pause!r}")
+        raise UnsupportedError(
+            f"stock SGLang can't finish its requests before a pause: use pause='keep' or 'abort', not {pause!r}"
+        )
     if server.dp_size > 1 or server.pp_size > 1:
         raise UnsupportedError(
-            f"{routes.name} has dp_size {server.dp_size} and pp_size {server.pp_size}: stock SGLang updates only "
-            "servers of tensor parallelism alone; start a server for each replica"
+            f"{routes.name} has dp_size {server.dp_size} and pp_size {server.pp_size}, but stock SGLang can be updated "
+            "only with tensor parallelism: start a server for each replica"
         )
     if server.quantization:
         raise UnsupportedError(

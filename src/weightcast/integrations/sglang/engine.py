@@ -1,10 +1,9 @@
-"""All ranks behind one SGLang server, as one engine, and weightcast's routes beside SGLang's in its HTTP server.
+"""All ranks behind one SGLang server, as one engine, and weightcast's routes in its HTTP server.
 
-Invariants: the routes ask for the keys that SGLang's own weight routes ask for, and with a token set for that; an
-install is one request, which goes on to its end also without its client, in a pause in which nothing runs and which
-SGLang's own /continue_generation does not end; while the engine is torn, generation is answered with 503, and
-/continue_generation with 409. A message to the schedulers is never given up: its answer would be taken for the next
-one's.
+Invariants: the routes require the keys of SGLang's own weight routes and, if set, the token; an install is one request,
+which is finished also without its client, in a pause in which nothing runs and which SGLang's own /continue_generation
+does not end; while the engine is torn, generation is answered with 503, and /continue_generation with 409. A message to
+the schedulers is never abandoned, since its answer would be taken for that to the next message.
 """
 
 from __future__ import annotations
@@ -39,9 +38,10 @@ _CHANGING = ("/update_weights_from_", "/begin_weight_update", "/weights_checker"
 
 
 def attach(app: FastAPI, manager: Any) -> None:
-    """Add the routes to a server that does not run yet.
+    """Add the routes to a server before it runs.
 
-    Raises UnsupportedError if this SGLang lacks what they need, ValueError if they would ask for two different keys.
+    Raises UnsupportedError if this SGLang lacks a name that they need, ValueError if they would require two different
+    keys.
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -58,12 +58,12 @@ def attach(app: FastAPI, manager: Any) -> None:
 
 
 def require_one_key(server_args: Any, token: str | None) -> None:
-    """Raises ValueError if SGLang's key of its weight routes is not the token: no caller could give both."""
+    """Raise ValueError if SGLang's key for weight routes differs from the token, since a request can have only one."""
     options = {"--admin-api-key": server_args.admin_api_key, "--api-key": server_args.api_key}
     option, key = next(((option, key) for option, key in options.items() if key), ("", token))
     if token is not None and key != token:
         raise ValueError(
-            f"SGLang's {option} and {TOKEN_VARIABLE} differ, and weight routes ask for both: give the two the same "
+            f"SGLang's {option} and {TOKEN_VARIABLE} differ, but weight routes require both: set both to the same "
             f"value, or unset {TOKEN_VARIABLE}"
         )
 
@@ -77,7 +77,7 @@ async def _continue(engine: SglangEngine, request: Any) -> None:
 
 
 class SglangEngine(PluginEngine):
-    """The engine behind SGLang's TokenizerManager. Raises UnsupportedError if that lacks what is leant on."""
+    """The engine behind SGLang's TokenizerManager. Raises UnsupportedError if that lacks a required name."""
 
     def __init__(self, manager: Any, *, deadline_seconds: float = 60.0) -> None:
         internals.require(
@@ -92,7 +92,7 @@ class SglangEngine(PluginEngine):
         self._continue = manager.continue_generation
 
     async def world_size(self, *, with_data_parallel: bool) -> int:
-        """Of its ranks; SGLang with data parallelism is not updated."""
+        """Return the number of ranks. SGLang with data parallelism is not supported."""
         return int(internals.parallel().tp_size)
 
     # --- SGLang's side ---
@@ -106,21 +106,21 @@ class SglangEngine(PluginEngine):
             load_format=FORMAT,
             flush_cache=False,
         )
-        # Past the lock for which SGLang's own route would wait until every request has ended.
+        # Without SGLang's lock, on which its own route waits until every request has ended.
         sent = asyncio.ensure_future(manager.update_weights_from_tensor_communicator(request))
         answers = await asyncio.shield(sent)
         return Replies(msgspec.json.decode(answers[0].message, type=list[RankReply]), len(answers))
 
     async def _stop(self, mode: PauseMode) -> None:
-        """Nothing runs afterwards, so that an install can drop all caches.
+        """Pause so that nothing runs, and an install can drop all caches.
 
-        `keep`: running requests are put back into the queue, and go on from their last token. `wait` lets them end
-        first, `abort` ends them; requests that come meanwhile wait.
+        "keep": running requests are put back into the queue, and continue from their last token. "wait": they finish
+        first. "abort": they are ended. New requests wait.
         """
         if mode != "keep":
             async with self._manager.is_pause_cond:
                 self._manager.is_pause = True
-            # A request holds SGLang's lock of its weights as a reader as long as it lives; no event marks the last end.
+            # Each request holds SGLang's weight lock as a reader until it ends; no event marks the last one's end.
             while await self._manager.model_update_lock.is_locked():
                 if mode == "abort":
                     self._manager.abort_request(abort_all=True)
@@ -128,7 +128,7 @@ class SglangEngine(PluginEngine):
         await self._manager.pause_generation(internals.io("PauseGenerationReqInput", mode="retract"))
 
     async def _schedule(self) -> None:
-        # SGLang's default gives a GPU's free memory back, which takes time, and generation needs that memory again.
+        # SGLang's default empties torch's cache of GPU memory, which takes time, and generation needs that memory.
         await self._continue(internals.io("ContinueGenerationReqInput", torch_empty_cache=False))
 
     async def _is_stopped(self) -> bool:

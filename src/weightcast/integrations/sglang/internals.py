@@ -1,7 +1,7 @@
-"""Every undocumented name of SGLang that the plugin leans on, looked up when it is needed; and what was not tried.
+"""Every undocumented name of SGLang that the plugin needs, looked up at start; and the untested features.
 
-Invariant: an SGLang that lacks one of these names is refused when a publisher connects, or serves without weightcast's
-routes; it is never found out in the middle of an update.
+Invariant: with an SGLang that lacks one of these names, a publisher is refused when it connects, or the server has no
+weightcast routes; a missing name is never found only during an update.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ TESTED_WITH = "0.5.23"
 SCHEDULER = "sglang.srt.managers.scheduler"
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 CHILDREN = (SCHEDULER, "sglang.srt.managers.detokenizer_manager", "sglang.srt.managers.data_parallel_controller")
-"""Modules that SGLang's child processes run; the server's process loads plugins before it imports any of these."""
+"""Modules that SGLang's child processes run. The server's process loads plugins before it imports any of these."""
 MADE = f"{SCHEDULER}.Scheduler.__init__"
-"""Every scheduler process has one: by then its model is loaded."""
+"""Class that every scheduler process creates once its model is loaded."""
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 CALLED = f"{_UPDATER}.update_weights_from_tensor"
-"""Method that a message to the scheduler processes runs in each of them, between two steps of the model."""
+"""Method that a message runs in every scheduler process, between two steps of the model."""
 LOADED = tuple(
     f"{_UPDATER}.{name}"
     for name in ("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_ipc")
@@ -39,7 +39,7 @@ RELEASED = f"{_UPDATER}.release_memory_occupation"
 
 Between the begin and end of a session a client may write to the weights past SGLang; a check may overwrite them."""
 CHANGES = tuple(path.rpartition(".")[2] for path in (CALLED, *LOADED, BEGUN, CHECKED, RELEASED))
-"""The names of these."""
+"""The same methods, by name."""
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 ASKED = (
     f"{_CONTROL}.update_weights_from_tensor",
@@ -47,9 +47,9 @@ ASKED = (
     f"{_CONTROL}.update_weights_from_ipc",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
 )
-"""Methods that SGLang's own routes for loading weights run in the process of the HTTP server."""
+"""Methods that SGLang's own routes for loading weights run in the HTTP server's process."""
 UNLABELLED = "default"
-"""SGLang's label of weights that nobody has named."""
+"""SGLang's label of weights without a name."""
 SERVED = f"{HTTP_SERVER}._setup_and_run_http_server"
 
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -74,32 +74,32 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "disaggregation_mode": ("null",),
     "tokenizer_worker_num": (1,),
 }
-"""The options that neither trying an offer nor an install was tested with, and their values without the feature."""
+"""Options with which dry runs and installs were not tested, with their values when the feature is off."""
 
 
 def io(name: str, **fields: Any) -> Any:
-    """A request to SGLang's processes."""
+    """Return a request object for SGLang's processes."""
     return getattr(importlib.import_module("sglang.srt.managers.io_struct"), name)(**fields)
 
 
 def parallel() -> Any:
-    """This process's ranks and groups."""
+    """Return SGLang's parallel state of this process."""
     return importlib.import_module("sglang.srt.runtime_context").get_parallel()
 
 
 def require(subject: Any, *names: str) -> None:
-    """Raises UnsupportedError, naming every attribute that `subject` lacks."""
+    """Raise UnsupportedError with every attribute that `subject` lacks."""
     _refuse_if([f"{type(subject).__name__}.{name}" for name in names if not hasattr(subject, name)])
 
 
 def require_arguments(function: Callable[..., Any], *names: str) -> None:
-    """Raises UnsupportedError, naming every argument that `function` does not take."""
+    """Raise UnsupportedError with every argument that `function` lacks."""
     known = inspect.signature(function).parameters
     _refuse_if([f"{function.__name__}({name})" for name in names if name not in known])
 
 
 def version() -> str:
-    """The version of the SGLang that runs here."""
+    """Return the version of the running SGLang."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("sglang")
     return "unknown"
@@ -108,14 +108,14 @@ def version() -> str:
 def _refuse_if(lacking: list[str]) -> None:
     if lacking:
         raise UnsupportedError(
-            f"SGLang {version()} lacks {len(lacking)} of the names that weightcast leans on; use SGLang {TESTED_WITH}, "
-            f"or a weightcast for this one: {', '.join(lacking)}",
+            f"SGLang {version()} lacks {len(lacking)} names that weightcast needs ({', '.join(lacking)}): use SGLang "
+            f"{TESTED_WITH}, or a weightcast version for this SGLang",
             lacking,
         )
 
 
 def unsupported(server_args: Any, model: nn.Module) -> list[str]:
-    """Every configured feature that weightcast can't update an engine with, by SGLang's name for it."""
+    """Return the configured features with which weightcast can't update an engine, by SGLang's names."""
     require(server_args, *_OFF)
     found = {name: getattr(server_args, name) for name in _OFF}
     features = [f"{name}={value!r}" for name, value in found.items() if value not in _OFF[name]]

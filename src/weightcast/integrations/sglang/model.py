@@ -1,6 +1,6 @@
-"""One rank's model of a running SGLang as an engine: tries an offer, installs through its own loader, goes back.
+"""One rank's model of a running SGLang as an engine: dry runs, installs through its own loader, undo.
 
-Invariant: a load is what SGLang does in a session of its own, begun and ended around the install.
+Invariant: a load makes the same calls as SGLang's own weight update session, begun and ended around the install.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from weightcast.serving.install_map import layers_of
 
 
 class SglangModel(LoaderEngine):
-    """Made in a scheduler process, once its model is loaded. `runner` is its ModelRunner.
+    """The model of a scheduler process, created once it is loaded. `runner`: SGLang's ModelRunner.
 
-    `flush` empties every cache, and says whether it could. Raises UnsupportedError if this SGLang lacks what is leant
-    on, or if the model's loader can't be tried. With `unsupported` features every offer is refused.
+    `flush`: empties every cache, and returns whether it could. Raises UnsupportedError if this SGLang lacks a required
+    name, or if the model's loader fails in a dry run. With `unsupported` features every offer is refused.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SglangModel(LoaderEngine):
             if strange:
                 raise UnsupportedError(
                     f"{listed(strange)} took another layer's place since SGLang has loaded the model, and SGLang may "
-                    "compute with the former layer: put it back, or start SGLang again"
+                    "compute with the former layer: put it back, or restart SGLang"
                 )
             config = runner.model_config
             known = reference(config.model_path, revision=config.revision, cache_dir=runner.server_args.download_dir)
@@ -77,12 +77,15 @@ class SglangModel(LoaderEngine):
 
     def _drop_caches(self) -> None:
         if not self._flush():
-            raise InstallError("the caches of the former weights could not be dropped", torn=True)
+            raise InstallError(
+                "SGLang could not drop the caches of the former weights, since requests were running: publish again",
+                torn=True,
+            )
 
 
 def _without_memory(layer: nn.Module, _: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The layer's tensors as they are, but for their memory: SGLang serves unquantised weights as it loads them."""
+    """Return the layer's tensors without memory, in their present form, since SGLang does not repack plain weights."""
     parameters = {name: twin(tensor) for name, tensor in present(layer._parameters).items()}
-    # Loaders read maps of experts and the like, which are integers.
+    # Loaders read integer buffers, such as maps of experts.
     buffers = {name: twin(t) if t.is_floating_point() else t for name, t in present(layer._buffers).items()}
     return parameters, buffers

@@ -1,6 +1,6 @@
-"""The entry point by which SGLang finds weightcast: hooks in its scheduler processes, and in that of its HTTP server.
+"""SGLang's entry point for weightcast: hooks in its scheduler processes and its HTTP server's process.
 
-Nothing is hooked but what a weightcast server needs, and nothing that needs torch is imported before SGLang itself is.
+Only methods that weightcast needs are hooked, and nothing that needs torch is imported before SGLang itself is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the hooks that this process has use for: the entry point of `sglang.srt.plugins`."""
+    """Register the hooks for this kind of process: the entry point of `sglang.srt.plugins`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if internals.SCHEDULER in sys.modules:
@@ -30,7 +30,7 @@ def register() -> None:
             HookRegistry.register(loaded, scheduler.loads, HookType.BEFORE)
         HookRegistry.register(internals.CHECKED, scheduler.checks, HookType.BEFORE)
         HookRegistry.register(internals.RELEASED, scheduler.releases, HookType.BEFORE)
-    # SGLang's own children never serve, and would only import the server's modules for it.
+    # SGLang's child processes never serve HTTP, and would import the server's modules only for this hook.
     if internals.HTTP_SERVER in sys.modules or not any(name in sys.modules for name in internals.CHILDREN):
         HookRegistry.register(internals.SERVED, _served, HookType.AROUND)
         for asked in internals.ASKED:
@@ -38,21 +38,21 @@ def register() -> None:
 
 
 def _served(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Before SGLang's HTTP server runs: give it weightcast's routes."""
+    """Add weightcast's routes to SGLang's HTTP server before it runs."""
     from weightcast.integrations.sglang.engine import attach
 
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     try:
         attach(sys.modules[internals.HTTP_SERVER].app, given["tokenizer_manager"])
     except UnsupportedError as exc:
-        logger.warning("this SGLang serves without weightcast's routes: %s", exc)
+        logger.warning("SGLang serves without weightcast's routes: %s", exc)
     return original(*args, **kwargs)
 
 
 async def _asked(original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse rank calls on SGLang's own routes, which lack the guards of weightcast's routes.
+    """Refuse rank calls on SGLang's own routes, which lack the authentication of weightcast's routes.
 
-    Weights that are loaded without a label get `UNLABELLED`; SGLang would leave them the label of the version before.
+    Weights that are loaded without a label get `UNLABELLED`; SGLang would keep the former version's label.
     """
     from weightcast.integrations.sglang.scheduler import FORMAT
 

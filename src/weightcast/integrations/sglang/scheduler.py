@@ -1,7 +1,7 @@
 """The plugin in one of SGLang's scheduler processes: answers weightcast's rank calls between two steps of the model.
 
-Invariants: a call comes to all ranks, in the same order, and is answered alike by all; none raises (that would end the
-server); an install begins only while the scheduler is paused with nothing running, so that no token is made with
+Invariants: a call comes to all ranks, in the same order, and all give the same answer; none raises, which would end the
+server; an install begins only while the scheduler is paused and nothing runs, so that no token is generated with
 weights of one version and caches of another.
 """
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def made(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """After a scheduler was made: prepare its rank, while nothing is served yet. Calls are answered with a failure."""
+    """Prepare the rank of a new scheduler before it serves. If that fails, every call is answered with the error."""
     rank: SchedulerRank | None = None
     error: ErrorRecord | None = None
     with Attempt() as exchange:
@@ -41,12 +41,12 @@ def made(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         error = ranks.common_error(making.error)
     error = exchange.error or error
     if error is not None:
-        logger.warning("this SGLang can't be updated by weightcast: %s", error.message)
+        logger.warning("weightcast can't update this SGLang: %s", error.message)
     setattr(scheduler, _RANK, rank if error is None else error)
 
 
 def called(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
-    """In place of SGLang's update from tensors: a rank call is answered here, anything else there."""
+    """Answer a rank call; pass any other update from tensors on to SGLang."""
     if request.load_format != FORMAT:
         loads(manager)
         return original(manager, request)
@@ -61,21 +61,21 @@ def called(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> A
 
 
 def loads(manager: Any, *args: Any, **kwargs: Any) -> None:
-    """Before SGLang loads weights that another client sends, or has it read: they are of no version of ours then.
+    """Called before SGLang loads weights for another client: they are of no version of ours then.
 
-    Also where the load fails, which may have written some of them.
+    This holds also if the load fails, since it may have written some of them.
     """
     _interrupt(manager, "SGLang loads weights by itself", changes=True)
 
 
 def checks(manager: Any, request: Any) -> None:
-    """Before SGLang checks weights, which includes to overwrite them."""
+    """Called before SGLang's weight checker, which may overwrite the weights."""
     if request.action == "reset_tensors":
         _interrupt(manager, "SGLang resets the weights", changes=True)
 
 
 def releases(manager: Any, *args: Any, **kwargs: Any) -> None:
-    """Before SGLang releases memory: once it is back, buffers are as they were here."""
+    """Called before SGLang releases memory. When it is resumed, buffers have their values of this moment."""
     _interrupt(manager, "its memory is released", changes=False)
 
 
@@ -88,7 +88,7 @@ def _interrupt(manager: Any, reason: str, *, changes: bool) -> None:
 
 
 class SchedulerRank:
-    """One rank of the engine. Raises UnsupportedError if this SGLang lacks what is leant on."""
+    """One rank of the engine. Raises UnsupportedError if this SGLang lacks a required name."""
 
     def __init__(self, scheduler: Any, ranks: RankConsensus) -> None:
         internals.require(scheduler, "flush_cache", "is_fully_idle", "_engine_paused", "tp_worker", "server_args")
@@ -106,7 +106,7 @@ class SchedulerRank:
             SglangModel(
                 runner,
                 unsupported=unsupported,
-                # A collection of all garbage, or giving a GPU's free memory back, takes longer than the install.
+                # Without emptying torch's cache and a full garbage collection, which take longer than an install.
                 flush=lambda: bool(scheduler.flush_cache(empty_cache=False)),
                 is_alone=parallel.tp_size == 1,
             ),
@@ -120,14 +120,14 @@ class SchedulerRank:
         self.interrupt, self.changed = self._rank.interrupt, self._rank.changed
 
     def answer(self, message: bytes) -> str:
-        """A `RankCall`; the `RankReply` of every rank, as JSON."""
+        """Answer a `RankCall` by the `RankReply` of every rank, both as JSON."""
         values: Any = None
         try:
-            with contextlib.suppress(msgspec.DecodeError):  # no call then, which the rank answers
+            with contextlib.suppress(msgspec.DecodeError):  # the rank replies with an error
                 values = msgspec.json.decode(message)
             reply = self._rank.answer(values)
         except Exception as exc:
-            # The other ranks wait for an answer of this one, whatever has happened here.
+            # The other ranks wait for this one's answer, also after an unexpected error.
             logger.exception("a weight call failed")
             reply = msgspec.to_builtins(RankReply(self._engine_rank, WeightInfo("default"), to_record(exc)))
         try:
@@ -138,6 +138,6 @@ class SchedulerRank:
 
     def _require_still(self) -> None:
         if not (self._scheduler._engine_paused and self._scheduler.is_fully_idle(ignore_waiting=True)):
-            raise ClosedError("requests are running: /pause_generation in the mode 'retract' comes before an install")
+            raise ClosedError("requests are running: send /pause_generation with mode 'retract' before an install")
         if "weights" in self._scheduler.weight_updater.offload_tags:
-            raise ClosedError("the weights' memory is released: /resume_memory_occupation comes before an install")
+            raise ClosedError("the weights' memory is released: send /resume_memory_occupation before an install")

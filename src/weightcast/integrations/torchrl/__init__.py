@@ -1,6 +1,6 @@
 """TorchRL's double-buffered weight sync for vLLM, over a weightcast store: `docs/torchrl.md`.
 
-Names, signatures and call sequences are TorchRL's; its `WeightStrategy` says what a model's weights are.
+Names, signatures and call sequences are TorchRL's; its `WeightStrategy` extracts a model's weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""vLLM as TorchRL's users hold it, as an `Engine`: a model of this process, or workers behind `collective_rpc`.
+"""TorchRL's vLLM objects as an `Engine`: a model of this process, or workers behind `collective_rpc`.
 
 Invariants: the prefix cache is reset after every load and before the version counts as served; workers behind one
-`collective_rpc` install one version, all or none; nothing that a model keeps of what it was given ever changes.
+`collective_rpc` install one version, all or none; tensors that a model keeps from a load never change afterwards.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ VllmUnderTorchRL: TypeAlias = "DirectModel | RemoteEngine"
 
 
 def engine_for(vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True) -> VllmUnderTorchRL:
-    """Return the engine that fits. `transport` takes the weights from this process to workers that are elsewhere.
+    """Return the engine for a vLLM object. `transport`: from this process to workers in other processes.
 
-    `undo`: workers that are elsewhere keep a host copy of the live weights while they load.
+    `undo`: workers in other processes keep a host copy of the live weights while they load.
 
     Raises TypeError for an object other than a vLLM engine.
     """
-    # TorchRL's wrapper of an LLM hands on generation only.
+    # TorchRL's wrapper of an LLM forwards only generation.
     vllm_engine = getattr(vllm_engine, "llm_instance", vllm_engine)
     if hasattr(vllm_engine, "collective_rpc"):
         return RemoteEngine(vllm_engine, transport=transport, undo=undo)
@@ -42,9 +42,9 @@ def engine_for(vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True
 
 
 class DirectModel:
-    """An `Engine` over the `load_weights` of a model that is reached through attributes.
+    """An `Engine` that calls the `load_weights` of a vLLM model in this process.
 
-    The model gets copies, which it may keep: host memory of one version during a load.
+    The model gets copies, which it may keep. Host memory: one version during a load.
     """
 
     def __init__(self, vllm_engine: Any) -> None:
@@ -52,10 +52,10 @@ class DirectModel:
         self._refusal = Refusal(vllm_engine)
 
     def specs(self) -> None:
-        """Return None: the model's loader has no list of what it accepts."""
+        """Return None, since the model's loader does not list its tensors."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raises what the model's `load_weights` raises; the engine refuses to generate then, until `commit`."""
+        """Load the tensors. Raises what the model's `load_weights` raises; then the engine refuses to generate."""
         pairs, model = [(name, tensor.clone()) for name, tensor in tensors], _model_of(self._vllm_engine)
         with self._refusing():
             model.load_weights(pairs)
@@ -66,14 +66,14 @@ class DirectModel:
         self._refusal.end()
 
     def discard(self) -> None:
-        """Nothing was noted."""
+        """Do nothing, since no state is kept."""
 
     def close(self) -> None:
-        """The engine is the caller's."""
+        """Do nothing, since the engine is the caller's."""
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
-        """A step of an install: if it fails, the weights are of no version."""
+        """Context of an install's step; if it fails, the engine refuses to generate."""
         try:
             yield
         except BaseException as exc:
@@ -82,7 +82,7 @@ class DirectModel:
 
 
 class DirectModule(DirectModel):
-    """One whose model is an `nn.Module`, and can go back. An undo copy takes the memory of the model on the host."""
+    """A `DirectModel` whose model is an `nn.Module`, so that an install can be undone. Host memory: an undo copy."""
 
     def snapshot(self) -> Callable[[], None]:
         restore, was_whole = undo_copy(_model_of(self._vllm_engine)), not self._refusal.why
@@ -97,7 +97,7 @@ class DirectModule(DirectModel):
 
 
 class RemoteEngine(Relay):
-    """vLLM's workers, wherever they are: each takes the version that this process has read, or none does."""
+    """vLLM's workers in other processes: all of them install the version that this process has read, or none."""
 
     def __init__(self, vllm_engine: Any, *, transport: str, undo: bool) -> None:
         self._vllm_engine = vllm_engine
@@ -123,8 +123,8 @@ def reset_prefix_cache(vllm_engine: Any) -> None:
     reset = getattr(vllm_engine, "reset_prefix_cache", None)
     if callable(reset) and reset() is False and reset() is False:
         logger.warning(
-            "the prefix cache could not be reset after new weights were loaded: requests that still run hold parts of "
-            "it, which later prompts may meet until they end"
+            "vLLM could not reset its prefix cache after new weights were loaded, since running requests use parts of "
+            "it; later prompts may reuse these until the requests end"
         )
 
 
@@ -134,7 +134,7 @@ def _model_of(vllm_engine: Any) -> Any:
         model = inner.model_executor.driver_worker.model_runner.model
     except AttributeError as exc:
         raise TypeError(
-            f"{type(vllm_engine).__name__} is no vLLM engine: it has neither collective_rpc nor "
+            f"{type(vllm_engine).__name__} is not a vLLM engine: it has neither collective_rpc nor "
             "[.llm_engine].model_executor.driver_worker.model_runner.model"
         ) from exc
     return model

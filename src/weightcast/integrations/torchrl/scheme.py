@@ -1,4 +1,4 @@
-"""TorchRL's scheme by name, constructor and methods, over a store, and its two sides: see `docs/torchrl.md`."""
+"""TorchRL's double-buffer scheme, with the same name, constructor and methods, over a store: see `docs/torchrl.md`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ TESTED_WITH = "0.14"
 
 
 class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
-    """Takes the place of TorchRL's class of this name: versions in a directory, each whole, once per receiver.
+    """Replacement for TorchRL's class of this name: whole versions in a directory, each installed once per receiver.
 
-    `remote_addr`: the directory that the trainer writes; `local_addr`: where engines see it (default: the same).
-    `num_threads`: files per version, written and read at once. `strategy`: how TorchRL extracts a model's weights,
-    "tensordict" or "state_dict"; another one is a ValueError where it is used first. Can be pickled, without what was
-    initialised.
+    `remote_addr`: the directory to which the trainer writes. `local_addr`: its path for engines (default: the same).
+    `num_threads`: files per version, written and read concurrently. `strategy`: TorchRL's way to extract a model's
+    weights, "tensordict" or "state_dict"; another one raises ValueError at its first use. Can be pickled, without
+    sender and receiver.
     """
 
     def __init__(
@@ -56,23 +56,23 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
 
     @functools.cached_property
     def strategy(self) -> WeightStrategy:
-        """Raises ValueError for an unknown name."""
+        """TorchRL's strategy object. Raises ValueError for an unknown name."""
         return WeightStrategy(extract_as=self.strategy_name)
 
     # --- the parts ---
 
     def create_transport(self, pipe_or_context: Any = None, **kwargs: Any) -> VLLMDoubleBufferTransport:
-        """A transport of these directories. The arguments are TorchRL's, and not needed."""
+        """Return a transport for these directories. The arguments are TorchRL's, and not used."""
         return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, self.num_threads)
 
     def create_sender(self) -> VLLMDoubleBufferWeightSender:
-        """For the trainer. One at a time writes a directory: see `VLLMDoubleBufferWeightSender.close`."""
+        """Return a sender, for the trainer. A directory has one writer: see `VLLMDoubleBufferWeightSender.close`."""
         return VLLMDoubleBufferWeightSender(self)
 
     def create_receiver(
         self, vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True
     ) -> VLLMDoubleBufferWeightReceiver:
-        """For the process that has the engine; see `VLLMDoubleBufferWeightReceiver`."""
+        """Return a receiver, for the engine's process; see `VLLMDoubleBufferWeightReceiver`."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine, transport=transport, undo=undo)
 
     # --- initialised on one side ---
@@ -80,7 +80,7 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
     def _init_on_sender_impl(
         self, model_id: str | None = None, context: Any = None, *, model: Any = None, **kwargs: Any
     ) -> None:
-        """Make the sender. `model`, or what `model_id` names in `context`, is registered; other arguments are unused.
+        """Make the sender, and register `model`, or the model `model_id` of `context`. Other arguments are not used.
 
         Raises AttributeError if the context has no such model.
         """
@@ -92,20 +92,20 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         self._model_id, self.context, self._sender = model_id, context, sender
 
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """The former name of `init_on_receiver`."""
+        """Do what `init_on_receiver` does, whose former name this is."""
         self.init_on_receiver(model_id, context, **kwargs)
 
     def init_on_receiver(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Make the receiver for `engine` (or `vllm_engine`, `model`), or for what `model_id` names in `context`.
+        """Make the receiver for `engine` (or `vllm_engine`, `model`), or for the model `model_id` of `context`.
 
-        `transport` and `undo` are those of `create_receiver`. A scheme that was initialised as a sender remains one.
+        `transport`, `undo`: see `create_receiver`. A scheme that was initialised as a sender remains one.
         Raises ValueError if no engine is named, TypeError for an object of another kind.
         """
         given = (kwargs.get(name) for name in ("engine", "vllm_engine", "model"))
         engine = next((engine for engine in given if engine is not None), None)
         engine = self._named(model_id, context) if engine is None else engine
         if engine is None:
-            raise ValueError("there is no engine to receive for: pass engine=, or a context in which model_id names it")
+            raise ValueError("there is no engine to update: pass engine=, or a context in which model_id names it")
         options = {name: kwargs[name] for name in ("transport", "undo") if name in kwargs}
         self._receiver = self.create_receiver(engine, **options)
         self._model_id, self.context, self._initialized_on_receiver = model_id, context, True
@@ -114,13 +114,13 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         return None if context is None or model_id is None else _resolve_model(context, model_id)
 
     def get_sender(self) -> VLLMDoubleBufferWeightSender:
-        """Raises RuntimeError before `init_on_sender`."""
+        """Return the sender. Raises RuntimeError before `init_on_sender`."""
         if self._sender is None:
             raise RuntimeError("Must call init_on_sender() before get_sender()")
         return self._sender
 
     def get_receiver(self) -> VLLMDoubleBufferWeightReceiver:
-        """Raises RuntimeError before `init_on_worker` or `init_on_receiver`."""
+        """Return the receiver. Raises RuntimeError before `init_on_worker` or `init_on_receiver`."""
         if self._receiver is None:
             raise RuntimeError("Must call init_on_worker() or init_on_receiver() before get_receiver()")
         return self._receiver
@@ -134,34 +134,34 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         return super().prepare_weights(weights, model_id, self.strategy if strategy is None else strategy, context)
 
     def send(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
-        """Write a version, by default of the registered model. It is there for all who read, and none is waited for.
+        """Write a version, by default of the registered model. Does not wait for readers.
 
-        Raises RuntimeError before `init_on_sender`, ValueError for `worker_ids`; else as `update_weights`.
+        Raises RuntimeError before `init_on_sender`, ValueError for `worker_ids`, and what `update_weights` raises.
         """
         if worker_ids is not None:
             raise ValueError(
-                f"worker_ids is {worker_ids}: every reader of the directory takes each version, so leave worker_ids out"
+                f"worker_ids is {worker_ids}, but every reader of the directory gets each version: leave worker_ids out"
             )
         self.get_sender().update_weights(weights)
 
     def receive(self, timeout: float | None = None) -> bool:
-        """Take a new version into the engine; see `poll_and_apply`. `timeout=None`: one look."""
+        """Install a new version, if there is one; see `poll_and_apply`. `timeout=None`: check once."""
         return self.get_receiver().poll_and_apply(timeout or 0.0)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Load these weights into the engine, past the store."""
+        """Load these weights into the engine directly, without the store."""
         self.get_receiver().apply_weights(weights, inplace)
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None
     ) -> None:
-        """`connect`: write a first version, if there is anything to write."""
+        """Write a first version, if there are weights; TorchRL calls it in `connect`."""
         sender = self.get_sender()
         if weights is not None or sender._model_ref is not None:
             sender.update_weights(weights)
 
     def _setup_connection_and_weights_on_receiver_impl(self, *, worker_idx: int | None = None) -> None:
-        """`connect`: take what is there."""
+        """Install the newest version, if there is one; TorchRL calls it in `connect`."""
         self.receive()
 
     def shutdown(self) -> None:
@@ -178,7 +178,7 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
 
 
 class VLLMDoubleBufferWeightSender:
-    """Made by a scheme. The model is held weakly."""
+    """The sender of a scheme. It keeps only a weak reference to the model."""
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
         """Raises ValueError for an unknown strategy."""
@@ -189,29 +189,29 @@ class VLLMDoubleBufferWeightSender:
         self._transport: VLLMDoubleBufferTransport | None = None
 
     def register_model(self, model: Any) -> None:
-        """The model that `update_weights()` takes its weights from. A call before the first update is needed."""
+        """Set the model whose weights `update_weights()` writes. Must be called before the first update."""
         self._model_ref = weakref.ref(model)
         self._connect()
 
     def update_weights(self, weights: Any | None = None) -> None:
         """Write a version: of the registered model, or of `weights` (a module, a TensorDict, a dict of tensors).
 
-        Nothing is copied first, but the layers of a model with PEFT adapters, which are merged: memory of their size
-        is kept from then on. Don't change the weights meanwhile. Raises RuntimeError before `register_model`, or
-        if the model has gone; else as `VLLMDoubleBufferTransport.send_weights`.
+        Don't change the weights during the call. Copied are only the adapted layers of a model with PEFT adapters,
+        which are merged; memory of their size is kept from then on. Raises RuntimeError before `register_model`, or if
+        the model was garbage-collected, and what `VLLMDoubleBufferTransport.send_weights` raises.
         """
         if self._transport is None:
             raise RuntimeError("Transport not initialized. Call register_model first.")
         if weights is None:
             if self._model_ref is None:
-                raise RuntimeError("No model is registered: call register_model, or give the weights")
+                raise RuntimeError("No model is registered: call register_model, or pass the weights")
             weights = self._model_ref()
             if weights is None:
                 raise RuntimeError("Model reference is dead")
         self._transport.write(extract(self._strategy, weights, self._merging))
 
     def close(self) -> None:
-        """Release the directory, for another sender to write. Idempotent; the next update takes it again."""
+        """Release the directory, so that another sender can write to it. Idempotent; the next update opens it again."""
         if self._transport is not None:
             self._transport.close()
 
@@ -221,25 +221,25 @@ class VLLMDoubleBufferWeightSender:
 
 
 class VLLMDoubleBufferWeightReceiver:
-    """Made by a scheme. Calls come from one thread at a time.
+    """The receiver of a scheme. Call it from one thread at a time.
 
-    Host memory, kept between versions: one version, and another one of this host's workers behind `collective_rpc`;
-    during an install one copy of the live weights with `undo`, and for a model of this process the copies that it gets.
-    `last` is the record of the last version that was taken.
+    Host memory, kept between versions: one version, and one more for this host's workers behind `collective_rpc`.
+    During an install: with `undo` a copy of the live weights, and for a model of this process the copies that it gets.
+    `last`: the record of the last installed version.
     """
 
-    # What is made by `__new__`, as TorchRL's tests do, applies weights to its engine.
+    # For objects made by `__new__`, as in TorchRL's tests, which call `apply_weights`.
     _engine: VllmUnderTorchRL | None = None
     _undo = True
 
     def __init__(
         self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True
     ) -> None:
-        """`transport`: how weights get from here to workers behind `collective_rpc`; `gloo://HOST:PORT` to other hosts.
+        """`transport`: from this process to workers behind `collective_rpc`; `gloo://HOST:PORT` for other hosts.
 
-        `undo`: the engine keeps a copy of its live weights in host memory while it loads, and goes back to it if that
-        fails anywhere. Without it, and for a model of this process that is no nn.Module, the engine then refuses to
-        generate (EngineTornError), until a complete update heals it.
+        `undo`: the engine keeps a copy of its live weights in host memory while it loads, and rolls back to it if the
+        load fails on any rank. Without it, and for a model of this process that is not an nn.Module, the engine then
+        refuses to generate (EngineTornError) until a complete update.
 
         Raises TypeError for an object other than a vLLM engine, ValueError for an unknown strategy.
         """
@@ -261,11 +261,11 @@ class VLLMDoubleBufferWeightReceiver:
         weakref.finalize(self, self._exits.close)
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
-        """Take the newest version into the engine, if it is not the last one taken; wait for one until the timeout.
+        """Install the newest version, if it is not the last one; wait for one until the timeout.
 
-        False: nothing new came (with `timeout=0` after one look). Raises IntegrityError if it is damaged, with nothing
-        touched; InstallError if the engine did not take it, on all ranks: it is as before then, or `torn`. The next
-        call tries again.
+        Returns False if no new version came (with `timeout=0` after one check). Raises IntegrityError if the version is
+        damaged, with nothing changed; InstallError if the engine did not install it: all ranks have their former
+        weights then, or are `torn`. The next call tries again.
         """
         engine = self._engine
         assert engine is not None
@@ -281,10 +281,10 @@ class VLLMDoubleBufferWeightReceiver:
         return True
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Load these weights (a TensorDict or a dict of tensors) into the engine, past the store.
+        """Load these weights (a TensorDict or a dict of tensors) into the engine directly, without the store.
 
-        Raises ValueError for `inplace=False`; PublishError, or what the engine's loader raises: it is undone then as
-        in `poll_and_apply`.
+        Raises ValueError for `inplace=False`; PublishError, or what the engine's loader raises, after which the load is
+        undone as in `poll_and_apply`.
         """
         if not inplace:
             raise ValueError("Cannot apply weights out of place for vLLM double-buffer")

@@ -1,4 +1,4 @@
-"""TorchRL's transport by name and methods: a store's writer, made at the first send, and its reader."""
+"""TorchRL's double-buffer transport, with the same name and methods: a store's writer and reader."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from weightcast.trainer.publisher import Publisher
 
 _PASS_ON = WeightStrategy()
 THREADED_BUCKET_BYTES = 64 << 20
-"""Larger than most tensors: with several threads, what is cut is put together for a loader that takes whole tensors."""
+"""Larger than most tensors, since with several threads a tensor cut over buckets must be joined for vLLM's loader."""
 
 
 def store_url(directory: str | os.PathLike[str], num_threads: int) -> str:
-    """The store in a directory, which may be relative, read and written by so many threads."""
+    """Return the URL of the store in a directory, which may be relative, with this number of threads."""
     return f"{Path(directory).absolute().as_uri()}?num_threads={num_threads}"
 
 
 class VLLMDoubleBufferTransport:
-    """Writes versions into `remote_addr`, reads them from `local_addr` (default: the same directory).
+    """Writes versions to `remote_addr`, reads them from `local_addr` (default: the same directory).
 
-    From the first `send_weights` until `close`, or its end, no other writer can use that directory. Host memory:
-    see the two methods.
+    From the first `send_weights` until `close` or garbage collection no other writer can use the directory. Host
+    memory: see the two methods.
     """
 
     def __init__(
@@ -62,28 +62,28 @@ class VLLMDoubleBufferTransport:
         weakref.finalize(self, self._exits.close)
 
     def send_weights(self, model_id: str, weights: Any) -> None:
-        """Write a version; when it returns, that is what readers get. `weights`: a TensorDict or a dict of tensors.
+        """Write a version, which readers get once this returns. `weights`: a TensorDict or a dict of tensors.
 
-        Takes the memory of one bucket; with several threads that of one more for each, of at most eight, and of no more
-        than there are: a bucket has up to 64 MiB then. Raises EngineBusyError, naming it, if another one writes there;
-        InsufficientMemoryError for a full disk; PeerTimeoutError, naming them, if readers hold every slot until the
-        deadline; ValueError or TypeError for what can't travel. The version before stays then.
+        Memory: one bucket; with several threads one more for each, at most eight, of up to 64 MiB each. Raises
+        EngineBusyError that names another writer; InsufficientMemoryError for a full disk; PeerTimeoutError that names
+        the readers that have pinned every slot until the deadline; ValueError or TypeError for unsupported tensors.
+        After an error the former version stays.
         """
         del model_id  # a directory holds one model
         self.write(extract(_PASS_ON, weights))
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """`send_weights` of what has been extracted already: tensors under dotted names."""
+        """Write a version of extracted weights, tensors under dotted names; see `send_weights`."""
         with self._lock:
             self._handed.publish((name, plain(name, tensor)) for name, tensor in tensors.items())
 
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> TensorDict | None:
-        """The newest version, whole, under dotted names; None if none has come since the last call, by the timeout.
+        """Return the newest version under dotted names; None if no new one has come since the last call.
 
-        In memory of its own, which nothing changes later; while it reads, the version's memory once more.
-        `timeout`: in seconds; None: one look. Other arguments are TorchRL's, and not used. Raises IntegrityError.
+        Its memory is not changed later. Extra memory while it reads: one version. `timeout`: in seconds; None: check
+        once. The other arguments are TorchRL's, and not used. Raises IntegrityError.
         """
         with self._lock:
             if self._follower is None:
@@ -94,18 +94,18 @@ class VLLMDoubleBufferTransport:
             return None if followed is None else TensorDict(tensors, batch_size=[])
 
     def check_connection(self) -> bool:
-        """Return whether the directory to write to exists or can be made."""
+        """Return whether the writer's directory exists or can be created."""
         path = Path(self.remote_addr).absolute()
         there = next(parent for parent in (path, *path.parents) if parent.exists())
         return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
     def close(self) -> None:
-        """Release the directory. Idempotent; the next call takes it again."""
+        """Release the directory. Idempotent; the next call opens it again."""
         with self._lock:
             self._handed.close()
             self._exits.close()
             self._follower = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Can be pickled, without what it has open."""
+        """Support pickling, without open files."""
         return type(self), (self.remote_addr, self.local_addr, self.num_threads, self.deadline_seconds)

@@ -1,7 +1,7 @@
-"""Named tensors of the weights that TorchRL's users hand over.
+"""Named tensors from the weights that TorchRL's users pass.
 
 Invariant: names are dotted, like those of a state dict. A model's weights are the tensors of its state dict, without
-buffers that it does not save and without extra state, which an engine can't load.
+non-persistent buffers and without extra state, which an engine can't load.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _EXTRA_STATES = ("_extra_state", "__extra_state__")
 
 
 def extract(strategy: WeightStrategy, weights: Any, merging: Merging | None = None) -> dict[str, torch.Tensor]:
-    """Named tensors of a model, by TorchRL's strategy, or of what has been extracted already.
+    """Return the named tensors of a model, extracted by TorchRL's strategy, or of extracted weights.
 
-    No copy is made, but of the layers of a model with PEFT adapters, which are merged into the memory of `merging`.
-    Raises TypeError for a leaf that is no tensor, ValueError for two of one name, and for adapters that can't be merged
-    or that came without their model.
+    Copied are only adapted layers of a model with PEFT adapters, which are merged into the memory of `merging`. Raises
+    TypeError for a leaf other than a tensor; ValueError for a doubled name, and for adapters that can't be merged or
+    that came without their model.
     """
     if isinstance(weights, nn.Module):
         tensors = _of_module(strategy, weights, merging or Merging())
@@ -42,12 +42,14 @@ def extract(strategy: WeightStrategy, weights: Any, merging: Merging | None = No
 
 
 def named_tensors(weights: TensorDictBase | Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The leaves of a (nested) TensorDict or dict under dotted names. Raises as `extract`."""
+    """Return the leaves of a (nested) TensorDict or dict under dotted names. Raises what `extract` raises."""
     if not isinstance(weights, Mapping | TensorDictBase):
-        raise TypeError(f"weights are a {type(weights).__name__}: give a module, a TensorDict or a dict of tensors")
+        raise TypeError(
+            f"weights is a {type(weights).__name__}; it must be a module, a TensorDict or a dict of tensors"
+        )
     are_tensors = all(issubclass(kind, torch.Tensor) for kind in set(map(type, weights.values())))
     if are_tensors and set(map(type, weights.keys())) <= {str}:
-        return dict(weights.items())  # the same, without a step for each
+        return dict(weights.items())  # the same result, but faster
     found: dict[str, torch.Tensor] = {}
     _collect(weights, "", found)
     return found
@@ -58,17 +60,17 @@ def _collect(weights: Any, prefix: str, found: dict[str, torch.Tensor]) -> None:
         parts = key if isinstance(key, tuple) else (key,)
         if not all(isinstance(part, str) for part in parts):
             where = f"in {prefix!r} " if prefix else "in the weights "
-            raise TypeError(f"{key!r} {where}is no name of a tensor: leave it out of the weights")
+            raise TypeError(f"{key!r} {where}is not the name of a tensor (str): leave it out of the weights")
         name = prefix + ".".join(parts)
         if isinstance(value, torch.Tensor):
             if name in found:
-                raise ValueError(f"two tensors are called {name!r} when keys are joined by dots: rename one")
+                raise ValueError(f"two tensors have the name {name!r} when keys are joined by dots: rename one")
             found[name] = value
         elif (isinstance(value, Mapping) or is_tensor_collection(value)) and not is_non_tensor(value):
             _collect(value, f"{name}.", found)
         elif not any(part.endswith(_EXTRA_STATES) for part in name.split(".")):
             found_type = type(value.data if isinstance(value, NonTensorData) else value).__name__
-            raise TypeError(f"{name!r} is a {found_type}, no tensor: leave it out of the weights")
+            raise TypeError(f"{name!r} is a {found_type}, not a tensor: leave it out of the weights")
 
 
 def _of_module(strategy: WeightStrategy, module: nn.Module, merging: Merging) -> dict[str, torch.Tensor]:
@@ -77,16 +79,16 @@ def _of_module(strategy: WeightStrategy, module: nn.Module, merging: Merging) ->
     if packed:
         raise ValueError(
             f"{listed(packed)}: the module's state dict has these beside its parameters and buffers (packed or "
-            "quantised weights), and they would be left out: send those of a module that holds plain parameters"
+            "quantised weights), and they would be left out: send a module whose weights are plain parameters"
         )
     is_adapted = has_adapters(module)
     if not is_adapted and hasattr(module, "merge_and_unload"):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it is experimental: the user has not asked for it
-            # No PEFT model, but one that merges by itself: only this strategy asks it to.
+            warnings.simplefilter("ignore", UserWarning)  # a warning that it is experimental
+            # Not a PEFT model, but one that merges its own adapters, only with this strategy.
             strategy = WeightStrategy(extract_as="state_dict")
     for name, parameter in module.named_parameters():
-        # A state dict of FSDP1 is gathered.
+        # FSDP1 gathers its parameters in a state dict.
         if strategy.extract_as != "state_dict" or not getattr(parameter, "_fsdp_flattened", False):
             require_here(name, parameter)
     extracted = merging.merge(module).state_dict() if is_adapted else strategy.extract_weights(module)
@@ -102,9 +104,9 @@ def _of_module(strategy: WeightStrategy, module: nn.Module, merging: Merging) ->
 
 
 def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as ordinary strided memory, detached. Raises ValueError for one that can't travel.
+    """Return the tensor as plain strided memory, detached. Raises ValueError for an unsupported tensor.
 
-    A DTensor is gathered: a collective call of all its ranks.
+    A DTensor is gathered, which is a collective call of all its ranks.
     """
     if isinstance(tensor, nn.Parameter):
         require_here(name, tensor)
@@ -112,8 +114,8 @@ def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.full_tensor()
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
         raise ValueError(
-            f"{name!r} is {tensor.dtype} of layout {tensor.layout} on {tensor.device}, which can't travel: leave it "
-            f"out, or give it as plain memory of {', '.join(DTYPE_NAMES.values())}"
+            f"{name!r} is {tensor.dtype} of layout {tensor.layout} on {tensor.device}, which weightcast can't send: "
+            f"leave it out, or pass it as plain memory of {', '.join(DTYPE_NAMES.values())}"
         )
     tensor = tensor.detach()
     return tensor if type(tensor) in (torch.Tensor, nn.Parameter) else tensor.as_subclass(torch.Tensor)

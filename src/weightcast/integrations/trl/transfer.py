@@ -1,14 +1,15 @@
 """WeightcastTransfer: TRL's `WeightTransferProtocol` over a publisher; WeightcastMetrics: its updates in TRL's logs.
 
-TRL gathers the weights itself and hands whole tensors to its first process, which publishes them alone.
+TRL gathers the weights and passes whole tensors to its first process, which publishes them alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,10 @@ TESTED_WITH = "1.16"
 class WeightcastTransfer:
     """The `weight_transfer` of an `AsyncGRPOTrainer` or an `AsyncDistillationTrainer`: each update is one publish.
 
-    Engines generate while weights travel, and pause to install. TRL's first process publishes; the others don't use
-    this object. `report`: of the last update; None before the first.
+    Engines generate during the transfer, and pause to install. TRL's first process publishes; the others don't use this
+    object. `report`: that of the last update; None before the first.
 
-    Memory on the first process: the transport's. With several processes, besides: the whole model, kept from the first
+    Memory on the first process: the transport's. With several processes also the whole model, kept from the first
     update on, in host memory (for "nccl://" on its GPU).
     """
 
@@ -43,35 +44,34 @@ class WeightcastTransfer:
         self,
         engines: Sequence[str | EngineClient],
         *,
-        on_failure: Literal["raise", "skip"] = "raise",
         dtype: CastTo | None = None,
         transport: str = "ipc://",
         token: str | None = None,
         options: PublishOptions | None = None,
         wait_ready_seconds: float = 240.0,
     ) -> None:
-        """`engines`, `transport`, `token`, `options`: as of `Publisher`. Nothing is connected before the first update.
+        """`engines`, `transport`, `token`: see `Publisher`. Nothing is connected before the first update.
 
-        `on_failure`: what happens when an engine does not take an update. "raise": the PublishError ends the training.
-        "skip": a warning is logged and training goes on; that engine keeps the version that it has, and the next update
-        tries it again. The first update always raises.
-        `dtype`: what the weights are cast to while they are packed, as of `TensorSource`; "engine": what the
-        engines have.
-        `wait_ready_seconds`: how long the first update waits for engines that are starting.
+        `options`: see `PublishOptions`. With `on_failure="raise"`, the default, an engine that does not install an
+        update ends the training with a PublishError. With "report" a warning is logged and training goes on; that
+        engine keeps its version, and the next update tries it again. The first update always raises.
 
-        Raises ValueError or TypeError for other arguments than these.
+        `dtype`: the weights are cast to it while they are packed, see `TensorSource`; "engine": to the engines' dtypes.
+
+        `wait_ready_seconds`: time that the first update waits for engines that are starting.
+
+        Raises ValueError or TypeError for wrong arguments.
         """
-        if on_failure not in ("raise", "skip"):
-            raise ValueError(f"on_failure is {on_failure!r}; it must be 'raise' or 'skip'")
         if not engines:
-            raise ValueError("engines is empty: name every server that is to be updated, ['http://127.0.0.1:8000']")
+            raise ValueError("engines is empty: name every server to update, such as ['http://127.0.0.1:8000']")
         if wait_ready_seconds != 0:
             number_of_seconds("wait_ready_seconds", wait_ready_seconds)
-        if options is not None and getattr(options, "on_failure", "raise") != "raise":
-            raise ValueError("options.on_failure is 'report': pass on_failure='skip' to WeightcastTransfer instead")
+
         warn_if_untested(logger, "TRL", trl.__version__, TESTED_WITH, symptom="updates fail")
         self.report: PublishReport | None = None
-        self._skips = on_failure == "skip"
+        self._raises = True
+        if isinstance(options, PublishOptions) and options.on_failure == "report":
+            self._raises, options = False, dataclasses.replace(options, on_failure="raise")
         self._wait_ready_seconds = wait_ready_seconds
         self._has_updated = False
         self._source = TensorSource(dtype=dtype)
@@ -82,45 +82,46 @@ class WeightcastTransfer:
             transport=transport,
             engines=engines,
             token=token,
-            trainer_group=None,  # TRL calls its first process only
+            trainer_group=None,  # TRL calls only its first process
             options=options,
         )
         self._handed = HandedPublisher(self._source, make_publisher)
         self._handed.open()
 
     def init_weight_transfer(self) -> None:
-        """Nothing: the first update connects the engines."""
+        """Do nothing, since the first update connects the engines."""
 
     def pause(self) -> None:
-        """Nothing: engines serve while weights travel."""
+        """Do nothing, since engines serve during the transfer."""
 
     def resume(self) -> None:
-        """Nothing: an update has resumed every engine when it ends."""
+        """Do nothing, since an update has resumed every engine when it ends."""
 
     def send_weights(self, iterator: Iterator[Named]) -> None:
-        """Make every engine serve these tensors; blocks until they do.
+        """Make every engine serve these tensors; block until they do.
 
-        Each wait ends by `options.deadline_seconds`. Raises what `Publisher.publish` raises, but see `on_failure`.
+        Each wait ends by `options.deadline_seconds`. Raises what `Publisher.publish` raises; `options.on_failure`
+        applies.
         """
-        # In a process group a tensor may have been gathered for this loop: the device has one of them at a time.
+        # In a process group a tensor may have been gathered, and is valid only until the next one.
         is_gathered = dist.is_available() and dist.is_initialized()
         weights = map(self._copied, iterator) if is_gathered else iterator
         wait_ready_seconds = 0.0 if self._has_updated else self._wait_ready_seconds
         try:
             self.report = self._handed.publish(weights, wait_ready_seconds=wait_ready_seconds)
         except PublishError as error:
-            if not (self._skips and self._has_updated):
-                if self._skips:
-                    error.add_note("on_failure='skip' holds after every engine has taken a first update")
+            if self._raises or not self._has_updated:
+                if not self._raises:
+                    error.add_note("on_failure='report' applies only after every engine has installed a first update")
                 raise
-            logger.warning("training goes on: %s", error)
+            logger.warning("training goes on after a failed update: %s", error)
             self.report = error.report
         finally:
             exhaust(iterator)  # a copy may have failed
         self._has_updated = True
 
     def _copied(self, named: Named) -> Named:
-        """The tensor, copied to memory that is kept from update to update."""
+        """Copy the tensor to memory that is kept from update to update."""
         name, tensor = named
         copy = self._source.tensors.get(name)
         if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
@@ -135,9 +136,9 @@ class WeightcastTransfer:
 
 
 class WeightcastMetrics(transformers.TrainerCallback):
-    """Logs each update of a trainer whose `weight_transfer` is a WeightcastTransfer, in a row of its own.
+    """Logs each update of a trainer whose `weight_transfer` is a WeightcastTransfer, as a separate row.
 
-    `trainer.add_callback(WeightcastMetrics(trainer))`, on every process.
+    Use: `trainer.add_callback(WeightcastMetrics(trainer))`, on every process.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -151,12 +152,12 @@ class WeightcastMetrics(transformers.TrainerCallback):
         self._log(control)
 
     def _log(self, control: transformers.TrainerControl) -> None:
-        transfer = self._trainer.weight_transfer  # None but on TRL's first process
+        transfer = self._trainer.weight_transfer  # None except on TRL's first process
         report = transfer.report if transfer else None
         if report is None or report is self._logged:
             return
         self._logged = report
         is_log_due = control.should_log
-        # TRL's own `log` would add what it has collected for the step's row.
+        # TRL's own `log` would add the metrics that it has collected for the step's row.
         transformers.Trainer.log(self._trainer, report.metrics())
-        control.should_log = is_log_due  # a row that was logged ends what asks for the next one
+        control.should_log = is_log_due  # logging a row has reset it

@@ -1,7 +1,7 @@
 """verl's checkpoint engine `weightcast`: `docs/verl.md`.
 
-The entry point of `verl.plugins`: verl imports this module in each of its processes. verl hides what goes wrong then;
-it is recorded, and verl's error about the missing backend has it.
+The entry point of `verl.plugins`: verl imports this module in each of its processes. verl hides errors of the import;
+they are recorded, and shown in verl's error about the missing backend.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _register() -> None:
         if not verl.__version__.startswith(f"{TESTED_WITH}."):
             raise ImportError(
                 f"weightcast's backend was tested with verl {TESTED_WITH}, found {verl.__version__}: install "
-                f"'verl=={TESTED_WITH}.*', or a weightcast that was tested with yours"
+                f"'verl=={TESTED_WITH}.*', or a weightcast version that was tested with your verl"
             )
         from weightcast.integrations.verl.checkpoint_engine import WeightcastCheckpointEngine
     except ImportError as exc:

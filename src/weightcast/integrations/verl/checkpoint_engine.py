@@ -1,4 +1,4 @@
-"""verl's `CheckpointEngine` over a `RolloutTransfer`. Errors that leave here can be pickled, for Ray."""
+"""verl's `CheckpointEngine`, implemented by a `RolloutTransfer`. Its errors can be pickled, for Ray."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer
 
 
 class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """verl makes one in each worker; `bucket_size` and `is_master` are its own arguments, the others `engine_kwargs`.
+    """Checkpoint engine that verl creates in each worker.
 
-    Those are the `RolloutOptions`, `host` by default Ray's address of the node. Raises ValueError or TypeError.
+    `bucket_size`, `is_master`: verl's arguments. `options`: its `engine_kwargs`, which are `RolloutOptions`; `host` is
+    by default Ray's address of the node. Raises ValueError or TypeError.
     """
 
     def __init__(self, bucket_size: int, is_master: bool | None = None, **options: Any) -> None:
@@ -34,21 +35,22 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     # --- before each update ---
 
     def prepare(self) -> dict[str, Any]:
-        """A rollout worker's endpoint."""
+        """Return a rollout worker's endpoint."""
         return {} if self._is_trainer else {"endpoint": self._transfer.endpoint()}
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Give trainer rank 0 the endpoints of all rollout workers, and each rollout worker its rank. Raises ValueError
-        if a worker has no server, since it was made as a trainer's.
+        """Give trainer rank 0 the endpoints of all rollout workers, and each rollout worker its rank.
+
+        Raises ValueError if a rollout worker has no server, since it was created as a trainer's.
         """
         endpoints = [prepared.get("endpoint") for prepared in metadata[actor_wg_world_size:]]
         if len(endpoints) != rollout_world_size or not all(endpoints):
             raise ValueError(
                 f"{len(endpoints)} rollout workers have prepared, {sum(map(bool, endpoints))} of them with a server; "
-                f"expected {rollout_world_size}: is_master is for trainer ranks only"
+                f"expected {rollout_world_size}: pass is_master only on trainer ranks"
             )
         trainers: dict[str, list[Any]] = {
             "rank": list(range(actor_wg_world_size)),
@@ -65,7 +67,7 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def init_process_group(
         self, rank: int, rollout_world_size: int | None, endpoints: Sequence[tuple[str, str, str]]
     ) -> None:
-        """Take this worker's part. Nothing is connected before weights are sent."""
+        """Make this worker a trainer rank or a rollout worker. Nothing is connected before weights are sent."""
         if rollout_world_size is not None:
             self._transfer.receive_as(rank, rollout_world_size)
             return
@@ -75,9 +77,10 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     # --- an update ---
 
     async def send_weights(self, weights: Iterable[Named], global_steps: int | None = None) -> dict[str, Any]:
-        """Publish the weights as version `global_steps`; rank 0 returns what it measured, the others nothing.
+        """Publish the weights as version `global_steps`; return metrics on rank 0, an empty dict on the others.
 
-        Raises as `RolloutTransfer.send`, which runs in another thread. A task that is cancelled ends when it has ended.
+        Raises what `RolloutTransfer.send` raises, which runs in another thread. A cancelled task ends when that has
+        ended.
         """
         report = await in_thread(functools.partial(self._transfer.send, weights, global_steps))
         if report is None:
@@ -92,10 +95,10 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         }
 
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Named]:
-        """The tensors of version `global_steps`; see `RolloutEngine.receive`, which blocks and raises.
+        """Return the tensors of version `global_steps`; see `RolloutEngine.receive`, which blocks and raises.
 
-        verl does not await this call, and announces an update to its engine before it asks for the first tensor. The
-        wait is here, since the engine would otherwise wait for an update that has failed.
+        verl does not await this call, and announces an update to its engine before it requests the first tensor. So
+        this call blocks: otherwise the engine would wait for an update that has failed.
         """
         return _each(self._transfer.receive(global_steps))
 

@@ -1,7 +1,7 @@
-"""verl's `CheckpointEngineManager` with an end for each failure: replicas resume, or are named as what they are.
+"""verl's `CheckpointEngineManager` with failure handling: replicas resume, or are reported as torn.
 
-Invariants: after `update_weights`, whatever it raises, each replica generates again, but for those whose workers may
-hold parts of two versions; no wait for a worker goes on once another has failed and the deadline has passed.
+Invariants: after `update_weights`, whatever it raises, each replica generates again, except those whose workers may
+have parts of two versions; once a worker has failed, waits for the others end by the deadline.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 
 class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
-    """For `rollout.checkpoint_manager_class`, with the backend "weightcast" or "naive".
+    """Manager for `rollout.checkpoint_manager_class`, with the backend "weightcast" or "naive".
 
-    `torn_replicas`: those that were left paused, until an update succeeds. Raises ValueError for another backend.
+    `torn_replicas`: those that stay paused until an update succeeds. Raises ValueError for another backend.
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
         if config.backend not in (BACKEND, "naive"):
             raise ValueError(
-                f"the backend is {config.backend!r}, which {type(self).__name__} can't undo: set "
+                f"the backend is {config.backend!r}, which {type(self).__name__} does not support: set "
                 f"rollout.checkpoint_engine.backend to {BACKEND!r}, or leave checkpoint_manager_class out"
             )
         super().__init__(config, actor_wg, replicas)
@@ -47,7 +47,7 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
         """Update the weights like verl's own manager. Raises the trainer's error, else the first rollout worker's.
 
-        Raises InstallError, naming the replicas, if they may hold parts of two versions; such replicas stay paused.
+        Raises InstallError with the names of replicas that may have parts of two versions; these stay paused.
         """
         if self.backend != BACKEND:
             return dict(await super().update_weights(global_steps))
@@ -60,7 +60,7 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
             await self._connect(rollout)
             refs = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
             refs += rollout.update_weights(global_steps=global_steps)
-            torn = replicas  # as long as it is not known what became of them: this wait may be cancelled
+            torn = replicas  # assumed until the outcome is known, since this wait may be cancelled
             outcomes = await self._outcomes(refs, is_bounded=False)
             trainers, rollouts = outcomes[: self.actor_wg.world_size], outcomes[self.actor_wg.world_size :]
             torn = self._torn(replicas, trainers, rollouts)
@@ -74,7 +74,7 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
         return {name: value for metrics in trainers for name, value in (metrics or {}).items()}
 
     async def _connect(self, rollout: Any) -> None:
-        """verl's `build_process_group`, with a deadline."""
+        """Do what verl's `build_process_group` does, with a deadline."""
         metadata = await self._on_all(rollout, "prepare")
         sizes = self.actor_wg.world_size, rollout.world_size
         await self._on_all(rollout, "init_process_group", *self.backend_cls.build_topology(*sizes, metadata))
@@ -82,7 +82,7 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
     async def _on_all(
         self, rollout: Any, method: str, on_trainers: Mapping[str, Any] = {}, on_rollouts: Mapping[str, Any] = {}
     ) -> list[Any]:
-        """Call a method of all workers' engines, by its name; arguments are lists, one for each worker."""
+        """Call a method of all workers' engines, by name. Arguments are lists with one value for each worker."""
         refs = []
         for workers, arguments in ((self.actor_wg, on_trainers), (rollout, on_rollouts)):
             refs += workers.execute_checkpoint_engine(method=[method] * workers.world_size, **arguments)
@@ -91,9 +91,9 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
         return outcomes
 
     async def _outcomes(self, calls: Iterable[Awaitable[Any]], *, is_bounded: bool = True) -> list[Any]:
-        """Return each call's result or exception; a call that has not ended by the deadline is cancelled.
+        """Return each call's result or exception. A call that has not ended by the deadline is cancelled.
 
-        Unless `is_bounded`, the deadline begins when a call has failed.
+        Unless `is_bounded`, the deadline begins only when a call has failed.
         """
         tasks = [asyncio.ensure_future(call) for call in calls]
         first_timeout = self._deadline_seconds if is_bounded else None
@@ -110,8 +110,8 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
         return [(task.exception() or task.result()) if task.done() else late for task in tasks]
 
     def _torn(self, replicas: Sequence[Any], trainers: Sequence[Any], rollouts: Sequence[Any]) -> list[Any]:
-        """Whose workers may hold parts of two versions, or not all the same one."""
-        # What became of a worker that did not answer: the trainer knows whether any was asked to install.
+        """Return the replicas whose workers may have parts of two versions, or different ones."""
+        # If a worker did not answer, the trainer's error says whether any was asked to install.
         is_untouched = any(_is_untouched(outcome) for outcome in trainers)
         torn, begin = [], 0
         for replica in replicas:
@@ -124,7 +124,7 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
         return torn
 
     async def _resume(self, replicas: Sequence[Any]) -> list[BaseException]:
-        """Resume each; one that can't be resumed keeps no other from it. The errors are logged, and returned."""
+        """Resume each replica, also after another one has failed. Errors are logged and returned."""
 
         async def resume(replica: Any) -> None:
             await replica.resume_kv_cache()
@@ -133,7 +133,7 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
         errors = []
         for replica, done in zip(replicas, await self._outcomes(map(resume, replicas)), strict=True):
             if isinstance(done, BaseException):
-                logger.error("replica %s was not resumed: %s", replica.replica_rank, done)
+                logger.error("replica %s could not be resumed: %s", replica.replica_rank, done)
                 errors.append(done)
         return errors
 
@@ -145,9 +145,9 @@ def _raise_first(outcomes: Sequence[Any], *, torn: Sequence[Any] = ()) -> None:
     error = next((each for each in errors if isinstance(each, WeightcastError)), errors[0])
     if torn:
         names = ", ".join(str(replica.replica_rank) for replica in torn)
-        message = f"replicas {names} may hold parts of two versions, and stay paused until an update succeeds"
+        message = f"replicas {names} may have parts of two versions, and stay paused until an update succeeds"
         raise InstallError(f"{message}: {error}", torn=True) from error
-    # What others say of a worker that died is that a connection ended.
+    # Other workers report only a lost connection if a worker has died: show its RayActorError as the cause.
     raise error from next((each for each in errors if each is not error and isinstance(each, RayActorError)), None)
 
 

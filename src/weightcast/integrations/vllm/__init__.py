@@ -1,7 +1,7 @@
-"""Stock vLLM as an engine: a weight-transfer backend, its routes, and the clients that drive it from the trainer.
+"""vLLM as an engine: a weight-transfer backend, its routes, and the clients for the trainer.
 
-`internals` names everything undocumented of vLLM that this package relies on. Exported names are imported at their
-first use: a trainer needs vLLM only for `WeightcastTrainerInitInfo`, and vLLM itself needs no client.
+`internals` has every undocumented name of vLLM that this package uses. Exported names are imported at their first use:
+a trainer needs vLLM only for `WeightcastTrainerInitInfo`, and vLLM itself needs no client.
 """
 
 from __future__ import annotations

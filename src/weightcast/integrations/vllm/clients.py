@@ -1,7 +1,7 @@
-"""vLLM without a server: an `LLM` or `AsyncLLM` of this process, a Ray actor that is one, or what runs its workers.
+"""Clients of vLLM without a server: an `LLM` or `AsyncLLM` of this process, a Ray actor, or `collective_rpc`.
 
-Invariants: each calls public methods of vLLM's classes only; every wait has a deadline, after which the engine counts
-as hung; an engine that is partly asleep is paused and resumed without waking it.
+Invariants: the clients call only public methods of vLLM's classes; every wait has a deadline, after which the engine
+counts as hung; an engine that is partly asleep is paused and resumed without waking it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from weightcast.integrations.vllm.rank_client import RankClient, Status
 from weightcast.seams.client import EngineClient
 
 Call = Callable[..., Any]
-"""Calls a method of an engine: its name, then its arguments. Raises what that raises, TimeoutError past a deadline."""
+"""Calls an engine's method, given its name and arguments. Raises what it raises, TimeoutError after the deadline."""
 
 
 def detect(engine: Any) -> list[EngineClient]:
-    """The clients of an engine object, one for each replica; empty if it has no `collective_rpc`."""
+    """Return the clients of an engine object, one for each replica; empty if it has no `collective_rpc`."""
     if not hasattr(engine, "collective_rpc"):
         return []
     if hasattr(engine, "actors"):
@@ -39,10 +39,10 @@ def detect(engine: Any) -> list[EngineClient]:
 
 
 class LLMEngine(RankClient):
-    """An offline `LLM`, in the process that publishes. Don't generate while `publish` runs: an LLM has one caller.
+    """Client of an offline `LLM` in the publishing process. Don't generate while `publish` runs.
 
-    `timeout_seconds` bounds each call to its engine process; an LLM without one runs in this process and can't be
-    timed out. `pause="wait"` needs an engine process.
+    `timeout_seconds`: limit of each call to its engine process. Without an engine process the LLM runs in this process,
+    and calls have no limit. `pause="wait"` needs an engine process.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class LLMEngine(RankClient):
         timeout_seconds: float = 60.0,
     ) -> None:
         if not hasattr(getattr(llm, "llm_engine", None), "engine_core"):
-            raise TypeError(f"{type(llm).__name__} is no LLM of vLLM: pass the object that vllm.LLM(...) gave")
-        # Without a process of its own the engine computes in the caller's thread, whose state torch keeps by thread.
+            raise TypeError(f"{type(llm).__name__} is not an LLM of vLLM: pass the object that vllm.LLM(...) returned")
+        # Without an engine process vLLM computes in the caller's thread, and torch has state by thread.
         is_inside = type(llm.llm_engine.engine_core).__name__ == "InprocClient"
 
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
             work = functools.partial(getattr(llm, method), *args, **kwargs)
             if is_inside:
                 return work()
-            # Nothing ends vLLM's wait for an engine process that is stuck or gone.
+            # vLLM's own wait for a hung or dead engine process has no deadline.
             return in_background(work, name="weightcast-llm").result(timeout_seconds)
 
         super().__init__(
@@ -72,9 +72,9 @@ class LLMEngine(RankClient):
 
 
 class AsyncLLMEngine(RankClient):
-    """An `AsyncLLM`. Its event loop must go on while `publish` runs: `await publisher.publish_async()`.
+    """Client of an `AsyncLLM`. Its event loop must run during the publish: `await publisher.publish_async()`.
 
-    `loop` is the one that it lives in, by default the one that runs where this is made.
+    `loop`: the AsyncLLM's event loop, by default the running one.
     """
 
     def __init__(
@@ -88,10 +88,12 @@ class AsyncLLMEngine(RankClient):
         timeout_seconds: float = 60.0,
     ) -> None:
         if not hasattr(async_llm, "vllm_config"):
-            raise TypeError(f"{type(async_llm).__name__} is no AsyncLLM of vLLM: pass the AsyncLLM itself")
+            raise TypeError(f"{type(async_llm).__name__} is not an AsyncLLM of vLLM: pass the AsyncLLM itself")
         home = asyncio._get_running_loop() if loop is None else loop
         if home is None:
-            raise ValueError("no event loop runs here: make it in a coroutine of the AsyncLLM's loop, or pass loop=")
+            raise ValueError(
+                "no event loop is running: make AsyncLLMEngine in a coroutine of the AsyncLLM's loop, or pass loop="
+            )
 
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
             if asyncio._get_running_loop() is home:
@@ -111,11 +113,11 @@ class AsyncLLMEngine(RankClient):
 
 
 class RayEngine(RankClient):
-    """A Ray actor of vLLM's `LLM` or `AsyncLLM`, or of a class that has their methods.
+    """Client of a Ray actor of vLLM's `LLM` or `AsyncLLM`, or of a class with their methods.
 
-    Needs `collective_rpc`, `wake_up`, `get_weight_version`, `update_weight_version`, and `pause_generation` with
-    `is_paused` (AsyncLLM) or `sleep` with `reset_prefix_cache` (LLM); raises ValueError if the actor lacks one. If the
-    publisher's process dies in a pause, an actor that lives on stays paused: call its `wake_up(tags=["scheduling"])`.
+    The actor needs `collective_rpc`, `wake_up`, `get_weight_version`, `update_weight_version`, and `pause_generation`
+    with `is_paused` (AsyncLLM) or `sleep` with `reset_prefix_cache` (LLM); raises ValueError if it lacks one. If the
+    publisher's process dies during a pause, the actor stays paused: call its `wake_up(tags=["scheduling"])`.
     """
 
     def __init__(
@@ -132,14 +134,19 @@ class RayEngine(RankClient):
         except ModuleNotFoundError as exc:
             raise with_extra(exc) from exc
         if not hasattr(handle, "_actor_id"):
-            raise TypeError(f"{type(handle).__name__} is no handle of a Ray actor; an LLM itself goes into LLMEngine")
+            raise TypeError(
+                f"{type(handle).__name__} is not a handle of a Ray actor: pass the handle; for an LLM use LLMEngine"
+            )
         name = name or f"ray:{handle._actor_id.hex()}"
         is_async = hasattr(handle, "pause_generation")
         needed = ["collective_rpc", "wake_up", "get_weight_version", "update_weight_version"]
         needed += ["is_paused"] if is_async else ["sleep", "reset_prefix_cache"]
         missing = [method for method in needed if not hasattr(handle, method)]
         if missing:
-            raise ValueError(f"the actor {name} is no LLM or AsyncLLM of vLLM: it has no {', '.join(missing)}")
+            raise ValueError(
+                f"the actor {name} is not an LLM or AsyncLLM of vLLM, since it has no {', '.join(missing)}: derive its "
+                "class from one of them, or add these methods"
+            )
 
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
             return ray.get(getattr(handle, method).remote(*args, **kwargs), timeout=timeout_seconds)
@@ -149,15 +156,15 @@ class RayEngine(RankClient):
 
 
 class CollectiveEngine(RankClient):
-    """An `EngineClient` of what has `collective_rpc(method, timeout, args, kwargs)`, for all of its workers.
+    """Client of an object with `collective_rpc(method, timeout, args, kwargs)`, for all of its workers.
 
-    It is known by that alone (TorchRL's AsyncVLLM, and each of its replicas); calls that answer with a future, or a Ray
-    reference, are waited for. `sleep(level=0)` and `wake_up(tags)`, where it has them, pause it for an install;
-    `reset_prefix_cache` is called in that pause. Without them the caller sees to it that nothing generates meanwhile.
+    No other method is required (TorchRL's AsyncVLLM, and each of its replicas). Calls that return a future or a Ray
+    reference are waited for. `sleep(level=0)` and `wake_up(tags)`, if present, pause the engine for an install, during
+    which `reset_prefix_cache` is called. Without them the caller must not generate during an install.
     """
 
     def __init__(self, engine: Any, name: str, *, of: Any = None, timeout_seconds: float = 60.0) -> None:
-        """`of`: the object by which callers generate, where `engine` is one of several parts of it."""
+        """`of`: the object with which callers generate, if `engine` is one of its replicas."""
 
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
             return _resolved(getattr(engine, method)(*args, **kwargs), timeout_seconds)
@@ -168,7 +175,7 @@ class CollectiveEngine(RankClient):
 
 
 class _Methods:
-    """A `Control` by an engine's methods; vLLM's errors, asyncio's and Ray's become ours."""
+    """A `Control` that calls an engine's methods, and translates the errors of vLLM, asyncio and Ray."""
 
     def __init__(self, name: str, call: Call, timeout_seconds: float) -> None:
         self._name = name
@@ -180,7 +187,7 @@ class _Methods:
         return replies
 
     def resume(self) -> None:
-        # Not resume_generation: an engine of which only the weights are awake must not schedule.
+        # Not resume_generation: an engine whose KV cache is asleep must not schedule.
         self._call("wake_up", tags=["scheduling"])
 
     def set_label(self, version: str) -> None:
@@ -193,7 +200,7 @@ class _Methods:
         except WeightcastError:
             raise
         except TimeoutError as exc:
-            text = f"{name}.{method} gave no answer in time (timeout_seconds is {self._timeout_seconds:g})"
+            text = f"{name}.{method} gave no answer in time: use a larger timeout_seconds ({self._timeout_seconds:g})"
             raise PeerTimeoutError(text, peer=name) from exc
         except Exception as exc:
             if {"EngineDeadError", "RayActorError"} & {kind.__name__ for kind in type(exc).__mro__}:
@@ -202,7 +209,7 @@ class _Methods:
 
 
 class _OfflineMethods(_Methods):
-    """An `LLM`'s, which has no pause of its own, but a sleep that frees nothing."""
+    """The methods of an `LLM`, which is paused by a sleep that frees no memory."""
 
     def status(self) -> Status:
         return Status(self._call("get_weight_version"), False)
@@ -210,11 +217,14 @@ class _OfflineMethods(_Methods):
     def pause(self, mode: PauseMode) -> None:
         self._call("sleep", level=0, mode=mode)
         if not self._call("reset_prefix_cache", reset_running_requests=True, reset_connector=True):
-            raise ControlError(f"{self._name} did not drop its prefix cache", peer=self._name)
+            raise ControlError(
+                f"{self._name} did not drop its prefix cache, since requests are running: publish when it is idle",
+                peer=self._name,
+            )
 
 
 class _AsyncMethods(_Methods):
-    """An `AsyncLLM`'s. `world_size`: None where it can't be read."""
+    """The methods of an `AsyncLLM`. `world_size`: None if it can't be read."""
 
     def __init__(self, name: str, call: Call, timeout_seconds: float, world_size: int | None = None) -> None:
         super().__init__(name, call, timeout_seconds)
@@ -228,20 +238,20 @@ class _AsyncMethods(_Methods):
 
 
 class _CollectiveMethods(_Methods):
-    """Those that an engine `has`."""
+    """The methods that an engine `has`."""
 
     def __init__(self, name: str, call: Call, timeout_seconds: float, has: Callable[[str], bool]) -> None:
         super().__init__(name, call, timeout_seconds)
         self._has = has
 
     def call_ranks(self, call: Any) -> list[Any]:
-        # By position: an engine that is no vLLM's own may call its arguments otherwise, and have no defaults.
+        # By position: engines other than vLLM's may have other argument names, and no defaults.
         replies = self._call("collective_rpc", METHOD, None, (call,), None)
-        # TorchRL gives a list of replies for each engine.
+        # TorchRL returns a list of replies for each engine.
         return [one for reply in replies for one in (reply if isinstance(reply, list) else [reply])]
 
     def status(self) -> Status:
-        """Neither label nor pause is asked for: a replica of TorchRL has neither."""
+        """Return an empty status, since TorchRL's replicas report neither label nor pause."""
         return Status("default", False)
 
     def pause(self, mode: PauseMode) -> None:
@@ -249,7 +259,7 @@ class _CollectiveMethods(_Methods):
         if self._has("sleep"):
             self._call("sleep", level=0)
         if self._has("reset_prefix_cache") and self._call("reset_prefix_cache") is False:
-            # Requests wait in the pause: once more, as TorchRL does, and then after the install.
+            # Requests wait in the pause: try again, as TorchRL does, and once more after the install.
             self._call("reset_prefix_cache")
 
     def resume(self) -> None:
@@ -257,11 +267,11 @@ class _CollectiveMethods(_Methods):
             super().resume()
 
     def set_label(self, version: str) -> None:
-        """There is none."""
+        """Do nothing, since the engine has no label."""
 
 
 def _replica(actor: Any) -> Any:
-    """A replica of AsyncVLLM, which is a Ray actor, as an object with methods that answer with Ray references."""
+    """Wrap a replica of AsyncVLLM, a Ray actor, as an object whose methods return Ray references."""
     methods = {name: name for name in ("sleep", "wake_up", "reset_prefix_cache")}
     methods["collective_rpc"] = "collective_rpc_v1"
     return SimpleNamespace(**{name: getattr(actor, m).remote for name, m in methods.items() if hasattr(actor, m)})

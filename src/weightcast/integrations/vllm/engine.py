@@ -1,4 +1,4 @@
-"""All ranks of all engine cores behind one vLLM API server, as one engine: a call reaches each of them."""
+"""All ranks of all engine cores behind one vLLM API server, as one engine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 
 DEADLINE_SECONDS = 50.0
-"""Less than a publisher waits for an answer by default, so that it receives why there is none."""
+"""Shorter than a publisher's default deadline, so that it receives the error."""
 
 
 class VllmEngine(PluginEngine):
-    """The engine behind `client`, vLLM's EngineClient. By default one API server is in front of it."""
+    """The engine behind `client`, vLLM's EngineClient. `mutex`: needed with several API servers."""
 
-    default_pause = "abort"  # vLLM's own route's, in whose place ours stands
+    default_pause = "abort"  # that of vLLM's own route, which ours replaces
 
     def __init__(
         self, client: Any, mutex: ServerMutex | None = None, *, deadline_seconds: float = DEADLINE_SECONDS
@@ -32,7 +32,7 @@ class VllmEngine(PluginEngine):
         return int(parallel.world_size_across_dp if with_data_parallel else parallel.world_size)
 
     async def pause(self, mode: PauseMode, run: str = "", *, clear_cache: bool = True) -> None:
-        """Stop generation until `resume`; vLLM's own route may leave the caches."""
+        """Stop generation until `resume`. `clear_cache`: False keeps the caches, as an option of vLLM's own route."""
         if clear_cache:
             await super().pause(mode)
             return
@@ -41,9 +41,9 @@ class VllmEngine(PluginEngine):
 
     @contextlib.asynccontextmanager
     async def waking(self, tags: Sequence[str]) -> AsyncIterator[None]:
-        """Inside of it vLLM may be woken, which sets it going once all its memory is there. Raises EngineTornError.
+        """Context in which vLLM may be woken, and so may begin to generate. Raises EngineTornError.
 
-        A torn one may have its weights back, to be healed: where they sleep, so does its KV cache.
+        A torn engine may wake its weights, for the next update, as long as its KV cache stays asleep.
         """
         async with self._alone():
             replies = await self._in_time(self._replies(Ask()))
@@ -56,7 +56,7 @@ class VllmEngine(PluginEngine):
 
     async def _ask(self, call: RankCall) -> Replies:
         values = numbered(call)
-        # Never with a timeout of vLLM's, which would leave a reply behind for the next step to read.
+        # Without vLLM's own timeout, which would leave a reply that the next step would read.
         core = self._client.engine_core
         answers = await core.call_utility_all_async("collective_rpc", METHOD, None, (values,), None)
         replies = replies_to(values, [reply for answer in answers for reply in answer], "vLLM")
@@ -64,21 +64,21 @@ class VllmEngine(PluginEngine):
 
     async def _stop(self, mode: PauseMode) -> None:
         await self._client.renderer.clear_mm_cache_async()
-        # What vLLM's own `pause_generation` does, without its rest of 20 ms after it.
+        # As vLLM's `pause_generation`, but without its sleep afterwards.
         await self._client.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
 
     async def _schedule(self) -> None:
-        # Data-parallel engines of experts meet in a resume: one that is in a step would miss the others.
+        # Data-parallel engines with expert parallelism synchronise in a resume, which one that runs would not join.
         if await self._is_stopped():
             await self._go_on()
 
     async def _end_stop(self) -> None:
-        # Data-parallel engines of experts refuse to resume before all have paused, which waits for what is running. A
-        # pause in this mode ends that one too.
+        # Data-parallel engines with expert parallelism can't resume before all have paused, which waits for running
+        # requests. A pause in this mode ends the former one at once.
         await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     async def _go_on(self) -> None:
-        # Unlike vLLM's resume, this leaves an engine alone whose weights or KV cache are asleep.
+        # Unlike vLLM's resume, this does not start an engine whose weights or KV cache are asleep.
         await self._client.wake_up(tags=["scheduling"])
 
     async def _is_stopped(self) -> bool:

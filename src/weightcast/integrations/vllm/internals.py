@@ -1,7 +1,7 @@
-"""Every undocumented name of vLLM that this package leans on, looked up by one function; and what was not tried.
+"""Every undocumented name of vLLM that this package needs, looked up by one function; and the untested features.
 
-Invariant: a vLLM that lacks one of these names is refused when the transfer engine is made, by `require`, never found
-out in the middle of an update.
+Invariant: a vLLM that lacks one of these names is refused by `require` when the transfer engine is created; a missing
+name is never found only during an update.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _INFO = (
 )
 
 CHANGES = ("sleep", "discard", "reload_weights", "reset_weights")
-"""The worker's methods by which vLLM changes the weights by itself, or takes their memory away."""
+"""The worker's methods by which vLLM changes the weights by itself, or frees their memory."""
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculation that propose tokens of the request's own text, or of former ones."""
+"""Methods of speculative decoding that need no draft model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Internals:
-    """vLLM's layerwise reload, part by part, each with its place. `layer_info` gives what vLLM notes of a layer."""
+    """The functions of vLLM's layerwise reload, each with its path. `layer_info`: returns vLLM's record of a layer."""
 
     current_config: Annotated[Callable[[Any], AbstractContextManager[None]], "vllm.config:set_current_vllm_config"]
     layer_info: Annotated[Callable[[nn.Module], Any], f"{_RELOAD}.layerwise:get_layerwise_info"]
@@ -57,13 +57,13 @@ class Internals:
 
     @property
     def plain_methods(self) -> tuple[type, ...]:
-        """Those that leave weights as they are, but on a CPU."""
+        """Classes of quantisation methods that do not change weights, except on a CPU."""
         return self.linear_method, self.embedding_method
 
 
 @functools.cache
 def require() -> Internals:
-    """vLLM's own parts. Raises UnsupportedError, naming every one that this vLLM lacks."""
+    """Return vLLM's functions. Raises UnsupportedError with every name that this vLLM lacks."""
     found: dict[str, Any] = {}
     problems = []
     for name, hint in get_type_hints(Internals, include_extras=True).items():
@@ -82,20 +82,20 @@ def require() -> Internals:
         problems += [f"{worker.__name__}.{name}" for name in CHANGES if not hasattr(worker, name)]
     if problems:
         raise UnsupportedError(
-            f"vLLM {version()} lacks {len(problems)} of the names that weightcast leans on; "
-            f"use vLLM {TESTED_WITH}, or a weightcast for this one: {'; '.join(problems)}",
+            f"vLLM {version()} lacks {len(problems)} names that weightcast needs ({'; '.join(problems)}): use vLLM "
+            f"{TESTED_WITH}, or a weightcast version for this vLLM",
             problems,
         )
     return Internals(**found)
 
 
 def version() -> str:
-    """The version of the vLLM that runs here."""
+    """Return the version of the running vLLM."""
     return str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
 
 
 def unsupported(vllm_config: Any) -> list[str]:
-    """Every configured feature that neither trying an offer nor an install was tested with, by vLLM's name for it."""
+    """Return the configured features with which dry runs and installs were not tested, by vLLM's names."""
     parallel, cache, offload = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.offload_config
     model, speculation = vllm_config.model_config, vllm_config.speculative_config
     quantization, sleeps_by = model.quantization, model.sleep_mode_backend
@@ -119,7 +119,7 @@ def unsupported(vllm_config: Any) -> list[str]:
 
 
 def weights_sleep(vllm_config: Any, device: torch.device) -> bool:
-    """Return whether the memory of the weights is unmapped now, so that touching it would end the process."""
+    """Return whether the weights' memory is unmapped now, so that an access would end the process."""
     if device.type != "cuda" or not vllm_config.model_config.enable_sleep_mode:
         return False
     allocator = importlib.import_module("vllm.device_allocator").get_mem_allocator_instance()

@@ -1,18 +1,18 @@
 """One load: packed layers are filled and packed by vLLM one after another, all others are loaded in place.
 
-This is vLLM's layerwise reload, by its own parts, but for how it learns that a layer is whole: vLLM calls every loader
-twice, first to count what it would copy; here the dry run of the offer has counted the calls. A packed layer is filled
-beside its live tensors, then packed by vLLM and copied into them.
+This is vLLM's layerwise reload, with vLLM's own functions, except for the detection that a layer is complete: vLLM
+calls every loader twice, first to count the copies; here the dry run of the offer has counted the calls. A packed layer
+is filled in extra memory, then packed by vLLM and copied to its live tensors.
 
-Invariants: when it has ended, however, every layer has its live tensors, where they were, so that captured graphs stay
-valid, and none is on the meta device; nothing that was received is kept. From the first call of its loaders to the last
-one a packed layer takes the memory of its own tensors once more, and before and after that none.
+Invariants: after a load, also a failed one, every layer has its live tensors at their addresses, so that captured
+graphs stay valid, and none is on the meta device; no received tensor is kept. From the first to the last call of its
+loaders a packed layer needs the memory of its tensors once more.
 
-Two faults of the stock reload on CPUs, where weights are packed once more for the CPU's kernels, are worked round:
+Two faults of the stock reload on CPUs, where weights are packed for the CPU's kernels, are worked around:
 
 - A layer whose parameter belongs to an earlier layer (a tied `lm_head`) keeps a packed copy of the former weights: it
-  is processed again, from the parameter that both share.
-- Unquantised experts are packed only while their method has no kernel: it is taken away, and made again by the reload.
+  is processed again, from the shared parameter.
+- Unquantised experts are packed only while their method has no kernel: it is removed, and the reload makes it again.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from weightcast.integrations.vllm import internals
 
 Tensors = dict[str, torch.Tensor]
 _PRODUCT_BYTES = 16 << 20
-"""How much of a packed table is read at a time."""
+"""Amount of a packed table that is read at a time."""
 
 
 class Reload:
     """Loads into `model`, whose layers must stay the same modules; their tensors may change.
 
-    `begin`, `load` once or more, `finish`; or `abort` at any point, also where one of these has raised: the weights are
-    then of no version, but another load can heal them.
+    Call sequence: `begin`, `load` once or more, `finish`; or `abort` at any point, also after an error: the weights are
+    then torn, until another load.
     """
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
@@ -47,8 +47,8 @@ class Reload:
         self._attention: list[Any] = [layer for layer in model.modules() if internals.require().is_attention(layer)]
         self._fillings: list[Filling] = []
         self._tied: list[Any] = []
-        """Packed layers in host memory whose weight is an earlier layer's. Other tensors that layers share, such as a
-        router's bias, are packed nowhere."""
+        """Packed layers in host memory whose weight is an earlier layer's. Other shared tensors, such as a router's
+        bias, are never packed."""
         seen: set[int] = set()
         for layer in model.modules():
             weight = layer._parameters.get("weight")
@@ -59,17 +59,17 @@ class Reload:
 
     @property
     def processed(self) -> set[str]:
-        """The layers of which a load computes more than what its tensors set."""
+        """Return the layers for which a load computes more than its tensors set."""
         layers = {*self._attention, *self._tied}
         return {name for name, layer in self._model.named_modules() if layer in layers}
 
     def require_work_rounds(self) -> None:
-        """Raises UnsupportedError if a layer that a work-round is for lacks what the work-round needs, or if vLLM has
-        dropped weights that it would have to load again.
+        """Raise UnsupportedError if a layer lacks a name that one of the workarounds needs, or if vLLM has freed
+        weights that it would have to load again.
         """
         if any(getattr(layer, "is_amx_bmm_enabled", False) for layer in self._attention):
             raise UnsupportedError(
-                f"vLLM {internals.version()} drops the weights of kv_b_proj once its attention by AMX_MLA has packed "
+                f"vLLM {internals.version()} frees the weights of kv_b_proj after its AMX_MLA attention has packed "
                 "them, and can't load them again: start it with --attention-backend CPU_MLA"
             )
         experts: list[Any] = [layer for layer in self._packed.values() if _is_cpu_experts(layer)]
@@ -78,13 +78,13 @@ class Reload:
         lacking |= {f"{type(layer).__name__}.cpu_linear" for layer in self._tied if "cpu_linear" not in vars(layer)}
         if lacking:
             raise UnsupportedError(
-                f"vLLM {internals.version()} packs weights on a CPU in another way than weightcast knows: "
-                f"it has no {', '.join(sorted(lacking))}"
+                f"vLLM {internals.version()} packs weights on a CPU in a way that weightcast does not support, since "
+                f"it has no {', '.join(sorted(lacking))}: use vLLM {internals.TESTED_WITH}"
             )
 
     def begin(self, calls: Mapping[str, int]) -> None:
-        """Make these layers ready to be filled, by as many calls of their loaders."""
-        # A reload that another client left half-way would go on with what it has buffered.
+        """Prepare these layers to be filled. `calls`: number of calls of each layer's loaders."""
+        # An unfinished reload of another client would go on with its buffered tensors.
         self.abort()
         self._fillings = [Filling(name, self._packed[name], number) for name, number in calls.items()]
 
@@ -94,7 +94,7 @@ class Reload:
             self._model.load_weights(tensors)
 
     def finish(self) -> list[str]:
-        """Compute what depends on several layers. Returns, in words, which layers lack calls: the load is aborted."""
+        """Finish the load. If layers lack calls of their loaders, abort it and return their descriptions."""
         missing = [str(filling) for filling in self._fillings if not filling.is_done]
         if missing:
             self.abort()
@@ -108,7 +108,7 @@ class Reload:
         return []
 
     def abort(self) -> None:
-        """End a reload that is under way: every layer gets its live tensors back, what is buffered goes. Idempotent."""
+        """Abort a reload: every layer gets its live tensors back, and buffered tensors are freed. Idempotent."""
         vllm = internals.require()
         self._fillings = []
         for layer in self._model.modules():
@@ -123,10 +123,10 @@ class Reload:
 
 
 class Filling:
-    """A packed layer that is to be filled by `num_calls` calls of its loaders; the last one has vLLM pack it.
+    """A packed layer that is filled by `num_calls` calls of its loaders, after which vLLM packs it.
 
-    Raises what vLLM raises, and InstallError at a call too many. `internals.put_live_back` undoes a filling that is
-    under way.
+    Raises what vLLM raises, and InstallError for an additional call. `internals.put_live_back` undoes an unfinished
+    one.
     """
 
     def __init__(self, name: str, layer: nn.Module, num_calls: int) -> None:
@@ -154,9 +154,13 @@ class Filling:
 
     def _loader(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def load(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            del param  # the loader may hold the one without memory
+            del param  # it may be the parameter without memory
             if self.is_done:
-                raise InstallError(f"more came for {self._name} than when the offer was tried", torn=True)
+                raise InstallError(
+                    f"the loader was called more often for {self._name} than in the dry run of the offer: publish "
+                    "again",
+                    torn=True,
+                )
             result = original(self._filled(name), *args, **kwargs)
             self._num_done += 1
             if self._num_done == self._num_calls:
@@ -166,7 +170,7 @@ class Filling:
         return load
 
     def _filled(self, name: str) -> torch.Tensor:
-        """The tensor that is filled, with memory from the first call on."""
+        """Return the tensor to fill, which gets memory at the first call."""
         tensor: torch.Tensor = getattr(self._layer, name)
         if tensor.is_meta:
             with self._info.restore_device:
@@ -178,7 +182,7 @@ class Filling:
         method: Any = self._layer.quant_method
         kernel = getattr(method, "moe_kernel", None)
         if _is_cpu_experts(self._layer):
-            method.moe_kernel = None  # or vLLM would leave them packed as they were
+            method.moe_kernel = None  # otherwise vLLM would not pack them again
 
         def put_kernel_back() -> None:
             if kernel is not None:
@@ -189,16 +193,16 @@ class Filling:
 
 
 def is_packed(layer: nn.Module) -> bool:
-    """Return whether vLLM may keep a layer's weights in another form than a checkpoint's. Others load in place."""
+    """Return whether vLLM may keep a layer's weights in another form than the checkpoint's. Others load in place."""
     vllm = internals.require()
     return isinstance(getattr(layer, "quant_method", None), vllm.quant_method) and not vllm.is_attention(layer)
 
 
 def has_plain_weights(layer: nn.Module) -> bool:
-    """Return whether vLLM computes with a layer's parameters and buffers alone, in the checkpoint's form.
+    """Return whether vLLM computes only with a layer's parameters and buffers, in the checkpoint's form.
 
-    A layer that vLLM may pack has plain weights if the method for unquantised weights leaves them unchanged. On a CPU
-    this method calls a function with the weights, which may use packed weights of its own in place of its argument.
+    A layer that vLLM may pack has plain weights if the method for unquantised weights does not change them. On a CPU
+    this method passes the weights to a function, which may use packed weights in place of its argument.
     """
     if not is_packed(layer):
         return True
@@ -212,7 +216,7 @@ def has_plain_weights(layer: nn.Module) -> bool:
 
 
 def _uses_what_it_is_given(layer: Any, weight: torch.Tensor) -> bool:
-    """Return whether the layer's function uses the weight that it is called with; tried with a weight of one row."""
+    """Return whether the layer's function uses the weight that it is called with, tried with a weight of one row."""
     if weight.ndim != 2 or not weight.numel():
         return False
     with torch.inference_mode():
@@ -234,10 +238,10 @@ def has_packed_copy(layer: nn.Module) -> bool:
 def packed_copy_fault(layer: Any, vllm_config: Any) -> str:
     """Return how a layer's packed copy differs from its table, or "".
 
-    The packed copy is read by computing with it: multiplied with a row of the unit matrix it gives a column of the
-    table. If a value differs from the table's (a kernel takes subnormal numbers for 0, for example), vLLM packs the
-    table again and the two packed copies are compared. Takes a few times as long as the logits of as many tokens as the
-    table has columns, and the memory of another packed copy if a value differs.
+    The packed copy is read by computing with it: its product with a row of the unit matrix is a column of the table. If
+    a value differs from the table's (for example, a kernel treats subnormal numbers as 0), vLLM packs the table again,
+    and the two packed copies are compared. Time: a few times that of the logits of as many tokens as the table has
+    columns. Memory, if a value differs: another packed copy.
     """
     table: torch.Tensor = layer.weight.data
     num_columns = table.shape[1]
@@ -260,8 +264,8 @@ def packed_copy_fault(layer: Any, vllm_config: Any) -> str:
             if differing.any():
                 column, row = differing.nonzero()[0].tolist()
                 return (
-                    f"has a packed copy beside it that is not what vLLM packs of it, first in row {row}, column "
-                    f"{start + column}: {found[column, row].item()} in place of {expected[column, row].item()}"
+                    f"has a packed copy that differs from it, first in row {row}, column {start + column}: found "
+                    f"{found[column, row].item()}, expected {expected[column, row].item()}"
                 )
     return ""
 
@@ -273,7 +277,7 @@ def _is_cpu_experts(layer: nn.Module) -> bool:
 
 
 def in_checkpoint_form(layer: nn.Module) -> tuple[Tensors, Tensors]:
-    """Its parameters and buffers without memory, as vLLM noted them at start-up; not those that vLLM leaves live."""
+    """Return a layer's parameters and buffers without memory, as recorded by vLLM at start-up, except live ones."""
     vllm = internals.require()
     parameters, buffers = vllm.layer_info(layer).restore_metadata
     kept = vllm.kept_tensors
@@ -284,9 +288,9 @@ def in_checkpoint_form(layer: nn.Module) -> tuple[Tensors, Tensors]:
 
 
 def without_memory(tensor: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    """A `twin`, with the loader that the tensor had at start-up."""
+    """Return a `twin`, with the loader that the tensor had at start-up."""
     vllm = internals.require()
     made = vllm.with_layer(twin(tensor), layer)
-    # After a reload by vLLM itself its record keeps the loader of that reload, which would load nothing.
+    # After a reload by vLLM itself its record has the loader of that reload, which would load nothing.
     made.weight_loader = vllm.original_loader(made)  # type: ignore[attr-defined]
     return made

@@ -1,7 +1,7 @@
-"""One rank's model of a running vLLM as an engine: tries an offer, installs through vLLM's own loader, goes back.
+"""One rank's model of a running vLLM as an engine: dry runs, installs through vLLM's own loader, undo.
 
-Invariants: a load is one layerwise reload, after which no layer is left on the meta device, also when it fails; a
-dry run writes nothing of vLLM's own records either.
+Invariants: a load is one layerwise reload, after which no layer is left on the meta device, also if it fails; a dry run
+does not change vLLM's own records.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from weightcast.integrations.vllm.layerwise_load import (
 
 
 class VllmModel(LoaderEngine):
-    """Made in vLLM's worker, once its model is loaded: raises UnsupportedError if this vLLM lacks what is leant on, or
-    if the model's loader can't be tried. With a feature that is `internals.unsupported`, every offer is refused.
+    """The model of a vLLM worker, created once it is loaded.
+
+    Raises UnsupportedError if this vLLM lacks a required name, or if the model's loader fails in a dry run. With a
+    feature of `internals.unsupported` every offer is refused.
     """
 
     def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
@@ -52,7 +54,7 @@ class VllmModel(LoaderEngine):
             if strange:
                 raise UnsupportedError(
                     f"{listed(strange)} took another layer's place since vLLM has loaded the model, and vLLM does not "
-                    "know how its weights were loaded: put the former layer back, or start vLLM again"
+                    "know how its weights were loaded: put the former layer back, or restart vLLM"
                 )
             self._reload = Reload(model, vllm_config)
             self._reload.require_work_rounds()
@@ -85,7 +87,7 @@ class VllmModel(LoaderEngine):
 
 
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:
-    """Return what vLLM's loader would do with tensors of these names, shapes and dtypes, in this order.
+    """Return the effect of vLLM's loader on tensors of these names, shapes and dtypes, in this order.
 
     The outcome's `calls` counts the loader calls of the layers that `layerwise_load.Filling` fills.
     """
@@ -93,7 +95,7 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
     packed: dict[str, nn.Module] = {}
 
     def form(layer: nn.Module, name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        if layer is model:  # the first one of each run
+        if layer is model:  # the first layer of each run
             calls.clear()
         return _checkpoint_form(layer, name, calls, packed)
 
@@ -104,10 +106,10 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
         for name, layer in packed.items()
         if has_packed_copy(layer)
     }
-    # vLLM packs these, so that a copy to their parameters is not all.
+    # vLLM packs these, so a copy to their parameters is not enough.
     opaque = dict(outcome.opaque)
     reasons: dict[str, str] = {}
-    # What is set in layers that must be filled by their loaders, but by other means.
+    # Tensors of layers that must be filled by their loaders, but are set by other means.
     passed_by = []
     for target in outcome.targets.values():
         name = target.name.rpartition(".")[0]
@@ -128,9 +130,9 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
 def _checkpoint_form(
     layer: nn.Module, name: str, calls: Counter[str], packed: dict[str, nn.Module]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The layer's parameters and buffers as they were before they were packed, as vLLM noted them at start-up.
+    """Return the layer's parameters and buffers before packing, as recorded by vLLM at start-up.
 
-    A layer that vLLM may pack is noted in `packed`, and each call of its tensors' loaders in `calls`, by its name.
+    A layer that vLLM may pack is added to `packed`, and calls of its tensors' loaders are counted in `calls`, by name.
     """
     vllm = internals.require()
     if type(layer).__name__ in vllm.kept_modules:
@@ -139,7 +141,7 @@ def _checkpoint_form(
     noted = [tensor for tensors in made for tensor in tensors.values()]
     live: tuple[Any, Any] = layer._parameters, layer._buffers
     for tensors, held in zip(made, live, strict=True):
-        # Of what vLLM leaves live in a reload, biases are loaded; maps of experts are read by loaders.
+        # Of the tensors that vLLM keeps live in a reload, biases are loaded; maps of experts are read by loaders.
         for kept, tensor in held.items():
             if kept in vllm.kept_tensors and tensor is not None:
                 tensors[kept] = without_memory(tensor, layer) if tensor.is_floating_point() else tensor
@@ -151,7 +153,7 @@ def _checkpoint_form(
 
 
 def _counted(loader: Callable[..., Any], calls: Counter[str], name: str) -> Callable[..., Any]:
-    @functools.wraps(loader, assigned=())  # its attributes and signature, which vLLM looks at
+    @functools.wraps(loader, assigned=())  # vLLM inspects its attributes and signature
     def load(*args: Any, **kwargs: Any) -> Any:
         calls[name] += 1
         return loader(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""The entry points by which vLLM finds weightcast: `register` in every process, `endpoints` in the API server.
+"""vLLM's entry points for weightcast: `register` in every process, `endpoints` in the API server.
 
-Nothing of weightcast's that needs torch is imported here before vLLM asks for it.
+Modules that need torch are imported only when vLLM calls for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPTION = f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
 
 @functools.cache
 def register() -> None:
-    """Make the backend known to vLLM, and give its workers the method of `control.worker_rpc`.
+    """Register the backend with vLLM, and add the method of `control.worker_rpc` to its workers.
 
     The entry point of `vllm.general_plugins`, which may run more than once in a process.
     """
@@ -39,7 +39,7 @@ def register() -> None:
 
 @functools.cache
 def register_trainer() -> None:
-    """Make the backend of the trainer's side known to vLLM, which imports it when it is asked for."""
+    """Register the trainer-side backend with vLLM, which imports it on demand."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     engine = "weightcast.integrations.vllm.trainer_engine"
@@ -47,7 +47,7 @@ def register_trainer() -> None:
 
 
 class _VllmLog(logging.Handler):
-    """Hands a record to vLLM's log, as that is configured by then: some processes load plugins before they do that."""
+    """Forwards records to vLLM's logger. Some processes configure it only after plugins were loaded."""
 
     def emit(self, record: logging.LogRecord) -> None:
         theirs = logging.getLogger("vllm")
@@ -56,11 +56,11 @@ class _VllmLog(logging.Handler):
 
 
 def _log_as_vllm() -> None:
-    """Have vLLM's log say what weightcast's says, unless somebody has configured it: vLLM has no root handler."""
+    """Forward weightcast's log to vLLM's, unless it is configured, since vLLM sets no root handler."""
     ours = logging.getLogger("weightcast")
     if not ours.hasHandlers() and ours.level == logging.NOTSET:
         ours.addHandler(_VllmLog())
-        ours.setLevel(logging.DEBUG)  # vLLM's level decides
+        ours.setLevel(logging.DEBUG)  # vLLM's level applies
 
 
 def endpoints() -> Any:
@@ -74,9 +74,9 @@ def endpoints() -> Any:
 
 
 def _answer(worker: Any, values: object) -> Any:
-    """A call of `control.worker_rpc`, as plain JSON values, in one of vLLM's workers."""
+    """Answer a call of `control.worker_rpc`, as plain JSON values, in one of vLLM's workers."""
     engine = getattr(worker, "weight_transfer_engine", None)
     if engine is not None and worker.vllm_config.weight_transfer_config.backend == BACKEND:
         return engine.answer(values)
-    error = UnsupportedError(f"this vLLM was not started to be updated by weightcast: start it with {OPTION}")
+    error = UnsupportedError(f"this vLLM was started without weightcast's backend: start it with {OPTION}")
     return msgspec.to_builtins(RankReply(worker.rank, WeightInfo("default"), to_record(error)))

@@ -1,8 +1,8 @@
-"""vLLM from the trainer's side, however it is reached: rank calls in, every rank's reply out.
+"""Base of the trainer's clients of vLLM without a server: sends rank calls, and combines every rank's reply.
 
-Invariants: an engine is labelled with the version that its ranks hold before it serves again; it is not resumed while
-a rank is torn, ranks hold different versions, or it is not known what they hold. Stock vLLM has nothing that would
-refuse its requests then: where the engine is an object of this process, that does.
+Invariants: an engine is labelled with its ranks' version before it serves again; it is not resumed while a rank is
+torn, ranks have different versions, or their version is unknown. vLLM itself can't refuse requests then; if the engine
+is an object of this process, a `Refusal` does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class Status(NamedTuple):
     """State that vLLM reports: its version label, whether its scheduler is paused, and its number of ranks.
 
-    `world_size`: over all data-parallel engines, which the ranks of a dense model can't count; None: not known.
+    `world_size`: over all data-parallel engines, which a dense model's ranks do not know; None if unknown.
     """
 
     label: str
@@ -49,10 +49,10 @@ class Status(NamedTuple):
 
 
 class Control(Protocol):
-    """vLLM's own control plane. Every call has a deadline; errors are PeerError or what the engine raised."""
+    """vLLM's own control methods. Every call has a deadline; errors are PeerError or the engine's own."""
 
     def call_ranks(self, call: Any) -> list[Any]:
-        """Run the method `worker_rpc.METHOD` on every rank; the replies (of the first data-parallel engine)."""
+        """Run the method `worker_rpc.METHOD` on every rank; return the replies of the first data-parallel engine."""
         ...
 
     def status(self) -> Status: ...
@@ -69,10 +69,10 @@ class Control(Protocol):
 
 
 class RankClient(EngineClient, ServesTraffic):
-    """An `EngineClient` over a `Control`, with `TwoPhaseInstall`. `name`: as errors call it.
+    """An `EngineClient` over a `Control`, with `TwoPhaseInstall`. `name`: the engine's name in errors.
 
-    `refusal`: that of the object of this process by which callers generate. `token` is what the engine's processes have
-    as WEIGHTCAST_TOKEN. `pause`: what becomes of requests, see HttpEngine.
+    `refusal`: for an engine object of this process with which callers generate. `token`: the value of WEIGHTCAST_TOKEN
+    in the engine's processes. `pause`: see HttpEngine.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class RankClient(EngineClient, ServesTraffic):
         self._world_size = 1
 
     def info(self) -> WeightInfo:
-        """Return the ranks' joint state; `weight_version` is vLLM's label until the first update by weightcast."""
+        """Return the ranks' combined state; `weight_version` is vLLM's label until the first update by weightcast."""
         status = self._control.status()
         info = self._required(Ask()).info
         if info.torn:
-            # Also where no update follows, as after a sleep that has dropped the weights.
+            # Also if no update follows, as after a sleep that has freed the weights.
             self._refuse(info.torn)
         self._world_size = info.world_size if status.world_size is None else status.world_size
         version = status.label if info.weight_version == "default" else info.weight_version
@@ -111,18 +111,21 @@ class RankClient(EngineClient, ServesTraffic):
         self._run = info.run
 
     def update(self, info: UpdateInfo) -> None:
-        """Raises UnsupportedError for a streamed offer: nothing here keeps other callers from generating meanwhile."""
+        """Send an update message. Raises UnsupportedError for a streaming offer, during which others could generate."""
         if isinstance(info, Offer) and info.install == "streaming":
             raise UnsupportedError(
                 f'install="streaming" needs weightcast\'s routes in the server, which {self.name} lacks: '
-                "publish staged, or serve vLLM with VLLM_PLUGINS=weightcast"
+                "publish with install='staged', or serve vLLM with VLLM_PLUGINS=weightcast"
             )
         self._required(UpdateCall(info))
 
     def finish(self, version: int) -> None:
-        """Install on every rank. Raises the first error; ranks of other data-parallel engines say theirs on links."""
+        """Install on every rank.
+
+        Raises the first error; ranks of other data-parallel engines report over their links.
+        """
         if not self._run:
-            raise ClosedError(f"no publisher holds {self.name}: call init first")
+            raise ClosedError(f"no publisher holds {self.name}: call init() first")
         self._required(InstallCall(self._run, version, self._world_size))
 
     def settle(self, version: int, *, keep: bool) -> None:
@@ -130,14 +133,14 @@ class RankClient(EngineClient, ServesTraffic):
         if keep:
             self._required(settle)
         else:
-            # A rank that can't go back says so on its link, and in the answer that `resume` asks for.
+            # A rank that can't roll back reports it over its link, and in its reply to `resume`.
             self._replies(settle)
 
     def pause(self, run: str) -> None:
         self._control.pause(self._pause_mode)
 
     def resume(self, run: str) -> None:
-        """Label the engine with what it holds, and have it schedule again; it stays paused if it is torn."""
+        """Label the engine with its ranks' version, and resume it; if it is torn, it stays paused."""
         try:
             replies = self._replies(Ask())
             if not replies.torn:
@@ -145,7 +148,7 @@ class RankClient(EngineClient, ServesTraffic):
                     self._control.set_label(replies.info.weight_version)
                 self._control.resume()
         except WeightcastError as exc:
-            self._refuse(f"it could not be resumed: {exc}")
+            self._refuse(f"the engine could not be resumed: {exc}")
             raise
         if replies.torn:
             self._refuse(replies.torn)
@@ -154,9 +157,9 @@ class RankClient(EngineClient, ServesTraffic):
             self._refusal.end()
 
     def quarantine(self, reason: str) -> None:
-        """Have requests refused, where the engine is an object of this process; elsewhere they wait in a pause."""
+        """Have the engine refuse requests if it is an object of this process; otherwise they wait in a pause."""
         self._refuse(reason)
-        # Before the pause: what resumes the engine asks its ranks first.
+        # Before the pause, since every resume asks the ranks first.
         self._required(Quarantine(reason[:4096]))
         self._control.pause("keep")
 
@@ -165,7 +168,7 @@ class RankClient(EngineClient, ServesTraffic):
             self._refusal.begin(reason)
 
     def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
-        """The digests of its live tensors, or of those named; None before the first version was offered to it."""
+        """Return digests of the live tensors (or of `names`); None before the first offer to this engine."""
         if "prove" not in self._required(Ask()).info.abilities:
             return None
         return self._required(Prove(names=tuple(names))).held(with_blocks=bool(names))
@@ -174,14 +177,14 @@ class RankClient(EngineClient, ServesTraffic):
         return self._required(Dtypes(list(specs))).dtypes()
 
     def shutdown(self) -> None:
-        """End the present run's hold; the engine serves on."""
+        """End the present run's session; the engine goes on serving."""
         self._required(Leave())
 
     def close(self) -> None:
-        """The engine is the caller's: nothing is closed."""
+        """Do nothing, since the engine is the caller's."""
 
     def _required(self, call: RankCall) -> Replies:
-        """Every rank's reply. Raises the first error among them."""
+        """Return every rank's reply. Raises the first error among them."""
         replies = self._replies(call)
         replies.raise_first(self.name)
         return replies

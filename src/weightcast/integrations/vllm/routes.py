@@ -1,8 +1,8 @@
 """The endpoint plugin of vLLM's API server: the weight routes of the control protocol, in place of vLLM's own.
 
-Invariants: with a token set, no weight route answers without it, and without one, none answers a browser's page; while
-the engine is torn, generation is answered with 503, by every API server of several. vLLM's VLLM_SERVER_DEV_MODE is not
-needed, and would open routes that no token guards; that of them which sets an engine going leaves a torn one alone.
+Invariants: with a token set, every weight route requires it; without one, requests of a browser's page are refused;
+while the engine is torn, every API server answers generation with 503. vLLM's VLLM_SERVER_DEV_MODE is not needed, and
+would open routes without a token; its /wake_up does not start a torn engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OPERATIONS = {
     "/finish_weight_update": "finish",
     "/shutdown_weight_transfer_engine": "shutdown",
 }
-"""By what names vLLM counts and times its own routes of these paths."""
+"""By path, the names under which vLLM's metrics count and time its own routes."""
 
 
 class WeightcastRoutes:
@@ -50,7 +50,7 @@ class WeightcastRoutes:
         self._engine: VllmEngine | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes; vLLM drops its own of the same path and method."""
+        """Add the routes, which replace vLLM's own with the same path and method."""
         token = os.environ.get(TOKEN_VARIABLE) or None
         for method, path, handler in weight_handlers(self._require_engine):
             recorded = _recorded(_OPERATIONS[path], handler) if path in _OPERATIONS else handler
@@ -61,17 +61,17 @@ class WeightcastRoutes:
         )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """`engine_client` is None for vLLM's render server, which has no engine: every route then says so."""
+        """Take over the engine. `engine_client`: None in vLLM's render server, whose weight routes then raise."""
         if engine_client is None:
             return
         num_servers = getattr(args, "api_server_count", None) or 1
-        # Several API servers are children of one process.
+        # Several API servers are child processes of one parent.
         mutex = ServerMutex.of_several(num_servers, launcher=os.getppid()) if num_servers > 1 else ServerMutex.of_one()
         self._engine = VllmEngine(engine_client, mutex)
 
     def _require_engine(self) -> VllmEngine:
         if self._engine is None:
-            raise ClosedError("this server has no engine")
+            raise ClosedError("this server has no engine: send the request to the server that generates")
         return self._engine
 
     async def _why_torn(self) -> str:
@@ -83,7 +83,7 @@ class WeightcastRoutes:
 
 
 class WakeGuard:
-    """Around vLLM's own /wake_up: not for an engine that is torn, and never in the middle of an install."""
+    """Guards vLLM's own /wake_up: refuses it for a torn engine, and delays it during an install."""
 
     def __init__(self, app: ASGIApp, find: Callable[[], VllmEngine]) -> None:
         self._app = app
@@ -103,7 +103,7 @@ class WakeGuard:
 
 
 def _recorded(operation: Any, handler: Handler) -> Handler:
-    """In vLLM's metrics of weight transfers, as its own routes are."""
+    """Return a handler that records the route in vLLM's weight-transfer metrics, as vLLM's own routes do."""
 
     async def recorded(request: Request) -> Response:
         with weight_operation_metrics().record(operation):

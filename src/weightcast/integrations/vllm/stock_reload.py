@@ -1,6 +1,6 @@
-"""Stock vLLM, started without weightcast's backend: `reload_weights`, a method of its workers, by `/collective_rpc`.
+"""Client of a vLLM server without weightcast's backend: calls its workers' `reload_weights` by `/collective_rpc`.
 
-After a tensor of a wrong shape vLLM itself can't reload: that server must be started again.
+After a tensor of a wrong shape vLLM can't reload any more, and must be restarted.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from weightcast.links.watchdog import RecoveryRequest
 
 _REMEDY = f"`pip install PATH_TO_WEIGHTCAST` in its environment, and start it with {PLUGINS} and {OPTION}"
 _RESUME = "/wake_up?tags=scheduling"
-"""Not /resume: a server of which only the weights are awake must not schedule before its KV cache is."""
+"""Not /resume, since a server whose KV cache is asleep must not schedule."""
 _encode = msgspec.json.encode
 
 
 def detect(routes: HttpRoutes, pause: PauseMode) -> StockServer | None:
-    """The client for a vLLM server with development routes; None if it is no vLLM server.
+    """Return the client for a vLLM server with development routes; None if it is not a vLLM server.
 
-    Raises ControlError for one whose weight routes are not loaded, saying how to load them.
+    Raises ControlError, with the remedy, for a vLLM server without weight routes.
     """
     config = _config(routes)
     transfer = None if config is None else config.weight_transfer_config
@@ -51,7 +51,7 @@ def _config(routes: HttpRoutes) -> VllmConfig | None:
 
 
 class StockVllmApi(StockApi):
-    """vLLM's own routes, as far as they are called here."""
+    """vLLM's own routes that are needed for an update."""
 
     def __init__(self, http: HttpRoutes, config: VllmConfig, pause: PauseMode) -> None:
         self.name = http.name
@@ -81,18 +81,19 @@ class StockVllmApi(StockApi):
         self._http.post(_RESUME)
 
     def require_loadable(self, manifest: Manifest, *, is_torn: bool) -> None:
-        # Another server may have been started here since this client was made.
+        # Another server may have been started at this URL since this client was created.
         if _config(self._http) != self._config:
-            raise ControlError(f"{self.name} is another server now: publish again", peer=self.name)
+            raise ControlError(f"{self.name} was restarted with another configuration: publish again", peer=self.name)
         self._num_ranks = self._http.get("/get_world_size", _WorldSize).world_size
         if self._num_ranks > 1 and is_torn:
             raise EngineTornError(
-                f"a reload has failed on {self.name}: vLLM answers for its {self._num_ranks} ranks out of step since "
-                f"then, and no later one can be trusted. Start it again; with our backend that is not needed: {_REMEDY}"
+                f"a reload has failed on {self.name}, since when the replies of its {self._num_ranks} ranks are out of "
+                "step and later reloads can't be trusted: restart it. With weightcast's backend this can't happen: "
+                f"{_REMEDY}"
             )
         if self._config.device_config.device != "cpu":
             return
-        # What vLLM's reload leaves as it was, and says nothing of, where it packs weights for a CPU.
+        # Weights that vLLM's reload silently leaves unchanged when it packs weights for a CPU.
         records, stale = manifest.tensors, []
         if not any(record.name.endswith("lm_head.weight") and not record.aliases for record in records):
             stale.append("an lm_head that is tied to the embeddings")
@@ -108,17 +109,17 @@ class StockVllmApi(StockApi):
     def load(self, directory: Path, *, was_torn: bool) -> None:
         """Reload from a directory. After a failed reload, first reload without tensors, to end vLLM's last try."""
         for path in (_empty(directory), directory) if was_torn else (directory,):
-            # Never with vLLM's own `timeout`: one that passes leaves a reply behind, which the next step would read.
+            # Without vLLM's own `timeout`, which would leave a reply that the next step would read.
             results = self._http.post_for("/collective_rpc", _encode(_reload(path)), _RankResults).results
             if results != [None] * len(results) or not results:
-                raise ControlError(f"its ranks answered {results!r}: their replies are out of step, start it again")
+                raise ControlError(f"its ranks answered {results!r}, so their replies are out of step: restart it")
 
     def recovery_requests(self, directory: Path, former: str, label: str) -> list[RecoveryRequest]:
         def request(path: str, body: Any = None, expected: Mapping[str, Any] = {}) -> RecoveryRequest:
             text = "" if body is None else _encode(body).decode()
             return RecoveryRequest(f"{self.name}{path}", dict(self._http.headers), text, expected, LOAD_SECONDS)
 
-        # One null for each rank: anything else is a reply to another call.
+        # One null for each rank; anything else is a reply to another call.
         all_done = {"results": [None] * self._num_ranks}
         return [
             request("/update_weight_version", _label(f"{INCOMPLETE}{former}")),
@@ -141,7 +142,7 @@ def _reload(directory: Path) -> dict[str, Any]:
 
 
 def _empty(directory: Path) -> Path:
-    """A checkpoint without tensors, beside the directory."""
+    """Write a checkpoint without tensors beside the directory; return its path."""
     path = directory.with_name("empty")
     path.mkdir(exist_ok=True)
     write_tensors(path / SINGLE_FILE, {})

@@ -1,7 +1,7 @@
-"""The backend "weightcast" of vLLM's trainer side: a program that drives vLLM by its own API publishes by that name.
+"""The backend "weightcast" of vLLM's trainer-side API.
 
-Importing this module registers it with `WeightTransferTrainerFactory`, as vLLM's plugins do. Needs vLLM on the trainer,
-whose base classes it derives from. Takes the sources of vLLM 0.32 and of 0.33, whose methods differ.
+Importing this module registers it with `WeightTransferTrainerFactory`, as vLLM's plugins do. It needs vLLM on the
+trainer, from whose base classes it derives, and supports the sources of vLLM 0.32 and 0.33, whose methods differ.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weightcast.trainer.publisher import Publisher
 logger = logging.getLogger(__name__)
 
 TESTED_WITH = ("0.32", "0.33")
-"""0.33 by its Python files on the trainer, with engines of 0.32: there is no vLLM 0.33 for CPUs."""
+"""0.33 was tested only on the trainer, with engines of 0.32, since there is no vLLM 0.33 for CPUs."""
 
 
 @dataclasses.dataclass
@@ -53,12 +53,13 @@ class WeightcastTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitInfo]):  # type: ignore[misc]
-    """Publishes a `WeightSource`: each `send_weights` is one version, on every engine whole or not at all.
+    """Publishes a `WeightSource`: each `send_weights` is one version, all or nothing on every engine.
 
-    vLLM's `client` says where the engines are; it is not called. A source whose ranks have parts of their own (0.33:
+    vLLM's `client` is used only for the engines' addresses. A source whose ranks have different parts (0.33:
     `iter_local`, or owners without rank 0; 0.32: `held_names`) is published by all ranks of torch.distributed's default
-    group together. From any other, rank 0 publishes the tensors one after another, as the source gathers them.
-    Memory: the transport's; besides, for parts, what the source makes of them, until the version is sent.
+    group together. From any other source rank 0 publishes the tensors one after another, as the source gathers them.
+
+    Memory: the transport's; for parts also the source's tensors, until the version is sent.
     """
 
     init_info_cls = WeightcastTrainerInitInfo
@@ -67,7 +68,7 @@ class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitI
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self.rank = init_info.rank
         self.report: PublishReport | None = None
-        """Of the last `send_weights` that engines took, on a rank that publishes."""
+        """Report of the last successful `send_weights`, on a publishing rank."""
         warn_if_untested(logger, "vLLM", vllm.__version__, *TESTED_WITH, symptom="send_weights fails")
         self._weights = _RankParts(source, self.rank)
         self._publisher: Publisher | HandedPublisher | None = None
@@ -88,9 +89,9 @@ class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitI
 
     @classmethod
     def trainer_init(cls, init_info: WeightcastTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
-        """Call it on every trainer rank. Nothing is connected yet.
+        """Create the backend; call it on every trainer rank. Connects nothing.
 
-        Raises ValueError or TypeError for a source, a rank or engines that can't be used.
+        Raises ValueError or TypeError for a wrong source, rank or engines.
         """
         if not hasattr(source, "metadata"):
             raise ValueError(f"source is a {type(source).__name__}; pass a WeightSource, such as vLLM's ModuleSource")
@@ -99,9 +100,9 @@ class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitI
     def send_weights(self) -> None:
         """Publish the source's weights as the next version: call it on every trainer rank.
 
-        Blocks until each engine has installed the version or has failed. Raises what `Publisher.publish` raises: where
-        ranks publish together on all of them, else on rank 0 alone, once the source has been iterated to its end, since
-        its ranks gather each tensor together.
+        Blocks until each engine has installed the version or has failed. Raises what `Publisher.publish` raises: on all
+        ranks if they publish together, otherwise only on rank 0, after the source was iterated to its end, since its
+        ranks gather each tensor together.
         """
         if self._publisher is None:
             exhaust(self._weights.iterate())
@@ -112,27 +113,27 @@ class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitI
                 self.report = self._publisher.publish()
 
     def shutdown(self) -> None:
-        """Disconnect the engines, which serve on. Idempotent."""
+        """Disconnect the engines, which go on serving. Idempotent."""
         if self._publisher is not None:
             self._publisher.close()
 
 
 class _RankParts:
-    """A `Source` of what a rank's `WeightSource` yields, inside of `with` only: entering iterates over it.
+    """A `Source` of a rank's `WeightSource`. Use it in a `with` block, whose beginning iterates over the source.
 
-    `are_published_together`: ranks have parts of their own, so that one alone can't publish.
+    `are_published_together`: ranks have different parts, so one rank can't publish alone.
     """
 
     def __init__(self, source: Any, rank: int) -> None:
-        """Raises ValueError for a dtype that can't travel, or a rank that torch.distributed does not have here."""
+        """Raise ValueError for an unsupported dtype, or a rank that differs from torch.distributed's."""
         self._source, self._rank = source, rank
-        # A method in vLLM 0.32, a property from 0.33 on.
+        # `metadata` is a method in vLLM 0.32, a property from 0.33 on.
         self._is_0_32 = callable(source.metadata)
         self._is_local = not self._is_0_32 and source.implements_iter_local()
         metadata = source.metadata() if self._is_0_32 else source.metadata
         unknown = [f"{meta.name!r} is {meta.dtype}" for meta in metadata if meta.dtype not in DTYPE_NAMES]
         if unknown:
-            raise ValueError(f"{', '.join(unknown)}; known: {', '.join(DTYPE_NAMES.values())}")
+            raise ValueError(f"unsupported dtypes: {', '.join(unknown)}; supported: {', '.join(DTYPE_NAMES.values())}")
         self._metadata = {meta.name: (number, meta) for number, meta in enumerate(metadata)}
         self._specs = tuple(TensorSpec(meta.name, DTYPE_NAMES[meta.dtype], tuple(meta.shape)) for meta in metadata)
         self._regions: Regions = {}
@@ -148,7 +149,7 @@ class _RankParts:
             )
 
     def iterate(self) -> Iterator[tuple[str, Any]]:
-        """A pass over the source, which may gather each tensor with other ranks; 0.32's may yield None for one."""
+        """Iterate over the source, which may gather each tensor with other ranks. In 0.32 a tensor may be None."""
         source = self._source
         return iter(source if self._is_0_32 else source.iter_local() if self._is_local else source.iter_full())
 
@@ -164,9 +165,9 @@ class _RankParts:
         self._regions = {}
 
     def _region(self, name: str) -> Region | None:
-        """Return the region of a tensor that this rank publishes; None if another rank, which has all of it, does.
+        """Return the region of a tensor that this rank publishes; None if another rank publishes all of it.
 
-        The owners of a whole tensor take turns: it may have been gathered, and no rank should keep all of these.
+        Ranks that have the same whole tensors publish some each, so that no rank has to keep all gathered ones.
         """
         number, meta = self._metadata[name]
         if self._is_0_32:

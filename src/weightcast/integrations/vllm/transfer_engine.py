@@ -1,4 +1,4 @@
-"""The backend "weightcast" of vLLM's weight transfer: each worker's `RankWorker`, which the plugin's routes call.
+"""The backend "weightcast" of vLLM's weight transfer: a `RankWorker` in each worker, called by the plugin's routes.
 
 Invariant: no call waits for the publisher.
 """
@@ -30,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
-    """vLLM makes one in each worker, once its model is loaded. Raises UnsupportedError for a vLLM it can't update."""
+    """Transfer engine that vLLM creates in each worker, once its model is loaded.
+
+    Raises UnsupportedError for a vLLM that weightcast can't update.
+    """
 
     init_info_cls = dict
     update_info_cls = dict
@@ -39,7 +42,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         parallel = vllm_config.parallel_config
-        # `world_size` is one engine's, without its data-parallel siblings; only the index is kept for dense models.
+        # `world_size` is that of one data-parallel engine; for dense models vLLM keeps only the engine's index.
         first_rank = parallel.data_parallel_index * parallel.world_size
         groups = [get_tp_group().cpu_group, get_pp_group().cpu_group]
         self._is_last = parallel.rank == parallel.world_size - 1
@@ -49,7 +52,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
 
         def require_awake() -> None:
             if are_asleep():
-                raise ClosedError("the weights' memory is asleep: wake it (/wake_up?tags=weights) before the install")
+                raise ClosedError("the weights' memory is asleep: send /wake_up?tags=weights before the install")
 
         self._rank = RankWorker(
             VllmModel(model, vllm_config, device),
@@ -64,13 +67,13 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
         _hear_of_changes(internals.require().worker)
 
     def answer(self, values: object) -> Any:
-        """The worker method of `control.worker_rpc`."""
+        """Answer a call of `control.worker_rpc`."""
         with set_current_vllm_config(self.vllm_config):
             return self._rank.answer(values)
 
     @contextlib.contextmanager
     def changing(self, name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Around one of `internals.CHANGES`, called with these arguments."""
+        """Context of a call of one of `internals.CHANGES` with these arguments."""
         rank = self._rank
         if name == "sleep":
             level = kwargs.get("level", *args[:1] or (1,))
@@ -78,10 +81,10 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             yield
         elif name == "discard":
             tags = kwargs.get("tags", *args[:1] or ((),))
-            rank.interrupt("vLLM discards memory")
+            rank.interrupt("vLLM frees memory")
             yield
             if "weights" in tags:
-                rank.interrupt("vLLM has discarded the weights' memory", loses_weights=True)
+                rank.interrupt("vLLM has freed the weights' memory", loses_weights=True)
         elif name == "reload_weights":
             rank.interrupt("vLLM reloads the weights by itself", loses_weights=True)
             yield
@@ -111,19 +114,19 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
         """Raise UnsupportedError, on the last rank alone: vLLM stops reading its ranks' replies at the first error."""
         if self._is_last:
             raise UnsupportedError(
-                "vLLM's own weight calls do not update this engine: publish with weightcast.Publisher, to a server "
-                f"that was started with {PLUGINS}"
+                "vLLM's own weight-transfer calls are not supported by weightcast's backend: publish with "
+                f"weightcast.Publisher, to a server that was started with {PLUGINS}"
             )
 
     def shutdown(self) -> None:
-        """End the present run's hold, with its threads, sockets and mapped memory. The engine serves on."""
+        """End the present run's session, with its threads, sockets and mapped memory. The engine goes on serving."""
         with Attempt():
             self._rank.do(Leave())
 
 
 @functools.cache
 def _hear_of_changes(worker_class: Any) -> None:
-    """Have vLLM's workers, of every platform that is loaded, say so before they change the weights by themselves."""
+    """Wrap the methods of vLLM's workers that change the weights, for every platform that is loaded."""
 
     def hearing(name: str, stock: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(stock)

@@ -1,7 +1,7 @@
-"""`gloo://` and `nccl://`: flat broadcasts of whole buckets in a torch.distributed group of our own.
+"""`gloo://` and `nccl://`: flat broadcasts of whole buckets in a torch.distributed group of weightcast's own.
 
-`sender` and `receiver` are the two ends, `group` the sender's groups, `buffers` where buckets arrive and how workers of
-one host share them, `records` what is said beside the broadcasts.
+`sender` and `receiver` are the two ends, `group` the sender's groups, `buffers` the memory where buckets arrive and how
+workers of one host share it, `records` the records that are sent beside the broadcasts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NCCL = Transport(
     sender=CollectiveSender,
     receiver=CollectiveReceiver,
     same_host=False,
-    # Two or three of them lie in each engine's GPU memory, beside caches that have left little of it.
+    # Small, since each engine's GPU holds two or three buckets beside caches that leave little memory.
     default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 64 << 20},
     origins="any",
 )

@@ -1,6 +1,6 @@
-"""`ipc://`: publisher and engines on one host share memory; nothing is copied but into it and out of it.
+"""`ipc://`: publisher and engines on one host share memory; the only copies are those into and out of it.
 
-`arena` and `cuda` are the memory, `sender` and `receiver` the ends, `records` what is said of the memory.
+`arena` and `cuda` are the memory, `sender` and `receiver` the two ends, `records` the records that announce the memory.
 """
 
 from __future__ import annotations

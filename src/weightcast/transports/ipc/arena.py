@@ -3,7 +3,7 @@
 Invariants: a receiver maps nothing whose size could change under it (that would be a SIGBUS); what a receiver writes
 into its mapping stays its own (copy on write), so that no engine can spoil another's bytes; a tensor keeps its mapping
 alive, so that nothing is ever unmapped under a view; the same place gives the same tensor object until the arena goes;
-pages are touched before they are written only as long as the host and every cgroup have room for all that are left.
+pages are populated in advance only as long as the host and every cgroup have room for all that remain.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from weightcast.transports.sending import OwnedArena
 
 _WHAT = "the arena of this update"
 _STEP_BYTES = 32 << 20
-"""Of memory that is populated, between two questions for how much there is."""
+"""Memory that one thread populates between two checks of the memory that is available."""
 
 
 class OwnedSharedArena(OwnedArena):
     """The sender's end. Costs `size_bytes` of host memory, which are populated in the background."""
 
     def __init__(self, generation: int, size_bytes: int) -> None:
-        """Raises InsufficientMemoryError if the host or a cgroup hasn't that much left."""
+        """Raise InsufficientMemoryError if the host or a cgroup has less than that available."""
         self._mapping = SharedMemory.make(size_bytes, _WHAT).map()
         whole = self._mapping.tensor()
         super().__init__(generation, whole, torch.device("cpu"))
@@ -47,7 +47,7 @@ class OwnedSharedArena(OwnedArena):
         return SharedArena(self.generation, self.size_bytes), self._mapping.memory.descriptor
 
     def close(self, *, free: bool) -> None:
-        # Before it is freed, which nothing may be touched after.
+        # First, since no page may be touched after it was freed.
         self.populating.close()
         if free:
             self._mapping.free()
@@ -58,14 +58,14 @@ class OwnedSharedArena(OwnedArena):
 
 
 class Populating:
-    """Touches the pages of a flat buffer in host memory in order, in threads that end by themselves.
+    """Populates the pages of a flat buffer in host memory in order, in threads that end by themselves.
 
-    So those who write to it first need not wait for the kernel. No thread is left after `close`, and a forked child has
-    none.
+    The first writers of the buffer then need not wait for the kernel. No thread is left after `close`, and a forked
+    child has none.
     """
 
     def __init__(self, memory: torch.Tensor, what: str, remedy: str = host_memory.LESS_AT_ONCE) -> None:
-        """`what` needs the memory, and `remedy` helps where there is too little: for an error's text."""
+        """Start the threads. `what` needs the memory and `remedy` helps if there is too little: for an error's text."""
         self._memory: torch.Tensor | None = memory
         self._size_bytes = memory.numel()
         self._what, self._remedy = what, remedy
@@ -73,7 +73,7 @@ class Populating:
         self._next = 0
         self._under_way: set[int] = set()
         self._has_stopped = False
-        """Before the end, if not everything was touched."""
+        """True if the threads end before every page was touched."""
         self._threads: list[threading.Thread] = []
         num_steps = -(-self._size_bytes // _STEP_BYTES)
         close_at_exit(self)
@@ -87,8 +87,8 @@ class Populating:
     def wait(self, end_bytes: int, seconds: float) -> float:
         """Wait, at most that long, until the first `end_bytes` were touched; return how long it took, in seconds.
 
-        Pages that were not touched by then cost memory when they are written. Raises InsufficientMemoryError if memory
-        ran short before the end, and there is too little for the rest still.
+        Pages that were not touched by then cost memory when they are written. Raises InsufficientMemoryError if the
+        threads stopped for lack of memory and there still is too little for the pages that remain.
         """
         start = time.perf_counter()
         with self._changed:
@@ -97,13 +97,13 @@ class Populating:
             Deadline(seconds).wait_for(self._changed, lambda: self._has_stopped or self._touched_bytes >= end_bytes)
             if self._has_stopped and (rest_bytes := self._size_bytes - self._touched_bytes) > 0:
                 host_memory.require(rest_bytes, self._what, self._remedy)
-                # It is written now, and is not asked for twice.
+                # The caller writes to the rest now: count it as touched, so that no later call checks it again.
                 self._next = self._size_bytes
                 self._under_way.clear()
         return time.perf_counter() - start
 
     def close(self) -> None:
-        """Touch nothing any more. Idempotent, from any thread."""
+        """Stop the threads. Idempotent, from any thread."""
         with self._changed:
             self._has_stopped = True
             self._changed.notify_all()
@@ -114,14 +114,14 @@ class Populating:
 
     @property
     def _touched_bytes(self) -> int:
-        """The pages before that were touched."""
+        """Number of bytes from the start whose pages were all touched."""
         return min(self._under_way, default=self._next)
 
     def _run(self) -> None:
         memory = self._memory  # Mapped as long as this thread has it.
         while memory is not None and (start := self._begin()) is not None:
             is_touched = False
-            with contextlib.suppress(OSError):  # Memory ran short meanwhile, or is broken: who writes to it is told.
+            with contextlib.suppress(OSError):  # Memory is short or faulty: its writer gets the error.
                 is_touched = tables.populate(memory.data_ptr() + start, min(_STEP_BYTES, self._size_bytes - start))
             with self._changed:
                 if is_touched:
@@ -149,7 +149,7 @@ class MappedSharedArena(MappedArena):
     """The receiver's end. Owns the descriptor that it is made from, also if the construction fails."""
 
     def __init__(self, record: SharedArena, descriptor: int) -> None:
-        """Raises ManifestError for a descriptor whose size or seals are not what was promised."""
+        """Raise ManifestError if the descriptor's size or seals are not those of `record`."""
         self.generation = record.generation
         self.size_bytes = record.size_bytes
         self._memory = SharedMemory.received(descriptor, record.size_bytes)
@@ -157,7 +157,7 @@ class MappedSharedArena(MappedArena):
             self.reset()
 
     def reset(self) -> None:
-        """Map it again: anything that this process wrote into the former mapping is not in the new one."""
+        """Map the memory again, without anything that this process wrote into the former mapping."""
         self._mapping = self._memory.map(private=True)
         self.buffers = Buffers(self._mapping.tensor())
 
@@ -168,6 +168,6 @@ class MappedSharedArena(MappedArena):
         return True
 
     def close(self) -> None:
-        """Let go of it; what is mapped stays as long as a tensor needs it."""
+        """Close the descriptor; the mapping stays as long as a tensor refers to it."""
         self._memory.close()
         del self._mapping

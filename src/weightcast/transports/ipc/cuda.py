@@ -1,11 +1,10 @@
 """Device memory that a sender shares with receivers of the same host.
 
-Invariants: it is opened once by each receiver, and mapped for that receiver's own GPU, so that no process has a context
-on a GPU that is not its own; no stream of one process waits for another process, which may be killed:
-a bucket is announced when it was packed, and released when it was read. It is memory of the driver's own
-(`host.device_memory`), which is freed with the last process that has it. Handles of allocated memory (`cuMemAlloc`,
-`cuIpcGetMemHandle`) count nobody: to free that while a receiver, which may stand still, has it open is undefined
-(`cuIpcOpenMemHandle` in the driver API's reference).
+Invariants: each receiver opens the memory once and maps it for its own GPU, so that no process has a context on another
+process's GPU; no stream of one process waits for another process, which may be killed: a bucket is announced once it is
+packed, and released once it is read. The memory is the driver's own (`host.device_memory`), which is freed with the
+last process that has it. Handles of allocated memory (`cuMemAlloc`, `cuIpcGetMemHandle`) are not reference-counted:
+freeing that memory while a receiver has it open is undefined (`cuIpcOpenMemHandle` in the driver API's reference).
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from weightcast.transports.receiving import MappedArena
 from weightcast.transports.sending import OwnedArena
 
 _WHAT = "the arena of this update"
-_STAGED = 'publish with install="staged", which goes by host memory'
+_STAGED = 'publish with install="staged", which uses host memory'
 
 
 class OwnedCudaArena(OwnedArena):
     """The sender's end: the driver's memory, freed with the last process that has it."""
 
     def __init__(self, generation: int, size_bytes: int, device: torch.device) -> None:
-        """Costs `size_bytes` of device memory at once.
+        """Allocate `size_bytes` of device memory.
 
-        Raises InsufficientMemoryError if the device hasn't that much left, UnsupportedError for a driver that has no
-        such memory (WSL2, some sandboxes).
+        Raises InsufficientMemoryError if the device has less than that available, UnsupportedError if the driver can't
+        share such memory (WSL2, some sandboxes).
         """
         try:
             self._memory = DeviceMemory.allocate(size_bytes, device, _WHAT)
@@ -44,19 +43,19 @@ class OwnedCudaArena(OwnedArena):
         return record, self._memory.descriptor
 
     def close(self, *, free: bool) -> None:
-        """The memory goes with the last view here, and the last mapping in a receiver."""
+        """Close the descriptor; the memory is freed with the last view here and the last mapping in a receiver."""
         self._memory.close()
         del self._memory
         super().close(free=free)
 
 
 class MappedCudaArena(MappedArena):
-    """The receiver's end: read-only, where the driver can do that."""
+    """The receiver's end: read-only, if the driver can map memory so."""
 
     def __init__(self, record: CudaArena, descriptor: int | None, device: torch.device | None) -> None:
-        """Open it for `device`, the engine's own GPU; None or a CPU: for the GPU that it lies on.
+        """Open it for `device`, the engine's own GPU; for None or a CPU, for the GPU that the memory is on.
 
-        Raises UnsupportedError if this process does not see that GPU, or `device` can't read its memory.
+        Raises UnsupportedError if this process does not see the memory's GPU, or `device` can't read its memory.
         """
         self.generation = record.generation
         self.size_bytes = record.size_bytes
@@ -74,7 +73,7 @@ class MappedCudaArena(MappedArena):
         if device != owner and not host_device.can_access(device, owner):
             raise UnsupportedError(
                 f"the publisher's arena is on {owner}, which the engine's {device} can't read (no NVLink or PCIe peer "
-                f"access, or a driver without virtual memory): {_STAGED}, or over nccl://"
+                f"access, or a driver without virtual memory): {_STAGED}, or publish over nccl://"
             )
         if descriptor is None:
             raise UnsupportedError(f"the publisher's arena on {owner} came without its descriptor: {_STAGED}")
@@ -82,10 +81,11 @@ class MappedCudaArena(MappedArena):
             whole = DeviceMemory.opened(descriptor, record.size_bytes, device).tensor()
         except UnsupportedError as exc:
             raise UnsupportedError(
-                f"the publisher's arena on {owner} can't be opened for {device}: {exc}; {_STAGED}, or over nccl://"
+                f"the publisher's arena on {owner} can't be opened for {device}: {exc}; {_STAGED}, or publish over "
+                "nccl://"
             ) from exc
         self.buffers = Buffers(whole)
 
     def reset(self) -> None:
-        """Wait until nothing on this device reads it: an update that was given up may have been loading."""
+        """Wait until nothing on this device reads the arena: an aborted update may have been loading from it."""
         host_device.synchronize(self.device)

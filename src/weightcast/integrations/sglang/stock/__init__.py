@@ -1,5 +1,5 @@
-"""Stock SGLang servers, with no code of ours beside them: their routes, and a sender that feeds all of them.
+"""Stock SGLang servers, without weightcast's plugin: their routes, and one sender for all of them.
 
-`server` is one server, `sender` the data plane, `route_*` two of SGLang's ways to take weights; the third, a directory,
-is `integrations.stock_directory`.
+`server`: the client of one server. `sender`: sends the buckets. `route_*`: two of SGLang's ways to receive weights; the
+third, a directory, is `integrations.stock_directory`.
 """

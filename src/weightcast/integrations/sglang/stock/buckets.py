@@ -1,10 +1,12 @@
-"""SGLang's flattened buckets: how tensors lie in one, and the copies that fill them from the publisher's buckets.
+"""SGLang's flattened buckets: their layout, and the copies that fill them from the publisher's buckets.
 
-A flattened bucket is one uint8 tensor, its tensors one after another with nothing between them. SGLang takes whole
-tensors only; it finds their places by adding up sizes in the order of the names, and can't view a place that is no
-multiple of the element size. So a flattened bucket is filled from one or several of the publisher's, one copy on the
-way, and is full once the last of its tensors is whole. Invariants: a bucket has the wide dtypes first, so that every
-tensor is aligned however odd the narrow ones are; they are filled one after another, in the order of the publisher's.
+A flattened bucket is one uint8 tensor with its tensors end to end. SGLang accepts only whole tensors, computes their
+offsets by adding up sizes in the order of the names, and can't view an offset that is not a multiple of the element
+size. So a flattened bucket is filled by copies from one or several of the publisher's buckets, and is full once its
+last tensor is complete.
+
+Invariants: a bucket has the wide dtypes first, so that every tensor is aligned; buckets are filled one after another,
+in the order of the publisher's.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from weightcast.host.copy import copy_all
 _NUM_SLOTS = 2
 _CAPACITY_BUCKETS = 8
 _CAPACITY_BYTES = 256 << 20
-"""A request costs SGLang the same however little is in it: several of the publisher's buckets go into one of these."""
+"""A request takes SGLang the same time however small it is, so several publisher buckets go into one of these."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,19 +38,19 @@ class FlatTensor:
     end: int
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor in the bucket `flat`."""
+        """Return a view of the tensor in the bucket `flat`."""
         return flat[self.start : self.end].view(TORCH_DTYPES[self.dtype]).view(self.shape)
 
 
 def lay_out(specs: Iterable[TensorSpec]) -> list[FlatTensor]:
-    """The places of these tensors in a bucket of their own, in the order in which SGLang gets their names."""
+    """Return the layout of a bucket with these tensors, in the order in which SGLang gets their names."""
     ordered = sorted(specs, key=lambda spec: -ITEMSIZE_BYTES[spec.dtype])
     ends = itertools.accumulate(spec.num_bytes for spec in ordered)
     return [FlatTensor(s.name, s.dtype, s.shape, end - s.num_bytes, end) for s, end in zip(ordered, ends, strict=True)]
 
 
 def buckets(specs: Sequence[TensorSpec], capacity_bytes: int) -> Iterator[list[TensorSpec]]:
-    """The specs in order, cut into buckets of at most `capacity_bytes`; a larger tensor or load group has its own."""
+    """Yield the specs in order, in buckets of at most `capacity_bytes`; a larger tensor or load group has its own."""
     groups: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         groups.setdefault(spec.load_group, []).append(spec)
@@ -66,11 +68,11 @@ def buckets(specs: Sequence[TensorSpec], capacity_bytes: int) -> Iterator[list[T
 
 
 class FlatBuckets:
-    """The flattened buckets of a manifest, which lie by turns in one or two slots that `allocate` makes.
+    """The flattened buckets of a manifest, which use one or two slots in turn, allocated by `allocate`.
 
-    `names`: those of the manifest's aliases that the servers want as well. `places[k]`: the tensors of bucket k.
-    `parts[i]`: by the number of a flattened bucket, in order, what the publisher's bucket i has for it: the index of
-    each entry, and the tensor that this is a piece of.
+    `names`: the manifest's aliases that the servers need as well. `places[k]`: the tensors of flattened bucket k.
+    `parts[i]`: for the publisher's bucket i, by flattened bucket, the index of each entry for it and the tensor of
+    which the entry is a piece.
     """
 
     def __init__(self, manifest: Manifest, names: Collection[str], allocate: Callable[[int], torch.Tensor]) -> None:
@@ -78,7 +80,7 @@ class FlatBuckets:
         self.names = names
         self._layout = Layout(manifest)
         capacity = max(manifest.max_bucket_bytes, min(_CAPACITY_BUCKETS * manifest.max_bucket_bytes, _CAPACITY_BYTES))
-        # In the order in which they travel; tensors without elements first.
+        # In the order of sending; tensors without elements first.
         records = sorted(
             manifest.tensors, key=lambda r: (r.pieces[0].bucket, r.pieces[0].offset_bytes) if r.pieces else (-1, 0)
         )

@@ -1,9 +1,10 @@
-"""A torch.distributed group with the ranks of one stock SGLang server, made as SGLang makes its own; we are rank 0.
+"""A torch.distributed group with the ranks of one stock SGLang server, created as SGLang creates its own; we are rank
+0.
 
-Invariants: the group has a fresh name and a store of its own; a group in which anything went wrong is closed, never
-mended. SGLang waits in a join for as long as torch lets it, and in a broadcast without a deadline: `close` ends the
-store, and with it every wait for one of its keys, at once; a broadcast of ours that a rank does not take ends by our
-deadline, and the connections then. Nothing ends what waits for a connection of a trainer that was killed (docs).
+Invariants: the group has a new name and its own store; after any error a group is closed and never used again. SGLang
+waits in a join for torch's own timeout, and in a broadcast without a deadline: `close` ends the store, and with it at
+once every wait for one of its keys; a broadcast that a rank does not take ends by our deadline, and its connections
+then. A server's wait for a connection of a killed trainer can't be ended (docs/sglang.md).
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class StockGroup:
         self._group: ProcessGroup | None = None
 
     def connect(self) -> None:
-        """Blocks until all members are there, at most for the deadline. Raises PeerError."""
-        # A client of its own: a wait for a key ends with the store that is served, not with the client's object.
+        """Connect; block until all members have joined, at most for the deadline. Raises PeerError."""
+        # A separate client: a wait for a key ends when the store's server ends, not with the client's object.
         client = join_store(self.host, self.port, self._deadline_seconds)
-        # The prefixes are those of torch's own helper inside SGLang's `init_custom_process_group`.
+        # The prefixes are those of torch's helper, which SGLang's `init_custom_process_group` calls.
         device = "cpu" if self.backend == "gloo" else "cuda"
-        # No device: with NCCL the members connect at their first broadcast, and rank 0 must not wait for them before.
+        # Without a device, since NCCL members connect at the first broadcast, and rank 0 must not wait earlier.
         self._group = ProcessGroup(
             self.backend,
             PrefixStore(f"{device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, client))),
@@ -46,7 +47,7 @@ class StockGroup:
             size=self.size,
             timeout_seconds=self._deadline_seconds,
             host=self.host if self.backend == "gloo" else "",
-            # SGLang sets no limit, and NCCL applies each member's own after all have agreed on their channels.
+            # No limit, as in SGLang: NCCL applies each member's limit after all have agreed on their channels.
             max_ctas=None,
             is_left=lambda: self._served is None,
         )
@@ -54,14 +55,14 @@ class StockGroup:
             self.close()
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Send `flat` to every member; blocks until it has gone, at most for the deadline. Raises PeerError."""
+        """Send `flat` to every member; block until it was sent, at most for the deadline. Raises PeerError."""
         group = self._group
         if group is None:
-            raise PeerDiedError(f"the group {self.name} was closed")
+            raise PeerDiedError(f"the group {self.name} was closed: publish again")
         if not flat.is_cuda:
             wait(group.broadcast(flat, root=0))
             return
-        # The first one connects the members, which NCCL waits for without a deadline.
+        # The first broadcast connects the members, for which NCCL waits without a deadline.
         begin = functools.partial(group.broadcast, flat, root=0)
         what = f"a broadcast in {self.name}"
         group.wait(in_time(begin, flat.device, self._deadline_seconds, what, self._is_closed), self._is_closed)
@@ -70,7 +71,7 @@ class StockGroup:
         return self._group is None
 
     def close(self) -> None:
-        """End the store, and have connections end with a broadcast that is under way. Returns at once. Idempotent."""
+        """End the store; connections end with a broadcast in progress. Returns at once. Idempotent."""
         self._served = None
         group, self._group = self._group, None
         if group is not None:

@@ -1,9 +1,9 @@
-"""The message by which a rank of stock SGLang maps a flattened bucket: the one pickle that weightcast writes.
+"""The message with which a rank of stock SGLang maps a flattened bucket: the only pickle that weightcast writes.
 
-It is written opcode by opcode, from the closed table of names below and plain values; nothing here, or anywhere in
-weightcast, reads one. The names are of SGLang's list of what may be read: torch's own for memory that is shared between
-processes, and SGLang's for a GPU's, which knows a GPU by its UUID. Invariant: it has the same bytes for the same
-values, and is sent only to a version of SGLang whose reader is known to take it.
+It is written opcode by opcode, from the closed table of names below and plain values; no code of weightcast reads a
+pickle. The names are on SGLang's list of allowed ones: torch's for memory that is shared between processes, and
+SGLang's for GPU memory, which identifies a GPU by its UUID. Invariant: equal values give equal bytes, and the message
+is sent only to a version of SGLang with which its reader was tested.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ TESTED_VERSIONS = ("0.5.23",)
 
 
 def require_tested(version: str, server: str) -> None:
-    """Raises UnsupportedError for a version of SGLang whose reader was not tried."""
+    """Raise UnsupportedError for a version of SGLang whose reader was not tested."""
     if version not in TESTED_VERSIONS:
         raise UnsupportedError(
-            f"{server} is SGLang {version}; the form in which it takes shared memory is known of "
-            f"{', '.join(TESTED_VERSIONS)} only, and a wrong one ends its process: publish over gloo://, nccl:// or file://"
+            f"{server} is SGLang {version}; its form of shared memory handles is known only for "
+            f"{', '.join(TESTED_VERSIONS)}, and a wrong one ends its process: publish over gloo://, nccl:// or file://"
         )
 
 
@@ -63,13 +63,13 @@ TENSOR_OF_GPU = Global("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_mod
 
 
 def in_file(manager: bytes, name: bytes, storage_bytes: int, num_bytes: int, offset: int) -> Call:
-    """A uint8 vector in shared memory of the host, by what torch's `_share_filename_cpu_` says of its storage."""
+    """Return a uint8 vector in the host's shared memory, from the result of torch's `_share_filename_cpu_`."""
     opened = Call(STORAGE_OF_FILE, (STORAGE, manager, name, storage_bytes))
     return Call(TENSOR_OF_STORAGE, (TENSOR, Call(WITH_DTYPE, (opened, UINT8)), (offset, (num_bytes,), (1,), False)))
 
 
 def on_gpu(share: CudaHandle, uuid: str, num_bytes: int, offset: int) -> Call:
-    """A uint8 vector in the memory of the GPU with this UUID."""
+    """Return a uint8 vector in the memory of the GPU with this UUID."""
     _, name, size, storage_offset, counter, counter_offset, event, must_wait = share
     what = (TENSOR, (num_bytes,), (1,), offset)
     memory = (TYPED_STORAGE, UINT8, uuid, name, size, storage_offset, False)
@@ -77,7 +77,7 @@ def on_gpu(share: CudaHandle, uuid: str, num_bytes: int, offset: int) -> Call:
 
 
 def handle(bucket: Call, places: Sequence[FlatTensor]) -> str:
-    """The message, in base64: the bucket, and where its tensors lie."""
+    """Return the message, in base64: the bucket, and its tensors' layout."""
     entries: list[Value] = []
     for place in places:
         attributes: dict[str, Value] = {

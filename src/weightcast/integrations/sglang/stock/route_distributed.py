@@ -1,10 +1,10 @@
-"""Flattened buckets over groups of torch.distributed: one request and one broadcast for each bucket and server.
+"""Flattened buckets over torch.distributed groups: one request and one broadcast for each bucket and server.
 
-Each server has a group of its own, of its ranks and us: in a group of several servers one that is silent would leave
-others waiting for what it should pass on to them, and no one can wake these. Invariants: a group in which anything went
-wrong is closed at once, and made again for the same bucket: what was answered for a broken broadcast counts for
-nothing, since one rank may have loaded it and another not. A join and a broadcast have half of the deadline, so that
-every living server has answered when the request itself times out.
+Each server has its own group, of its ranks and us: in a group of several servers, a silent one would block the others
+that it forwards data to, and nothing could end their waits. Invariants: after any error a group is closed at once, and
+made again for the same bucket; the reply for a broken broadcast is ignored, since one rank may have loaded the bucket
+and another not. A join and a broadcast have half of the deadline, so that every living server has replied before the
+request itself times out.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from weightcast.seams.client import SenderContext
 
 _MAX_TRIES = 3
 _OF_GROUPS = ("Failed to receive weights", "Failed to initialize custom process group")
-"""How SGLang says that a group broke, or could not be made; the weights are as they were."""
+"""Beginnings of SGLang's messages that a group broke, or could not be made; the weights are unchanged then."""
 
 
 class DistributedRoute:
     """`gloo://` and `nccl://`: implements `sender.Route`."""
 
     def __init__(self, context: SenderContext) -> None:
-        """Raises UnsupportedError where torch lacks the backend."""
+        """Raise UnsupportedError if torch lacks the backend."""
         self._backend, self._host = registry.scheme(context.url), registry.host(context.url)
         require(self._backend)
         if self._backend == "nccl" and context.device.type != "cuda":
-            raise UnsupportedError(f"nccl moves no memory of {context.device}: use gloo:// or ipc://")
+            raise UnsupportedError(f"nccl can't send memory of {context.device}: use gloo:// or ipc://")
         self.device = context.device if self._backend == "nccl" else torch.device("cpu")
         self._run = context.run
         self._deadline_seconds = context.deadline_seconds / 2
         self._numbers = itertools.count(1)
         self._groups: dict[SglangStockServer, StockGroup] = {}
-        # Our part of what each server does; one that has failed may go on to its deadline.
+        # For our part of each server's calls; a failed one may run until its deadline.
         self._pool = ThreadPoolExecutor(max_workers=2 * MAX_PARALLEL, thread_name_prefix="weightcast-stock")
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return host_device.empty(num_bytes, self.device, "a flattened bucket", "use smaller buckets")
 
     def open(self, servers: Servers, version: int) -> None:
-        """Have each server in a group, the former one if it is there."""
+        """Have each server join a group, unless it is in one already."""
         names = {server.name for server in servers.living}
         for gone in self._groups.keys() - set(servers.living):
             if gone.name in names:
-                # Connected again: the server is still in the group that its former client had it join.
+                # The server has connected again, but is still in the group of its former client.
                 gone.leave_group()
             self._groups.pop(gone).close()
         servers.each(lambda server: self._retried(server, self._group_of))
 
     def ship(self, servers: Servers, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool) -> None:
-        """One bucket to every server; returns when each has loaded it, or was dropped."""
+        """Send one bucket to every server; return when each has loaded it or was dropped."""
 
         def bring(server: SglangStockServer) -> None:
             group = self._group_of(server)
@@ -72,7 +72,7 @@ class DistributedRoute:
         servers.each(lambda server: self._retried(server, bring))
 
     def _group_of(self, server: SglangStockServer) -> StockGroup:
-        """The server's group; made if there is none. Raises PeerError."""
+        """Return the server's group, made if there is none. Raises PeerError."""
         group = self._groups.get(server)
         if group is None:
             name = f"weightcast-{self._run[:12]}-{next(self._numbers)}"
@@ -84,25 +84,26 @@ class DistributedRoute:
         return group
 
     def _retried(self, server: SglangStockServer, call: Callable[[SglangStockServer], object]) -> None:
-        """Call again where only a group broke. Raises PeerError."""
+        """Make a call, and repeat it if only the group broke. Raises PeerError."""
         for number in range(_MAX_TRIES):
             try:
                 call(server)
                 return
             except _Broken as exc:
                 if number + 1 == _MAX_TRIES:
-                    versions = " Has it the NCCL version of this process?" if self._backend == "nccl" else ""
+                    versions = " and has this process's version of NCCL" if self._backend == "nccl" else ""
                     raise PeerDiedError(
-                        f"{server.name} lost its group {_MAX_TRIES} times: can it reach this host?{versions} {exc}",
+                        f"{server.name} lost its group {_MAX_TRIES} times ({exc}): check that it can reach this "
+                        f"host{versions}",
                         peer=server.name,
                     ) from exc
 
     def _both(
         self, server: SglangStockServer, group: StockGroup, ask: Callable[[], None], beside: Callable[[], None]
     ) -> None:
-        """A request, and our own part of what it has the server do. Raises _Broken, or why the server failed.
+        """Make a request and, at the same time, our part of it. Raises _Broken, or the server's error.
 
-        Unless both succeed the group is closed when it returns.
+        Unless both succeed, the group is closed.
         """
 
         def join_group() -> None:
@@ -116,7 +117,7 @@ class DistributedRoute:
         except PeerError as exc:
             self._groups.pop(server, None)
             if not isinstance(exc, ControlError):
-                server.group_name = ""  # it does not answer, or may still do what it was asked
+                server.group_name = ""  # it does not answer, or may still be joining
                 raise
             server.leave_group()
             if any(text in str(exc) for text in _OF_GROUPS):
@@ -130,7 +131,7 @@ class DistributedRoute:
             raise _Broken(str(exc)) from exc
 
     def close(self, servers: Servers) -> None:
-        """Leave every group. Blocks for the servers' answers."""
+        """Leave every group. Blocks until the servers have replied."""
         for server, group in self._groups.items():
             if server in servers.living:
                 server.leave_group()
@@ -140,4 +141,4 @@ class DistributedRoute:
 
 
 class _Broken(Exception):
-    """A group broke; the server itself may be well."""
+    """A group broke; the server itself may be fine."""

@@ -1,7 +1,7 @@
-"""Flattened buckets in memory that trainer and servers share: one handle for each bucket and rank.
+"""Flattened buckets in memory shared by trainer and servers: one handle for each bucket and rank.
 
-Invariant: a handle is sent only to a server that listens on this host's loopback alone: one that can't open the memory,
-in a container for example, would end its process.
+Invariant: a handle is sent only to a server that listens only on this host's loopback. A server that can't open the
+memory, for example in a container, would end its process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class TensorRoute:
     def __init__(self, context: SenderContext) -> None:
         self.device = context.device
         self._handles: dict[tuple[int, str, int], CudaHandle] = {}
-        """By storage, server and rank. torch wraps a GPU's storage once more each time that it is shared, and unwraps
-        all of it when it is freed, call in call."""
+        """By storage, server and rank. Kept, because torch nests one more wrapper each time a GPU's storage is shared,
+        and frees them recursively."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         self._handles.clear()
@@ -56,7 +56,7 @@ class TensorRoute:
         offset = int(flat.storage_offset())
         if not flat.is_cuda:
             manager, name, size = storage._share_filename_cpu_()
-            # The process that opens it gives one reference back.
+            # The process that opens it releases one reference.
             storage._shared_incref()
             return handle(in_file(manager, name, size, flat.numel(), offset), places)
         key = (int(storage.data_ptr()), server, rank)
@@ -66,23 +66,24 @@ class TensorRoute:
         return handle(on_gpu(self._handles[key], uuid, flat.numel(), offset), places)
 
     def close(self, servers: Servers) -> None:
-        """Nothing stays on a server."""
+        """Do nothing: servers keep nothing."""
         self._handles.clear()
 
 
 def shared(num_bytes: int) -> torch.Tensor:
-    """Host memory with a name that other processes of this user can open, as torch shares it; freed with the tensor."""
+    """Allocate host memory that other processes of this user can open by name, as torch shares it."""
     storage = torch.UntypedStorage._new_using_filename_cpu(max(num_bytes, 1))
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,), (1,))
 
 
 def _require_here(server: SglangStockServer) -> None:
-    """Raises UnsupportedError unless it is called and listens on loopback addresses: a container's port is on none."""
+    """Raise UnsupportedError unless the server is called at, and listens on, loopback; a container's ports are not."""
     called = urllib.parse.urlsplit(server.name).hostname or ""
     if not (_is_loopback(called) and _is_loopback(server.routes.listens_on)):
         raise UnsupportedError(
-            f"{server.name} listens on {server.routes.listens_on or 'an unknown address'}: only one that is called and "
-            "listens on this host's loopback (--host 127.0.0.1) is known to share its memory: use gloo:// or nccl://"
+            f"{server.name} listens on {server.routes.listens_on or 'an unknown address'}; ipc:// needs a server that "
+            "is called at, and listens on, this host's loopback (--host 127.0.0.1): start it so, or use gloo:// or "
+            "nccl://"
         )
 
 

@@ -1,8 +1,8 @@
-"""The weight routes of a stock SGLang server, called: one method for each, errors in their class.
+"""Client of a stock SGLang server's weight routes: one method for each route.
 
-Invariants: nothing is sent that SGLang does not check and that would end its process (a name, shape or byte count that
-does not fit is refused before it comes here); a reply that says no is a ControlError with the server's own words. A
-field that SGLang does not know is ignored there without a word, so the bodies are typed here.
+Invariants: nothing is sent that SGLang does not check and that would end its process (wrong names, shapes and byte
+counts are refused earlier); a refusal is a ControlError with the server's own text. SGLang silently ignores unknown
+fields, so the bodies are typed here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ModelInfo(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """GET /server_info: how the server was started."""
+    """GET /server_info: the server's start options."""
 
     tp_size: int
     dp_size: int = 1
@@ -60,17 +60,17 @@ class Checksums(msgspec.Struct):
 
 
 class SglangRoutes(StockApi):
-    """The routes of the server at `routes`. Every call has a deadline; raises PeerError. Thread-safe.
+    """The routes of the server at `routes`. Every call has a deadline, and raises PeerError. Thread-safe.
 
-    `pause`: what a pause does. `retract`: requests wait, and are recomputed by the new weights; `abort`: they end.
-    SGLang's third mode, `in_place`, is not offered: requests would go on with the old weights' cache.
+    `pause`: "retract" (requests wait, and are recomputed with the new weights) or "abort" (they end). SGLang's third
+    mode, "in_place", is not supported: requests would continue with the old weights' cache.
     """
 
     def __init__(self, routes: HttpRoutes, model: ModelInfo, server: ServerInfo, pause: SglangPause) -> None:
         self.name, self.kind = routes.name, "stock SGLang"
         self.held = reference(model.model_path, revision=None, cache_dir=None)
         self.dtype = server.dtype
-        self.remedy = "install weightcast beside it (if SGLANG_PLUGINS is set there, it must name weightcast)"
+        self.remedy = "install weightcast in its environment (if SGLANG_PLUGINS is set there, it must name weightcast)"
         self.num_ranks = server.tp_size
         self.version, self.listens_on = server.version, server.host
         self._routes = routes
@@ -84,11 +84,11 @@ class SglangRoutes(StockApi):
     # --- checksums ---
 
     def _checksums(self) -> Checksums:
-        """Of the weights as they are now, all ranks. Reads every weight once."""
+        """Return checksums of all ranks' present weights. The server reads every weight once."""
         return self._routes.post_for("/weights_checker", _encode({"action": "checksum"}), Checksums)
 
     def require_loadable(self, manifest: Manifest, *, is_torn: bool) -> None:
-        """Note what the server holds: while it serves, and not in the pause; after an update it is known."""
+        """Get the checksums of the former version while the server serves, unless they are known from an update."""
         former = self.status().label.removeprefix(INCOMPLETE)
         if self._former_checksums is not None and self._former_checksums[0] != former:
             self._former_checksums = None
@@ -99,11 +99,11 @@ class SglangRoutes(StockApi):
         return self._former_checksums is not None and self._checksums() == self._former_checksums[1]
 
     def require_alike(self, version: str) -> None:
-        """Raises InstallError if ranks hold different weights where they held the same before."""
+        """Raise InstallError if ranks have different values of a parameter that was equal on all of them before."""
         checksums = self._checksums()
         mixed = _mixed(None if self._former_checksums is None else self._former_checksums[1], checksums)
         if mixed:
-            raise InstallError(f"{self.name}: its ranks hold different {mixed}: publish again", torn=True)
+            raise InstallError(f"the ranks of {self.name} have different {mixed}: publish again", torn=True)
         self._former_checksums = version, checksums
 
     # --- pauses ---
@@ -112,17 +112,17 @@ class SglangRoutes(StockApi):
         self._post("/pause_generation", {"mode": self._pause_mode})
 
     def resume(self) -> None:
-        # SGLang's default empties a GPU's allocator first.
+        # SGLang's default first empties torch's cache of GPU memory.
         self._post("/continue_generation", {"torch_empty_cache": False})
 
     # --- the session ---
 
     def begin(self) -> None:
-        """Open a weight-update session, also where a client that has gone left one open."""
+        """Open a weight-update session, also if a dead client has left one open."""
         try:
             self._post("/begin_weight_update", {})
         except ControlError:
-            # A session has no owner and no end of its own; if that was not the reason, the second try says so.
+            # A session has no owner and no timeout. If an open one was not the reason, the second try raises.
             self._post("/end_weight_update", {})
             self._post("/begin_weight_update", {})
 
@@ -130,13 +130,13 @@ class SglangRoutes(StockApi):
         self._post("/end_weight_update", {})
 
     def set_label(self, label: str) -> None:
-        """Label the weights that are there now, in the scheduler and in front of it. No request is aborted."""
+        """Label the present weights, in the scheduler and the HTTP server. No request is aborted."""
         self._post("/update_weight_version", _label(label))
 
     # --- weights ---
 
     def join_group(self, group: str, host: str, port: int, rank_offset: int, size: int, backend: str) -> None:
-        """Have every rank join a group; blocks until all of the group have; the server does nothing else meanwhile."""
+        """Have every rank join a group; block until all members have. The server does nothing else meanwhile."""
         body = {
             "master_address": host,
             "master_port": port,
@@ -151,9 +151,9 @@ class SglangRoutes(StockApi):
         self._post("/destroy_weights_update_group", {"group_name": group})
 
     def receive(self, places: Sequence[FlatTensor], group: str, *, is_last: bool) -> None:
-        """Have every rank take part in one broadcast of a flattened bucket, and load it. Blocks until it is loaded.
+        """Have every rank receive one broadcast of a flattened bucket, and load it. Blocks until it is loaded.
 
-        With the last one the cache of the old weights is dropped.
+        `is_last`: drop the cache of the old weights.
         """
         body = {
             "names": [place.name for place in places],
@@ -166,7 +166,7 @@ class SglangRoutes(StockApi):
         self._post("/update_weights_from_distributed", body, once=True)
 
     def map(self, handles: Sequence[str], *, is_last: bool) -> None:
-        """Have rank r load the flattened bucket that `handles[r]` leads to."""
+        """Have rank r load the flattened bucket of `handles[r]`."""
         body = {"serialized_named_tensors": handles, "load_format": _FLATTENED, "flush_cache": is_last}
         self._post("/update_weights_from_tensor", body, once=True)
 
@@ -185,7 +185,7 @@ class SglangRoutes(StockApi):
         ]
 
     def restoring_requests(self, former: str) -> list[RecoveryRequest]:
-        """End the session; if the weights are those of the former version, label them so and resume."""
+        """End the session; if the weights are those of the former version, restore its label and resume."""
         known = None if self._former_checksums is None else self._former_checksums[1].per_engine_checksum
         unharmed = {"per_engine_checksum": known}
         return [
@@ -202,9 +202,10 @@ class SglangRoutes(StockApi):
         self._routes.close()
 
     def _post(self, path: str, body: Any, *, once: bool = False) -> None:
-        """`once`: a server that has taken the call would wait for a second join or broadcast, or map a handle again.
+        """Send a POST. `once`: never repeat it, since the server would wait for a second join or broadcast, or map a
+        handle again.
 
-        All other routes set what is so already when they are called again, or, as `begin`, say so.
+        All other routes are idempotent, or (`begin`) raise when they are repeated.
         """
         self._routes.post(path, _encode(body), once=once)
 
@@ -218,7 +219,7 @@ def _disk(directory: Path) -> dict[str, Any]:
 
 
 def _mixed(before: Checksums | None, after: Checksums) -> str:
-    """A parameter that all ranks held alike before, and not now: one rank has loaded what another has not."""
+    """Return a parameter that was equal on all ranks before and now is not, since not all ranks have loaded it."""
 
     def is_alike(checksums: Checksums, name: str) -> bool:
         return len({rank.checksums.get(name) for rank in checksums.ranks}) == 1

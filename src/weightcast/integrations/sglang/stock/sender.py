@@ -1,7 +1,7 @@
-"""The publisher's end for stock SGLang servers: fills flattened buckets and has a route send each to all servers.
+"""The sender for stock SGLang servers: fills flattened buckets and sends each to all servers by a route.
 
-Invariants: one bucket is on its way while the next is filled, and none is filled while it is on its way; a server is
-marked as incomplete before its first bucket goes out; a server that fails is left out, and the others go on.
+Invariants: one bucket is sent while the next one is filled, and no bucket is filled while it is sent; a server is
+marked as incomplete before its first bucket is sent; a server that fails is dropped, and the others go on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROUTES: Mapping[str, Any] = {
 
 
 class Route(Protocol):
-    """One of SGLang's ways to receive flattened buckets. One thread calls it. `device`: the device of the buckets."""
+    """One of SGLang's ways to receive flattened buckets. Call it from one thread. `device`: that of the buckets."""
 
     device: torch.device
 
@@ -50,10 +50,12 @@ class StockSender(Sender):
     """A `ClientSender`. Memory: one of the publisher's buckets, two flattened ones."""
 
     def __init__(self, context: SenderContext) -> None:
-        """Raises UnsupportedError for a transport that SGLang has no route for."""
+        """Raise UnsupportedError for a transport without an SGLang route."""
         scheme = registry.scheme(context.url)
         if scheme not in _ROUTES:
-            raise UnsupportedError(f"stock SGLang takes no weights over {scheme}://: use file, {', '.join(_ROUTES)}")
+            raise UnsupportedError(
+                f"stock SGLang can't receive weights over {scheme}://: use file, {', '.join(_ROUTES)}"
+            )
         self.address = context.url
         self._has_several_ranks = context.has_several_ranks
         self._route: Route = _ROUTES[scheme](context)
@@ -71,7 +73,7 @@ class StockSender(Sender):
 
     @classmethod
     def joined(cls, server: SglangStockServer, known: Sequence[ClientSender], context: SenderContext) -> StockSender:
-        """The one sender for all stock servers of a publisher; this server takes the place of a former of its name."""
+        """Return the one sender for all stock servers of a publisher; `server` replaces a former one of its name."""
         sender = next((other for other in known if isinstance(other, cls)), None) or cls(context)
         sender._by_name[server.name] = server
         return sender
@@ -81,9 +83,9 @@ class StockSender(Sender):
         return dict(self._servers.failures)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Begin an update: sessions are opened, and the servers marked. They are paused already."""
+        """Begin an update: open sessions, and mark the servers, which are paused, as incomplete."""
         if self._closed:
-            raise ClosedError("this sender was closed")
+            raise ClosedError("this sender was closed: make another publisher")
         self.abort("the publisher began another update")
         self._servers = Servers((self._by_name[name] for name in peers), self._pool)
         names = frozenset(name for server in self._servers.living for name in server.wanted_names)
@@ -102,11 +104,11 @@ class StockSender(Sender):
         return 0
 
     def buffer(self, index: int) -> BucketBuffer:
-        """Return the buffer to pack the publisher's bucket into: one for all buckets, since `send` copies it on."""
+        """Return the buffer for the publisher's bucket; one serves for all buckets, since `send` copies from it."""
         return self._require_open()[1]
 
     def send(self, index: int, num_bytes: int) -> None:
-        """Copy the bucket on, and ship what is full. The last waits until every server has all of it."""
+        """Copy the bucket into flattened ones, and send those that are full. The last call waits for every server."""
         flat, buffer = self._require_open()
         for number in flat.parts[index]:
             while self._current < number:
@@ -121,7 +123,7 @@ class StockSender(Sender):
                 server.is_done = True
 
     def _ship(self, number: int) -> None:
-        """Have a flattened bucket shipped, once the one before has arrived."""
+        """Send a flattened bucket, after the former one has arrived."""
         self._land()
         if number < 0 or not self._servers.living:
             return
@@ -143,18 +145,18 @@ class StockSender(Sender):
             flight.result()
 
     def connected(self, peers: Sequence[str]) -> list[str]:
-        """Those that were added: a stock server connects for each update."""
+        """Return the peers that were added. Stock servers connect for each update."""
         return [name for name in peers if name in self._by_name]
 
     def abort(self, reason: str) -> None:
-        """No further bucket goes out. One that is on its way arrives. Idempotent."""
+        """Send no further bucket; one that is being sent arrives. Idempotent."""
         self._is_open = False
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.exception()
 
     def close(self) -> None:
-        """Have the servers forget the group, and free everything. Idempotent."""
+        """Have the servers leave their groups, and free everything. Idempotent."""
         if self._closed:
             return
         self.abort("the publisher was closed")
@@ -166,5 +168,5 @@ class StockSender(Sender):
 
     def _require_open(self) -> tuple[FlatBuckets, BucketBuffer]:
         if not self._is_open or self._flat is None or self._buffer is None:
-            raise UpdateAbortedError("no update is open: it was aborted, or open() was not called")
+            raise UpdateAbortedError("no update is open: it was aborted, or open() was not called; publish again")
         return self._flat, self._buffer

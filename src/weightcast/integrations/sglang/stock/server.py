@@ -1,12 +1,13 @@
-"""A stock SGLang server as an engine of a fleet: no code of ours on its side, only its own routes.
+"""Client of a stock SGLang server, without weightcast's plugin: it uses only the server's own routes.
 
-Over `file://` it loads a directory, like any stock server. Otherwise it provides a sender and is paused for the whole
-transfer. The client makes the checks that stock SGLang lacks: SGLang drops names that it does not know, does not notice
-what is missing, and may end its process over a wrong shape. Invariants: nothing is sent that the server's checkpoint
-does not have in that very shape; before the first byte the server is labelled as incomplete, so that no answer ever
-carries a version that is not whole, even if another client resumes the server; the server gets a version's label only
-when every bucket was loaded and the session has ended; a server without a whole version is not resumed, and the next
-complete update heals it.
+Over `file://` the server loads a directory, like any stock server. Otherwise the client provides a sender, and the
+server is paused for the whole transfer. The client makes the checks that stock SGLang lacks: SGLang ignores unknown
+names, does not notice missing ones, and may end its process upon a wrong shape.
+
+Invariants: only tensors with the names and shapes of the server's checkpoint are sent; before the first byte the server
+is labelled as incomplete, so that no answer has the label of an incomplete version, even if another client resumes the
+server; the server gets a version's label only after every bucket was loaded and the session has ended; a server without
+a whole version is not resumed, until the next complete update.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import ClientSender, SenderContext
 
 MAX_PARALLEL = 64
-"""How many servers are called at once."""
+"""Limit on the servers that are called concurrently."""
 logger = logging.getLogger(__name__)
 
 
 class SglangStockServer(StockServer):
-    """The client for one stock server. All clients share one sender, which `join` finds or makes."""
+    """Client of one stock server. All such clients share one sender (see `join`)."""
 
     def __init__(
         self,
@@ -46,12 +47,12 @@ class SglangStockServer(StockServer):
         self.is_done = False
         """True once the sender has sent every bucket of the update in progress."""
         self.group_name = ""
-        """The group that its ranks have joined, if any."""
+        """Name of the group that its ranks have joined, if any."""
         self._join = join
         self._in_session = False
         logger.warning(
-            "%s is stock SGLang: each update pauses it for the whole transfer, and has no undo. For a pause of the "
-            "install alone, %s",
+            "%s is stock SGLang: each update pauses it for the whole transfer, and can't be undone. To pause it only "
+            "for the install, %s",
             self.name,
             routes.remedy,
         )
@@ -60,14 +61,14 @@ class SglangStockServer(StockServer):
         return msgspec.structs.replace(super().info(), abilities=("streaming",))
 
     def init(self, info: InitInfo) -> None:
-        """Stock SGLang knows no holders: two publishers of one server are not kept apart."""
+        """Begin a session. Stock SGLang has no sessions, so a second publisher of the server is not detected."""
         self._run, self._store = info.run, info.transport if registry.is_stored(info.transport) else ""
 
     def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender | None:
         return None if self._store else self._join(self, known, context)
 
     def update(self, info: UpdateInfo) -> None:
-        """Start an update. Without a store, only an offer is checked; seals and aborts need no call to the server."""
+        """Check an offer. Without a store, nothing is sent to the server, also not for seals and aborts."""
         if self._store:
             super().update(info)
         elif isinstance(info, Offer):
@@ -75,28 +76,30 @@ class SglangStockServer(StockServer):
             self.check(info)
 
     def begin(self) -> None:
-        """Mark the server, which is paused, as incomplete, and open a session."""
+        """Mark the paused server as incomplete, and open a weight-update session."""
         self.mark()
         self.routes.begin()
         self._in_session = True
 
     def finish(self, version: int) -> None:
-        """Every bucket was loaded: end the session, and label the weights. It is paused until `resume`.
+        """End the session after every bucket was loaded, and label the weights. The server is paused until `resume`.
 
-        Raises IncompleteUpdateError if the sender has not sent everything, InstallError if ranks hold different
+        Raises IncompleteUpdateError if the sender has not sent everything, InstallError if ranks have different
         weights.
         """
         if self._store:
             super().finish(version)
             return
         if not self.is_done:
-            raise IncompleteUpdateError(f"{self.name} has not got every bucket of version {version}")
+            raise IncompleteUpdateError(
+                f"{self.name} has not received every bucket of version {version}: publish again"
+            )
         self._end_session()
         self.routes.require_alike(str(version))
         self.loaded(version)
 
     def resume(self, run: str) -> None:
-        """End the session and have it serve; but not if it holds no whole version."""
+        """End the session and resume the server, unless it has no whole version."""
         self._end_session()
         super().resume(run)
 
@@ -109,12 +112,12 @@ class SglangStockServer(StockServer):
         return super().recovery_requests(run) if self._store else self.routes.restoring_requests(self.former)
 
     def close(self) -> None:
-        """Have the server forget a group that it is still in, and close the connections. Idempotent."""
+        """Have the server leave its group, and close the connections. Idempotent."""
         self.leave_group()
         super().close()
 
     def leave_group(self) -> None:
-        """Have the server drop its part of the group, if it still answers."""
+        """Have the server leave its group, if it still answers."""
         name, self.group_name = self.group_name, ""
         if name:
             with contextlib.suppress(WeightcastError):
@@ -122,7 +125,7 @@ class SglangStockServer(StockServer):
 
 
 class Servers:
-    """The servers of one update, called all at once. `living` are still in it; `failures` says why others are not."""
+    """The servers of one update, called concurrently. `living`: those still in it. `failures`: the others' errors."""
 
     def __init__(self, servers: Iterable[SglangStockServer], pool: ThreadPoolExecutor) -> None:
         self.living = list(servers)
@@ -130,7 +133,7 @@ class Servers:
         self._pool = pool
 
     def each(self, call: Callable[[SglangStockServer], object]) -> None:
-        """Call each that lives, and wait; a server that fails is dropped."""
+        """Call each living server, and wait; a server that fails is dropped."""
         calls = [(self._pool.submit(call, server), server) for server in self.living]
         for future, server in calls:
             error = future.exception()
