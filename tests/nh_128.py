@@ -1,4 +1,20 @@
-"""The digest of buckets by its definition in docs/wire-format.md, in plain Python: the oracle of all other forms."""
+"""The digest of buckets by its definition in docs/wire-format.md, in plain Python: the oracle of all other forms.
+
+The chance that it misses a damage is below 2^-62 (2^-64 + 2^-63), for any damage that was not made with the keys in
+hand, over keys that are random:
+
+- A lane of a chunk that was damaged changes by a given amount, 0 among them, with a chance of at most 2^-32. Let the
+  first halves of a word differ, c and c' with their key, and fix all keys but that of its other half, k. Of all 2^32 k
+  at most one gives c (k + m mod 2^32) - c' (k + m' mod 2^32) a given value modulo 2^64. The values for two k differ by
+  c x - c' x'. Either x and x' are equal, so that it is (c - c') x and neither 0 nor 2^64 in size, or x' = x - 2^32 (or
+  the other way round), so that it is c x + c' (2^32 - x), which is above 0 and below 2^64. The lanes' keys are
+  independent of each other: 2^-64 for both. Damage within 32 bits of a word can't leave both lanes as they were, since
+  no word has equal keys in both.
+- A chunk whose lanes differ changes its 128-bit product by a given amount with a chance of at most 2^-64, by the same
+  argument with halves of 64 bits; the two sums, between which nothing is carried, with at most 2^-63. Its keys are no
+  other chunk's: more damage in other chunks, also the same damage in equal chunks, does not raise that chance.
+- Payloads of different lengths that are equal once filled up differ by their lengths alone; others differ in a chunk.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
-_OWN = ("transport", "engines", "token", "trainer_group")
+_OWN = ("transport", "engines", "token", "trainer_group", "metrics")
 
 
 def publisher_of(source: Any, **arguments: Any) -> Publisher:

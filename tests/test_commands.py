@@ -31,19 +31,21 @@ NOT_RUN = {
         "needs vLLM: tests/real_vllm/test_page.py runs it"
     ),
     "python -m sglang.launch_server --model-path MODEL": "needs SGLang: tests/real_sglang/test_page.py runs it",
+    "weightcast status http://127.0.0.1:8000 http://127.0.0.1:8001 --watch 2": (
+        "goes on until Ctrl-C: tests/cli/test_status.py"
+    ),
     "torchrun --nproc-per-node 8 examples/torchrun_fsdp2.py --transport nccl --engine http://engine-0:8000 "
     "--token-file token": "needs eight GPUs",
 }
 LONG = {
     "./scripts/demo",
     "./scripts/demo --trainer-ranks 2 --transport gloo",
-    "python bench/stores.py",
     *commands(ROOT / "docs" / "benchmarks.md"),
     *commands(ROOT / "bench" / "README.md"),
 }
 """They take minutes together, or gigabytes: run with --full only."""
-LONG_PAGES = {"distributed.md", "planning.md", "ray.md"}
-"""Each takes a minute, for what tests of their own run too (test_torchrun_fsdp2, test_plan, test_ray_cluster)."""
+LONG_PAGES = {"distributed.md", "ray.md"}
+"""Each takes a minute, for what tests of their own run too (test_torchrun_fsdp2, test_ray_cluster)."""
 
 
 def _complete(folder: str, marker: str = "config.json") -> list[str]:
@@ -53,21 +55,20 @@ def _complete(folder: str, marker: str = "config.json") -> list[str]:
 
 ENVIRONMENT = ["python3 -m venv .venv", "source .venv/bin/activate"]
 FIRST = {
+    "fleet.md": [
+        *(f"weightcast serve MODEL_DIR --port {port}" for port in (8000, 8001)),
+        "weightcast publish CHECKPOINT_DIR --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001 --wait",
+    ],
     "quickstart.md": [
         "weightcast publish CHECKPOINT_DIR --transport file:///mnt/weights --version 699",
         *_complete("DIR/step_1000", "STABLE"),
-    ],
-    "directories.md": [
-        "weightcast serve MODEL_DIR --port 8000",
-        *_complete("outputs/broadcasts/step_1", "STABLE"),
-        *_complete("/mnt/weights/weight_v000002"),
     ],
     "ray.md": [
         "export RAY_TMPDIR=/mnt RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0",
         "python -m ray.scripts.scripts start --head --num-cpus 4 --include-dashboard false",
     ],
     "sglang.md": ENVIRONMENT,
-    "store.md": ["weightcast serve MODEL_DIR --port 8000"],
+    "store.md": ["weightcast serve MODEL_DIR --port 8000", *_complete("outputs/broadcasts/step_1", "STABLE")],
     "vllm.md": ENVIRONMENT,
 }
 """What a page's commands find: versions in its store, a server at its URL, a cluster, an environment of one's own."""

@@ -78,7 +78,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "fastapi": ("integrations.vllm.routes", "integrations.sglang.engine"),
     "starlette": ("control.routes", "control.server.*", "integrations.*.routes"),
     "uvicorn": ("control.server.app", "control.server.connections"),
-    "prometheus_client": ("control.server.metrics",),
+    "prometheus_client": ("control.server.metrics", "trainer.metrics"),
     "rich": ("cli.*",),
     "pytest": ("testing.*",),
     "hypothesis": ("testing.*",),

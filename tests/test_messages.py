@@ -9,8 +9,8 @@ import pytest
 from golden.objects import MESSAGES
 
 from weightcast.format import messages
-from weightcast.format.manifest import decode, encode
-from weightcast.format.messages import LinkMessage, UpdateInfo
+from weightcast.format.manifest import MAX_VERSION, decode, encode
+from weightcast.format.messages import LinkMessage, UpdateInfo, WeightInfo
 
 RECORDS = [v for v in vars(messages).values() if isinstance(v, type) and issubclass(v, msgspec.Struct)]
 OURS = [r for r in RECORDS if r.__module__ == messages.__name__]
@@ -39,3 +39,18 @@ def test_the_tags_of_a_union_differ(union: Any) -> None:
     tags = [record.__struct_config__.tag for record in get_args(union)]
     assert len(set(tags)) == len(tags)
     assert all(record.__struct_config__.tag_field == "kind" for record in get_args(union))
+
+
+@pytest.mark.parametrize(
+    ("label", "version"),
+    [
+        ("0", 0),
+        (str(MAX_VERSION), MAX_VERSION),
+        *(
+            (label, None)
+            for label in ("default", "", "-1", "1.0", "step-7", "\u0663", str(MAX_VERSION + 1), "9" * 5000)
+        ),
+    ],
+)
+def test_an_engines_label_is_a_number_or_none(label: str, version: int | None) -> None:
+    assert WeightInfo(label).version == version

@@ -1,4 +1,4 @@
-"""Make docs/benchmarks.md, its pictures and the README's summary of the results' JSON: `python -m peers.page`."""
+"""Make docs/benchmarks.md, its pictures, results.md and the README's summary of the JSON: `python -m peers.page`."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ from weightcast.format.amounts import count, size
 
 ROOT = Path(__file__).parents[2]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
-HEAD = Path(__file__).with_suffix(".md")
+HEAD, DETAILS = Path(__file__).with_suffix(".md"), Path(__file__).with_name("results.md")
 FIELDS = {"seconds": "time", "pause_seconds": "pause"}
 BOUNDARIES = {
     "process": (
         "Into a process",
-        "A trainer process sends to an engine process that copies into its live parameters. The engine is the same "
-        "for every way: a plain module.",
+        "The engine process copies into the live parameters of a plain module, the same for every way.",
     ),
     "vllm": (
         "Into vLLM",
-        "A trainer process sends to `vllm serve`. The time is from the call until the server answers with the new "
-        "weights, pause and resume included. Each server has one thread; gloo stands where vLLM has NCCL, so that "
-        "nothing follows for GPUs.",
+        "The engine is `vllm serve` with one thread. The time ends when it answers with the new weights, pause and "
+        "resume included.",
     ),
     "sglang": (
         "Into SGLang",
-        "A trainer process sends to `sglang.launch_server`. The time is from the call until the server answers with "
-        "the new weights, pause and continue included. Each server has one thread, and runs with `--sleep-on-idle`: "
-        "else each that waits for its turn keeps a CPU busy.",
+        "The engine is `sglang.launch_server` with one thread and `--sleep-on-idle`. The time ends when it answers "
+        "with the new weights, pause and continue included.",
     ),
 }
 
 
 def page(comparisons: Sequence[Comparison]) -> str:
+    """The documentation's page: each peer beside each way of weightcast, a table for each model."""
     head = HEAD.read_text().replace("{other work}", _other_work(comparisons))
     return "\n".join([head, *_sections(comparisons)]) + "\n"
+
+
+def details(comparisons: Sequence[Comparison]) -> str:
+    """The whole of the results: each run with all of its figures, what was checked, what was not measured."""
+    return "\n".join(["# The runs beside other libraries\n", *_details(comparisons)]) + "\n"
 
 
 def _other_work(comparisons: Sequence[Comparison]) -> str:
@@ -48,21 +51,55 @@ def _other_work(comparisons: Sequence[Comparison]) -> str:
     return f"Other work ran on the machine, up to {most:.1f} cores, so seconds are high and vary: compare ratios."
 
 
+def _models(comparisons: Sequence[Comparison], boundary: str) -> dict[str, list[Comparison]]:
+    """Title of a model -> its runs."""
+    found: dict[str, list[Comparison]] = {}
+    for it in comparisons:
+        if it.boundary == boundary:
+            _, name, num_tensors, num_bytes = it.model
+            found.setdefault(f"{name}: {count(num_tensors, 'tensor')}, {size(num_bytes)}", []).append(it)
+    return found
+
+
 def _sections(comparisons: Sequence[Comparison]) -> Iterator[str]:
     for boundary, (title, text) in BOUNDARIES.items():
-        found = [it for it in comparisons if it.boundary == boundary]
-        if not found:
-            continue
-        yield f"## {title}\n\n{text}\n\n![Seconds to installed, by way](benchmarks-{boundary}.svg)\n"
-        for model in dict.fromkeys(it.model for it in found):
-            yield f"### {model[1]}: {count(model[2], 'tensor')}, {size(model[3])}\n"
-            for comparison in found:
-                if comparison.model == model:
-                    yield from _run(comparison)
+        if models := _models(comparisons, boundary):
+            yield f"## {title}\n\n{text}\n\n![Seconds to installed, by way](benchmarks-{boundary}.svg)\n"
+            for model, runs in models.items():
+                yield f"### {model}\n"
+                yield "| peer | seconds | weightcast | seconds | time | pause | ahead |\n|---|---|---|---|---|---|---|"
+                yield from (_pair(it, peer, ours) for it in runs for peer in it.peers for ours in it.against(peer))
+                yield ""
     if reasons := dict.fromkeys(reason(*found[:3]) for it in comparisons for found in ahead(it)):
         yield "## Why others are ahead\n\n| reason | why | what would change it |\n|---|---|---|"
         yield from (f"| *{name}* | {' | '.join(REASONS[name])} |" for name in reasons)
-        yield ""
+    yield "\n## Machine and versions\n"
+    for machine in dict.fromkeys(it.machine for it in comparisons):
+        yield f"- {machine}"
+    versions = {name: version for it in comparisons for name, version in it.versions.items()}
+    yield f"- {', '.join(f'{name} {version}' for name, version in sorted(versions.items()))}"
+
+
+def _pair(it: Comparison, peer: Row, ours: Row) -> str:
+    """A peer beside a way of weightcast, of one run."""
+    ratios = {field: ratio(peer, ours, field) for field in FIELDS}
+    reasons = dict.fromkeys(reason(WAYS[peer.name], WAYS[ours.name], field) for field in FIELDS if ratios[field] < 1)
+    figures = " | ".join(map(_ratio, ratios.values()))
+    name = ours.name.removeprefix("weightcast ")
+    return (
+        f"| {peer.name} | {peer.median('seconds'):.3f} | {name} | {ours.median('seconds'):.3f} | {figures} "
+        f"| {', '.join(f'*{reason}*' for reason in reasons)} |"
+    )
+
+
+def _details(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    for boundary, (title, _) in BOUNDARIES.items():
+        if models := _models(comparisons, boundary):
+            yield f"## {title}\n"
+            for model, runs in models.items():
+                yield f"### {model}\n"
+                for it in runs:
+                    yield from _run(it)
     yield "## What was checked on the way\n"
     yield "| way | digest | completeness | version | rollback | remarks |\n|---|---|---|---|---|---|"
     measured = {row.name for it in comparisons for row in it.rows}
@@ -72,41 +109,16 @@ def _sections(comparisons: Sequence[Comparison]) -> Iterator[str]:
             yield f"| {way.name} | {' | '.join(checks)} | {way.note} |"
     yield "\n## What was not measured\n\n| way | why |\n|---|---|"
     yield from (f"| {name} | {reason} |" for name, reason in NOT_RUN.items())
-    yield "\n## Where it was measured\n"
-    for machine in dict.fromkeys(it.machine for it in comparisons):
-        yield f"- {machine}"
-    versions = {name: version for it in comparisons for name, version in it.versions.items()}
-    yield f"- {', '.join(f'{name} {version}' for name, version in sorted(versions.items()))}"
-    yield "\n```text"
-    yield from dict.fromkeys(it.command for it in comparisons)
-    yield "```"
 
 
 def _run(it: Comparison) -> Iterator[str]:
     """A table of ways that took turns in one run: no figure of it is of another."""
-    head = (
-        "way",
-        "installed, s",
-        "x memcpy",
-        "pause, s",
-        "CPU, s",
-        "memory, MiB",
-        "time: x weightcast",
-        "pause: x weightcast",
-    )
+    head = ("way", "installed, s", "x memcpy", "pause, s", "CPU, s", "memory, MiB", "time: x weightcast", "pause")
     yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}"
     for row in it.rows:
         yield f"{_figures(row)} {' | '.join(_ratios(it, row, field) for field in FIELDS)} |"
-    yield f"\n{count(len(it.rows[0].turns), 'round')} of turns; other work took {it.other_cores:.2f} cores meanwhile.\n"
-    lead: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for peer_way, ours, field, found in ahead(it):
-        who = lead.setdefault((FIELDS[field], reason(peer_way, ours, field)), {})
-        who.setdefault(peer_way.name, []).append(f"{found:.2f} of {ours.name.removeprefix('weightcast ')}")
-    for (field, why), who in lead.items():
-        names = "; ".join(f"{name} ({', '.join(of)})" for name, of in who.items())
-        yield f"- Ahead in {field}, *{why}*: {names}."
-    if lead:
-        yield ""
+    rounds = count(len(it.rows[0].turns), "round")
+    yield f"\n`{it.command}`: {rounds} of turns; other work took {it.other_cores:.2f} cores meanwhile.\n"
 
 
 def ahead(it: Comparison) -> Iterator[tuple[Way, Way, str, float]]:
@@ -131,16 +143,22 @@ def summary(comparisons: Sequence[Comparison]) -> str:
         ]
         return f"{found[0]:.1f} times" if found else "(not measured)"
 
+    def own(field: str) -> str:
+        models = [it for it in comparisons if it.shapes == "qwen3-0.6b"]
+        rows = [row for it in models for row in it.rows if row.name == "weightcast ipc"]
+        return f"{rows[0].median(field):.2f} s" if rows else "(not measured)"
+
     disturbed = "" if all(it.is_quiet for it in comparisons) else ", which had other work too"
     text = (
-        f"From one process to another over shared memory, Qwen3-0.6B (1.2 GB of bfloat16), on two CPU cores{disturbed}"
-        f": verl's `BucketedWeightSender` takes {times('verl BucketedWeightSender, 512 MiB')} as long as weightcast, a "
-        f"safetensors file {times('safetensors file')}, TorchRL's double buffer {times('TorchRL double buffer')}."
+        f"Qwen3-0.6B (1.2 GB of bfloat16) from one process to another on two CPU cores{disturbed}: over shared memory "
+        f"weightcast takes {own('seconds')}, of which the engine is paused for {own('pause_seconds')}. verl's "
+        f"`BucketedWeightSender` takes {times('verl BucketedWeightSender, 512 MiB')} as long, TorchRL's double buffer "
+        f"{times('TorchRL double buffer')}, a safetensors file {times('safetensors file')}."
     )
-    won = [(found, peer.name) for it in comparisons for peer, _, field, found in ahead(it) if field == "seconds"]
+    won = [(found, p, o) for it in comparisons for p, o, field, found in ahead(it) if field == "seconds"]
     if won:
-        found, name = min(won)
-        text += f" Ahead of weightcast: {name}, which takes {found:.2f} times as long."
+        found, peer, ours = min(won, key=lambda each: each[0])
+        text += f" Not everywhere is weightcast ahead: `{peer.name}` takes {found:.2f} of the time of `{ours.name}`."
     text += " [Benchmarks](docs/benchmarks.md) has all figures, also where others are ahead."
     return f"## How fast\n\n{textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)}\n"
 
@@ -164,7 +182,12 @@ def ratio(peer: Row, ours: Row, field: str) -> float:
 
 def _ratios(it: Comparison, peer: Row, field: str) -> str:
     found = [(ratio(peer, row, field), row.name.removeprefix("weightcast ")) for row in it.against(peer)]
-    return "; ".join(f"{f'{it:.1f}' if it >= 1 else f'**{it:.2f}**'} ({name})" for it, name in found)
+    return "; ".join(f"{_ratio(times)} ({name})" for times, name in found)
+
+
+def _ratio(times: float) -> str:
+    """In bold where the peer is ahead."""
+    return f"{times:.1f}" if times >= 1 else f"**{times:.2f}**"
 
 
 def readme_parts(readme: str) -> tuple[str, str, str]:
@@ -205,6 +228,7 @@ def draw(comparisons: Sequence[Comparison], boundary: str, path: Path) -> None:
 def main() -> None:
     comparisons = read(RESULTS)
     (DOCS / "benchmarks.md").write_text(page(comparisons))
+    DETAILS.write_text(details(comparisons))
     before, _, after = readme_parts(README.read_text())
     README.write_text(before + summary(comparisons) + after)
     for boundary in dict.fromkeys(it.boundary for it in comparisons):

@@ -87,10 +87,17 @@ class Result(msgspec.Struct, kw_only=True):
         found = [f"{check.engine}: {problem}" for check in self.checks for problem in check.problems]
         if len(self.checks) != self.num_engines:
             found.insert(0, f"{len(self.checks)} of {self.num_engines} engines were checked")
-        gain = self.end.reward - self.start.reward
-        if gain < self.settings.min_reward_gain:
-            found.append(f"the reward rose by {gain:.3f}, less than {self.settings.min_reward_gain}")
+        gain, least = self.end.reward - self.start.reward, self.settings.min_reward_gain
+        if least is not None and gain < least:
+            found.append(f"the reward rose by {gain:.3f}, less than {least}")
         return found
+
+    def success(self) -> str:
+        """The verdict on a run without failures."""
+        serves = "every engine serves exactly the trainer's last version"
+        if self.settings.min_reward_gain is None:
+            return f"{serves}; {count(self.settings.num_steps, 'step')} are too few to judge the reward"
+        return f"passed: the reward rose, and {serves}"
 
     def summary(self) -> list[str]:
         found = []
@@ -134,6 +141,7 @@ def render(result: Result) -> str:
         with rc_context({"svg.fonttype": "path", "font.size": 11}):
             metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             draw(result).savefig(svg, format="svg", metadata=metadata, transparent=True)
+    is_judged = "" if settings.min_reward_gain is None else "good"
     verdict = [f'<p class="bad">failed: {escape(failure)}</p>' for failure in failures]
     checks = [
         (c.engine, "differs" if c.problems else "equal", c.version, f"{c.num_tokens} in {c.num_prompts} prompts")
@@ -148,7 +156,7 @@ def render(result: Result) -> str:
 <h1>weightcast demo</h1>
 <p>A trainer taught a small Qwen3 to sort digits with GRPO and published every step to
 {count(result.num_engines, "inference server")} over <code>{settings.transport}://</code>, during the rollouts.</p>
-{"".join(verdict) or '<p class="good">passed: every engine serves exactly the last version</p>'}
+{"".join(verdict) or f'<p class="{is_judged}">{escape(result.success())}</p>'}
 {"".join(f"<p>{escape(sentence)}</p>" for sentence in result.summary())}
 {"".join(svg.getvalue().partition("<svg")[1:])}
 <p>The first publish, which also connects the engines and makes the arena, is left out of the plots. The model is small,
@@ -184,8 +192,8 @@ def draw(result: Result) -> Figure:
         label = f"evaluation at the {each.when}: {each.reward:.2f}"
         reward.axhline(each.reward, linestyle=":" if each.when == "start" else "--", color="grey", label=label)
     reward.set(title="Mean reward of each step's rollouts (1: all answers are right)", ylim=(0, 1.05))
-    parts = {stage: 1e3 * numpy.array([getattr(s, stage) for s in seconds]) for stage in table.STAGES}
-    parts["rest"] = numpy.maximum(0.0, 1e3 * numpy.array([s.total for s in seconds]) - sum(parts.values()))
+    by_step = [table.stages(report_seconds) for report_seconds in seconds]
+    parts = {stage: numpy.array([each[stage] for each in by_step]) for stage in (*table.STAGES, "rest")}
     bottom = numpy.zeros(len(steps))
     for stage, heights in parts.items():
         stages.bar(steps, heights, bottom=bottom, label=stage)

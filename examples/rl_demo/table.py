@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_demo.messages import Checked, Evaluated, Event, RunEnded, Saved, Stepped, Warming
+from weightcast.errors import StageSeconds
 
 STAGES = ("gather", "offer", "pack", "send", "seal", "pause")
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -111,7 +112,8 @@ def sparkline(values: Sequence[float]) -> str:
 def columns(step: Stepped) -> list[str]:
     """The titles, as wide as their columns."""
     engines = [f"engine {index}" for index in range(len(step.report.engines))]
-    return ["step", "reward", *engines, "   MB", *(f"{stage} ms".rjust(9) for stage in STAGES), "total ms"]
+    titles = (f"{title} ms" for title in (*STAGES, "rest", "total"))
+    return ["step", "reward", *engines, "   MB", *(title.rjust(len("gather ms")) for title in titles)]
 
 
 def row(step: Stepped) -> list[str]:
@@ -121,5 +123,12 @@ def row(step: Stepped) -> list[str]:
         f"{step.reward:.3f}" if step.num_rollouts else "",
         *(f"v{report.version}" if result.ok else "failed" for _, result in sorted(report.engines.items())),
         f"{report.num_bytes / 1e6:.2f}",
-        *(f"{getattr(report.seconds, stage) * 1e3:.1f}" for stage in (*STAGES, "total")),
+        *(f"{ms:.1f}" for ms in stages(report.seconds).values()),
+        f"{report.seconds.total * 1e3:.1f}",
     ]
+
+
+def stages(seconds: StageSeconds) -> dict[str, float]:
+    """Milliseconds of a publish by stage and the "rest", rounded, so that they add up to the total as it is shown."""
+    found = {stage: round(1e3 * getattr(seconds, stage), 1) for stage in STAGES}
+    return {**found, "rest": max(0.0, round(1e3 * seconds.total, 1) - sum(found.values()))}

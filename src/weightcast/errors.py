@@ -46,7 +46,8 @@ MAX_TEXT_CHARACTERS = 1 << 16
 """Limit on the characters of a record's message, and of all its problems; each takes at most 6 bytes in JSON."""
 
 _EXTRAS = {
-    **dict.fromkeys(("starlette", "uvicorn", "prometheus_client", "transformers"), "serve"),
+    **dict.fromkeys(("starlette", "uvicorn", "transformers"), "serve"),
+    "prometheus_client": "metrics",
     "torchrl": "torchrl",
     "tensordict": "torchrl",
     "trl": "trl",
@@ -221,7 +222,8 @@ class EngineResult(msgspec.Struct):
     engine. `unproven`: with `verify="installed"`, the tensors that could not be read from the engine's live memory,
     with the reason. `read_bytes`, `installed_bytes`: by engine rank, the bytes of buckets that its worker has read and
     checked (ranks of one host divide these), and the bytes that it has installed (a tensor that goes through the
-    engine's loader counts with all its bytes).
+    engine's loader counts with all its bytes). `differs`: the engine's live memory is not what was sent, and the engine
+    was quarantined.
     """
 
     ok: bool = False
@@ -231,6 +233,7 @@ class EngineResult(msgspec.Struct):
     unproven: dict[str, str] = {}
     read_bytes: list[int] = []
     installed_bytes: list[int] = []
+    differs: bool = False
 
 
 class PublishReport(msgspec.Struct, frozen=True):

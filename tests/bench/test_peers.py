@@ -70,6 +70,7 @@ def test_the_page_is_of_the_results() -> None:
     found = read(RESULTS)
     assert found
     assert (page.DOCS / "benchmarks.md").read_text() == page.page(found)
+    assert page.DETAILS.read_text() == page.details(found)
     before, section, after = page.readme_parts(page.README.read_text())
     assert section == page.summary(found), "run python -m peers.page"
     assert before
@@ -172,5 +173,6 @@ def test_where_a_peer_is_ahead_the_page_says_why() -> None:
     from peers import page
 
     text = page.page([_run(FILE)])
-    assert "- Ahead in time, *not looked into*: safetensors file (0.50 of file, 0.50 of ipc)." in text
+    for ours in ("file", "ipc"):
+        assert f"| safetensors file | 1.000 | {ours} | 2.000 | **0.50** | 1.0 | *not looked into* |" in text
     assert "| *not looked into* | Nobody has looked yet | Unknown |" in text

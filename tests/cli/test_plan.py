@@ -15,7 +15,7 @@ from weightcast.cli import exits
 from weightcast.cli.planned_bytes import Estimate
 from weightcast.format.bucket import HEADER_BYTES
 
-PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tuning.md"
 FEW = ["plan", "--params", "1e6", "--tensors", "10"]
 
 
@@ -38,18 +38,46 @@ def test_a_link_of_known_speed_has_its_seconds(capsys: pytest.CaptureFixture[str
     assert cells["trainer host's link"] == cells["engine host's link"] == "1.001 s"
 
 
-PLANS = re.findall(r"```sh\n(weightcast plan [^\n]*)\n```\n\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+ON_ONE_HOST = """\
+60.0 GB in 18,867 tensors, ipc, staged
+from 1 host of 1 rank, whole, to 8 engines of 1 worker on the trainer's hosts
+
+┏━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┓
+┃ counted               ┃   value ┃                                ┃
+┡━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┩
+│ buckets               │     899 │ of at most 67.1 MB             │
+│ origins               │       1 │ 60.0 GB in all                 │
+│ trainer host's memory │ 60.0 GB │ all buckets                    │
+│ engine host's memory  │ 0 bytes │ the trainer's is read in place │
+└───────────────────────┴─────────┴────────────────────────────────┘
+"""
+
+
+def test_all_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--params", "30e9", "--tensors", "18867", "--engines", "8"]) == exits.OK
+    assert capsys.readouterr().out == ON_ONE_HOST
+
+
+ROWS = re.findall(
+    r"^\| `(--transport [^`]*)` \| ([\d.]+) s[^|]*\| ([\d.]+) s[^|]*\| ([\d,]+) GB", PAGE.read_text(), re.MULTILINE
+)
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("command", "text"), PLANS, ids=[command for command, _ in PLANS])
-def test_the_page_has_what_its_commands_print(command: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(shlex.split(command)[1:]) == exits.OK
-    assert capsys.readouterr().out == text
+@pytest.mark.parametrize(("options", "trainer", "engine", "memory"), ROWS)
+def test_the_page_has_a_table_of_what_plans_say(
+    options: str, trainer: str, engine: str, memory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [of_all] = re.findall(r"`(--params [^`]*)`", PAGE.read_text())
+    assert cli.main(["plan", *shlex.split(of_all), *shlex.split(options), "--json"]) == exits.OK
+    found = msgspec.json.decode(capsys.readouterr().out, type=Estimate)
+    assert f"{found.trainer_host.link_seconds:.1f}" == trainer
+    assert f"{found.engine_host.link_seconds:.1f}" == engine
+    assert f"{found.engine_host.buckets / 1e9:,.0f}" == memory
 
 
 def test_the_page_has_plans() -> None:
-    assert len(PLANS) == PAGE.read_text().count("```text") == 4
+    assert len(ROWS) == 3
 
 
 def cells_of(lines: list[str]) -> dict[str, str]:

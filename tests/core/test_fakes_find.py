@@ -1,6 +1,7 @@
 """The GPU and NCCL without hardware find the defects that they were made for: each mend is undone, and found missing.
 
-`as_it_was`: the code of one finding is as it was; otherwise the same lines pass. What can't be shown so: docs/gpu.md.
+`as_it_was`: the code of one finding is as it was; otherwise the same lines pass. bench/README.md lists
+what can't be shown so.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ def test_a_late_engine_gets_the_version_that_the_others_serve(tmp_path: Path, tr
         publisher,
         _,
     ):
+        assert publisher.version is None, "nothing was published yet"
         publisher.publish()
         num_calls = len(first.calls), len(second.calls)
         publisher.add_engine(newcomer)

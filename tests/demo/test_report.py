@@ -98,6 +98,17 @@ def test_the_page_shows_the_run() -> None:
     assert html.count("<td>v4</td>") == 2
 
 
+def test_a_reward_that_few_steps_leave_behind_is_not_called_a_success() -> None:
+    found = runs.result(
+        *(event for event in runs.events() if event != runs.evaluated("end", 0.9)), runs.evaluated("end", 0.2)
+    )
+    assert found.failures() == ["the reward rose by -0.100, less than 0.1"]
+    found.settings = DemoSettings(seed=0, num_steps=4, min_reward_gain=None)
+    assert not found.failures()
+    assert "4 steps are too few to judge the reward" in found.success()
+    assert "passed" not in report.render(found)
+
+
 def test_one_of_a_kind_is_not_many() -> None:
     found = runs.result(*runs.events())
     found.settings = DemoSettings(seed=0, num_steps=4, num_layers=1, answers_per_prompt=1)

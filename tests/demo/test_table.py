@@ -27,7 +27,9 @@ def test_plain_lines_without_a_terminal() -> None:
     rows = [line.split() for line in lines[header + 1 :] if line[:1] == " "]
     assert [row[0] for row in rows] == ["0", "1", "2", "3", "4"]
     assert rows[4][1:5] == ["0.400", "v4", "v4", "2.50"]
-    assert rows[4][5:] == ["1.0", "2.0", "3.0", "4.0", "5.0", "6.0", "30.0"], "gather to pause, and the total"
+    assert rows[4][5:] == ["1.0", "2.0", "3.0", "4.0", "5.0", "6.0", "9.0", "30.0"], (
+        "stages and rest add up to the total"
+    )
     assert sum(line.startswith("warm start") for line in lines) == 4
     assert sum("equals the trainer's model" in line for line in lines) == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -186,21 +187,33 @@ class Trainer:
         self.pipe.send(("full digests", {name: tensor_digest(tensor) for name, tensor in whole.items()}))
 
     def publish(self, content: int, version: int | None) -> None:
+        self._fill(content)
+        self.pipe.send(("published", self._outcome(version)))
+
+    def start_often(self, first: int, number: int, seed: int) -> None:
+        """Start that many publishes, of content and version `first` and up; cancel and skip some. Says so at each.
+
+        Ends at the first that fails, as it does where another trainer rank is dead.
+        """
+        chance = random.Random(seed)
+        try:
+            for version in range(first, first + number):
+                self._fill(version)
+                handle = self.publisher.start(version, overlap=chance.choice(["wait", "skip"]))
+                if handle is not None and chance.random() < 0.2:
+                    handle.cancel()
+                self.pipe.send(("started", version))
+            with contextlib.suppress(weightcast.UpdateAbortedError):
+                if handle is not None:
+                    handle.result()
+        except Exception as exc:
+            self.pipe.send(("failed", f"{type(exc).__name__}: {exc}"))
+
+    def _fill(self, content: int) -> None:
         if self._is_fsdp:
             _fill_shards(self._model, content)
         else:
             fill(self._model, content)
-        self.pipe.send(("published", self._outcome(version)))
-
-    def start_often(self, first: int, number: int, seed: int) -> None:
-        """Start that many publishes, of content and version `first` and up; cancel and skip some. Says so at each."""
-        chance = random.Random(seed)
-        for version in range(first, first + number):
-            fill(self._model, version)
-            handle = self.publisher.start(version, overlap=chance.choice(["wait", "skip"]))
-            if handle is not None and chance.random() < 0.2:
-                handle.cancel()
-            self.pipe.send(("started", version))
 
     def _outcome(self, version: int | None) -> dict[str, Any]:
         try:

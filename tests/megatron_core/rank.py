@@ -10,6 +10,7 @@ import datetime
 import functools
 import json
 import os
+import random
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -167,7 +168,46 @@ def _servers(case: Case, engine: str, checkpoints: list[dict[str, torch.Tensor]]
         yield [stack.enter_context(server) for server in servers]
 
 
+def start_often(case: Case, number: int) -> dict[str, Any]:
+    """Train that many steps, start a publish after each, cancel and skip some, and train on at once.
+
+    Gives the versions that the engine got, and those of them that are not what mbridge exports of that step.
+    """
+    from megatron_core.trainer import Trainer
+
+    trainer, chance = Trainer(case), random.Random(number)
+    source = MegatronSource(trainer.chunks, case.hf_config)
+    recording = RecordingEngine()
+    exported: dict[int, dict[str, torch.Tensor]] = {}
+    wrong: list[int] = []
+
+    def commit(version: Any) -> None:
+        recording.versions.append(version.number)
+        expected = exported.pop(version.number)
+        if not all(torch.equal(tensor, expected[name]) for name, tensor in recording.held.items()):
+            wrong.append(version.number)
+
+    recording.commit = commit  # type: ignore[method-assign]
+    engines = [DirectEngine("engine", recording)] if dist.get_rank() == 0 else []
+    options: dict[str, Any] = {"bucket_size_bytes": BUCKET_BYTES, "deadline_seconds": 30.0}
+    num_skipped, num_cancelled = 0, 0
+    try:
+        with publisher_of(source, transport="memory://", engines=engines, **options) as publisher:
+            for version in range(number):
+                trainer.step()
+                exported[version] = _exported(case, trainer.models)
+                handle = publisher.start(version, overlap=chance.choice(["wait", "skip"]))
+                num_skipped += handle is None
+                if handle is not None and chance.random() < 0.3:
+                    num_cancelled += handle.cancel()
+    finally:
+        for engine in engines:
+            engine.close()
+    return {"versions": recording.versions, "wrong": wrong, "num_skipped": num_skipped, "num_cancelled": num_cancelled}
+
+
 JOBS: dict[str, Callable[[Case], dict[str, Any]]] = {"report": report}
+JOBS |= {f"start {number}": functools.partial(start_often, number=number) for number in (40, 300, 1000)}
 JOBS |= {f"serve {engine}": functools.partial(serve, engine=engine) for engine in ("reference", "vllm", "sglang")}
 
 

@@ -166,3 +166,22 @@ def test_few_collectives_and_none_of_the_trainer_s(trained: Trained) -> None:
         assert counts.get("send", 0) <= 3
         assert counts.get("receive", 0) <= (0 if number else 3 * (len(reports) - 1))
         assert counts.get("broadcast", 0) <= 3
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("case", "number"),
+    [
+        ("tp2-te", 40),
+        pytest.param("tp2-te", 1000, marks=pytest.mark.full),
+        pytest.param("tp2-pp2-te", 300, marks=pytest.mark.full),
+    ],
+)
+def test_publishes_in_the_background_are_of_one_step_each(case: str, number: int, tmp_path: Path) -> None:
+    """Starts that wait, are skipped and are cancelled, with training steps right after them."""
+    first, *others = rank.run(case, tmp_path, f"start {number}", seconds=800.0)
+    assert first["versions"], "some were published"
+    assert first["versions"] == sorted(set(first["versions"]))
+    assert first["wrong"] == []
+    assert {report["num_skipped"] for report in others} == {first["num_skipped"]}
+    assert len(first["versions"]) + first["num_skipped"] + first["num_cancelled"] == number

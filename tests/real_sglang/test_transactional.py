@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from real_engines.setups import on
@@ -148,9 +149,11 @@ def test_weights_that_sglang_changes_by_itself_are_of_no_version(server: Server)
             assert server.answer(PROMPT, 4).spans == [(label, 0, 4)], path
             info = server.get("/weight_info")
             assert (info["weight_version"], info["run"], info["torn"]) == (label, "", ""), path
+            assert httpx.get(f"{server.url}/weight_ready", trust_env=False).status_code == 503, path
             if path == "/begin_weight_update":
                 assert server.post("/end_weight_update").status_code == 200
             assert it.publisher.sync(server.url).ok
+            assert server.get("/weight_ready")["weight_version"] == version
             assert_serves(server, 1)
         it.publish(0)
         assert_serves(server, 0)

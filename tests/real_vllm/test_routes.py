@@ -107,8 +107,10 @@ def test_every_api_server_knows_that_the_engine_is_torn(server: Server) -> None:
             infos = [json.loads(text) for _, text in front_ends.each("GET", "/weight_info")]
             assert all(info["torn"] and info["paused"] for info in infos), infos
             assert {info["weight_version"] for info in infos} == {str(version)}
+            assert {status for status, _ in front_ends.each("GET", "/weight_ready?max_behind=99")} == {503}
         assert server.is_healthy()
         it.publish(1)
+        assert {status for status, _ in front_ends.each("GET", "/weight_ready?max_behind=0")} == {200}
         infos = [json.loads(text) for _, text in front_ends.each("GET", "/weight_info")]
         assert not any(info["torn"] or info["paused"] for info in infos), infos
         answers = front_ends.each("POST", "/v1/completions", completion(PROMPT, 4))

@@ -47,6 +47,7 @@ ROUTES = [
     ("GET", "/is_paused"),
     ("GET", "/get_world_size"),
     ("GET", "/weight_info"),
+    ("GET", "/weight_ready"),
     ("GET", "/weight_specs"),
     ("GET", "/weight_digests"),
     ("POST", "/quarantine"),

@@ -60,7 +60,7 @@ def held_by_a_follower(directory: Path) -> int:
 
 
 def test_where_the_buckets_of_each_origin_lie() -> None:
-    """As docs/store.md has it."""
+    """As the docstring of `weightcast.store` has it."""
     manifest = msgspec.structs.replace(two_origins(), buckets=(256, 4096, 512, 256, 8192), origins=(3, 2))
     assert [FileLayout(manifest, 2).at(index) for index in range(5)] == [
         (0, 0),

@@ -23,6 +23,7 @@ COMMANDS = {
     "follow": "publish each new version of a store, or of a directory of checkpoints, to running engines",
     "rollback": "make an earlier version of a store the newest again, as a new version",
     "export": "write a store's newest version as a checkpoint directory",
+    "status": "show which version each engine of a fleet serves, and which are behind",
     "inspect": "show the tensors and versions of an engine, a checkpoint or a store",
     "verify": "check that an engine has exactly the weights of a checkpoint, or that a store is intact",
     "bench": "measure a publish over a transport on this machine, against one memcpy",

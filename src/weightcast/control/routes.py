@@ -267,6 +267,13 @@ async def _resume(call: RouteCall) -> Any:
     return {"status": "resumed"}
 
 
+async def _ready(call: RouteCall) -> Any:
+    """Answer 503 unless the engine serves a version, at most `max_behind` numbers behind the last that it knows of."""
+    info = await call.engine.info()
+    reason = info.stale_reason(natural_number("max_behind", call.request.query_params.get("max_behind", "1")))
+    return refusal(reason, "not_ready", 503) if reason else {"weight_version": info.weight_version, "run": info.run}
+
+
 async def _digests(call: RouteCall) -> HeldWeights:
     return await call.engine.held(call.request.query_params.getlist("names"), *held_range(call.request))
 
@@ -292,6 +299,7 @@ WEIGHT_ROUTES: tuple[tuple[str, str, Any, Callable[[RouteCall], Awaitable[Any]]]
     ("POST", "/pause", None, _pause),
     ("POST", "/resume", None, _resume),
     ("GET", "/weight_info", None, lambda call: call.engine.info()),
+    ("GET", "/weight_ready", None, _ready),
     ("GET", "/is_paused", None, _is_paused),
     ("GET", "/get_world_size", None, _world_size),
     ("GET", "/weight_digests", None, _digests),

@@ -17,11 +17,13 @@ from weightcast.format.manifest import (
     MAX_BYTES,
     MAX_ORIGINS,
     MAX_TENSORS,
+    MAX_VERSION,
     PROTOCOL,
     Manifest,
     RunId,
     TensorSpec,
     VersionNumber,
+    WeightVersion,
 )
 
 InstallMode = Literal["staged", "streaming"]
@@ -179,7 +181,7 @@ class WeightInfo(msgspec.Struct, frozen=True):
     resumes by itself), "undo", "streaming", "inspect" (specs can be read), "prove" (digests of live tensors can),
     "dtypes" (it answers a `DtypesQuestion`).
     `torn`: why it refuses to serve, or empty. `instance`: a random id of the engine's life; one engine has one, however
-    it is called.
+    it is called. `offered`: the last version that a publisher offered, also if it was refused or has failed.
     """
 
     weight_version: str
@@ -191,6 +193,34 @@ class WeightInfo(msgspec.Struct, frozen=True):
     abilities: tuple[str, ...] = ()
     protocol: int = PROTOCOL
     instance: ShortText | UnsetType = UNSET
+    offered: WeightVersion | UnsetType = UNSET
+
+    @property
+    def version(self) -> int | None:
+        """The number that `weight_version` is; None for a label that is none of a publisher's."""
+        text = self.weight_version
+        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_VERSION))
+        return int(text) if is_number and int(text) <= MAX_VERSION else None
+
+    def stale_reason(self, max_behind: int) -> str:
+        """Return why the engine serves no weights, or others than one of the last versions; "" if it does.
+
+        `max_behind`: by how many numbers it may be behind the version that was offered to it last.
+        """
+        if self.torn:
+            return f"the engine is torn: {self.torn}"
+        if self.version is None or not self.run:
+            return "no publisher's version was installed yet"
+        if self.offered is UNSET:
+            return ""
+        behind = self.offered.number - self.version
+        if self.offered.run != self.run:  # which may count from 0 again
+            behind = max(1, behind)
+        if behind <= max_behind:
+            return ""
+        return (
+            f"version {self.version} is served, {behind} behind {self.offered.number}; at most {max_behind} is allowed"
+        )
 
 
 # --- link: worker <-> publisher ---

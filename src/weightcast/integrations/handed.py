@@ -57,7 +57,8 @@ class HandedPublisher:
         tensors = iter(weights)
         try:
             with on_failure(self._forget):
-                if self._publisher is not None and version is not None and version <= self._publisher.version:
+                last = None if self._publisher is None else self._publisher.version
+                if version is not None and last is not None and version <= last:
                     self.close()
                 if isinstance(self._source, IteratorSource):
                     self._source.use(tensors)

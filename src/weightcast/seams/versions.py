@@ -27,9 +27,9 @@ class VersionWriter(Protocol):
         P  seal(...)                         when all have sent all; from then on engines can read the version
     """
 
-    def newest_version(self) -> int:
-        """Return the number that the next version must exceed, also after aborted versions; -1 for none."""
-        return -1
+    def newest_version(self) -> int | None:
+        """Return the number that the next version must exceed, also after aborted versions; None if it may be any."""
+        return None
 
     def begin_together(self, manifest: Manifest, version: WeightVersion) -> str:
         """Begin a version of several origins, of which this sender has the first one.

@@ -116,6 +116,7 @@ class Worker:
         self._session: PublisherSession | None = None
         self._closed = False
         self.instance = secrets.token_hex(16)
+        self._offered: WeightVersion | None = None
         close_at_exit(self)
 
     def info(self) -> WeightInfo:
@@ -139,6 +140,7 @@ class Worker:
             world_size=self.world_size,
             abilities=tuple(name for name, has in able.items() if has),
             instance=self.instance,
+            offered=UNSET if self._offered is None else self._offered,
         )
 
     def init(self, info: InitInfo) -> None:
@@ -388,6 +390,7 @@ class Worker:
                 f"version {offer.version} was offered after version {newest} (a replayed request?): offer a higher "
                 "version"
             )
+        self._offered = WeightVersion(offer.run, offer.version)
         if offer.install not in self._installs:
             raise UnsupportedError(
                 f"install={offer.install!r} was requested, but {type(self.engine).__name__} does not support it: "

@@ -1,5 +1,38 @@
 """A store: a directory of weight versions, with one writer and many readers.
 
 `address`: its URL. `records`: the small files. `locks`: locks of readers and writers. `files`: reading and replacing of
-files. `reading`, `writing`: the two sides. The layout and its guarantees are in `docs/store.md`.
+files. `reading`, `writing`: the two sides. The guarantees are in `docs/store.md`.
+
+Records are JSON in the encoding of `docs/wire-format.md`, which defines buckets too. The files:
+
+`digest` is the SHA-256 of a record's encoding with an empty `digest`, in hex.
+
+    current.json             the pointer: replaced by rename, last of all
+    next.json                the next pointer, for engines of the publish; renamed to current.json, or removed
+    writer.lock              locked by the writer, exclusively, from byte 0 on
+    writer.json              format, run, host, pid, attempt, number, aborted, digest
+    slots/N/seal.json        the version in slot N; absent while the slot is written
+    slots/N/manifest.json    the manifest; its SHA-256 is in pointer and seal
+    slots/N/data.0 ...       the buckets; each origin has as many files of its own
+    slots/N/pins             256 records of 256 bytes, each locked by one reader and holding its name; then a byte
+                             for each origin, locked by the rank that writes its files
+    .checkpoint              for stock servers to reload; readers ignore it
+
+- `current.json` and `next.json` are `{"format", "newest", "previous", "digest"}`, `seal.json` the same without
+  `previous`. `format` MUST be `weightcast-store-3`: a store of another one is neither read nor written. `newest`
+  and `previous` are `{"run", "number", "slot", "num_files", "num_buckets", "manifest_digest", "root",
+  "committed_at"}`; `committed_at` is the Unix time of the seal. `number` in `writer.json` is that of the last
+  version that was begun.
+- `num_files` MUST be a multiple of the number of origins. With m files for each origin, bucket k of origin o lies
+  in `data.F`, F = o m + (k modulo m), behind the buckets of that file with smaller numbers, each from a multiple of
+  4,096 bytes on. Bytes between are undefined, and a file may be longer than its version.
+- Locks are open-file-description locks of fcntl. A writer MUST lock all of `pins`, from byte 0 without end, while
+  it changes anything in a slot. It MAY release all behind the 256 records once `writer.json` has its attempt: then
+  the rank that writes origin o's files MUST lock byte 65,536 + o, and MUST then find the attempt in `writer.json`,
+  not aborted.
+- A writer MUST NOT change the slot that the pointer names. It MUST remove the seal before the first byte of data
+  and make it after the last; then it makes `next.json`. Before it renames that to the pointer it MUST find the
+  pointer unchanged. To give a version up it removes `next.json` and then the seal, also under readers' pins.
+- A reader MUST lock one record of `pins` (shared, if it may not write there) while it reads the slot. It MUST find
+  the wanted version in the seal after that, and read the pointer again.
 """

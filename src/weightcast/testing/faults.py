@@ -131,7 +131,7 @@ class FaultySender(Sender):
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
         return self.inner.connected(peers)
 
-    def newest_version(self) -> int:
+    def newest_version(self) -> int | None:
         return self.inner.newest_version()
 
     def begin_together(self, manifest: Manifest, version: WeightVersion) -> str:

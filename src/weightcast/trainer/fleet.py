@@ -35,7 +35,7 @@ from weightcast.errors import (
     WeightcastError,
     to_record,
 )
-from weightcast.format.manifest import MAX_VERSION, PROTOCOL, TensorSpec
+from weightcast.format.manifest import PROTOCOL, TensorSpec
 from weightcast.format.messages import (
     Accepted,
     Failed,
@@ -151,13 +151,6 @@ class FleetMember:
         """True if nothing answered at its URL: the engine may be starting."""
         return self.result.error is not None and self.result.error.kind == PeerDiedError.__name__
 
-    @property
-    def newest_version(self) -> int:
-        """Number of the version in the engine's last `info`; -1 if it has none."""
-        text = "" if self.info is None else self.info.weight_version
-        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_VERSION))
-        return int(text) if is_number and int(text) < MAX_VERSION else -1
-
     def begin(self, run: str, deadline_seconds: float, watchdog: Watchdog) -> None:
         """Begin another update with an empty result. `watchdog` resumes an engine without a lease if we die."""
         self._run, self._deadline_seconds, self._watchdog = run, deadline_seconds, watchdog
@@ -175,7 +168,7 @@ class FleetMember:
             found = f"{self.name} speaks protocol {self.info.protocol}, this publisher speaks {PROTOCOL}"
             raise UnsupportedError(f"{found}: install the same version of weightcast in the trainer and the engine")
         self.instance = "" if self.info.instance is UNSET else self.info.instance
-        self.serves = self.newest_version if self.newest_version >= 0 else None
+        self.serves = self.info.version
 
     def ask_dtypes(self, specs: Sequence[TensorSpec]) -> None:
         """Ask for the engine's dtypes of these tensors, once per connection.
@@ -303,6 +296,7 @@ class FleetMember:
     def quarantine(self, reason: str) -> None:
         """Have an engine with wrong weights refuse to serve. A Ctrl-C meanwhile is raised afterwards."""
         self.fail(IntegrityError(reason))
+        self.result.differs = True
         try:
             to_its_end(functools.partial(self.client.quarantine, reason), name="weightcast-quarantine")
         except WeightcastError as exc:
@@ -437,7 +431,7 @@ class FleetMember:
         """
         with contextlib.suppress(PeerError):
             info = self.client.info()
-            return (info.run, info.weight_version) == (self._run, str(self.version)) and not (is_settled and info.torn)
+            return (info.run, info.version) == (self._run, self.version) and not (is_settled and info.torn)
         return False
 
 

@@ -322,8 +322,9 @@ class PublishRun:
                 if manifest.origins:
                     self._fail_brought_routes()
                 sender, keeps_versions = self._connections.sender, self._connections.keeps_versions
-                kept = sender.newest_version() if keeps_versions else -1
-                newest = max((kept, *(member.newest_version for member in self._fleet)))
+                found = [member.info.version for member in self._fleet if member.info is not None]
+                found.append(sender.newest_version() if keeps_versions else None)
+                newest = max((number for number in found if number is not None), default=-1)
                 if again is not None:
                     self.number = again.number
                     fleet.each(lambda member: member.notice(again.number))

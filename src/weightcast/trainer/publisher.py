@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
-from weightcast.errors import ClosedError, PublishReport, UpdateAbortedError, publish_error
+from weightcast.errors import ClosedError, PublishReport, UpdateAbortedError, publish_error, with_extra
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from weightcast.trainer.group.rounds import FollowingRank, PublishingRank
+    from weightcast.trainer.metrics import MetricsTarget, PublisherMetrics
 
 logger = logging.getLogger(__name__)
 _NOTHING_YET = "nothing was published yet by this publisher: call publish() first"
@@ -81,13 +82,16 @@ class Publisher(ClosedOnExit):
         token: str | None = None,
         trainer_group: ProcessGroup | Literal["auto"] | None = "auto",
         options: PublishOptions | None = None,
+        metrics: MetricsTarget | None = None,
     ) -> None:
         """Create a publisher. Nothing is connected or allocated before the first `publish` or `prepare`.
 
         `engines`: URLs or EngineClient objects; more can be added later. `token`: the bearer token for engines given as
         URLs. `trainer_group`: the ranks that have the model together and publish together; "auto" stands for
         torch.distributed's default group, if it is initialised at the first `publish` or `prepare`; None: this rank
-        publishes alone. `options`: how engines are updated; by default `PublishOptions()`.
+        publishes alone. `options`: how engines are updated; by default `PublishOptions()`. `metrics`: HOST:PORT at
+        which the publishing rank serves Prometheus metrics from the first `publish` or `prepare` on, or a registry of
+        prometheus-client that has them then.
 
         Raises ValueError for an unknown transport or an engine named twice, TypeError for arguments of other types.
         """
@@ -97,7 +101,8 @@ class Publisher(ClosedOnExit):
         if not isinstance(options, PublishOptions | None):
             raise TypeError(f"options is a {type(options).__name__}; it must be a PublishOptions(...) or None")
         self.run = secrets.token_hex(16)
-        self.version = -1
+        self._version = -1
+        """The number of the last version; -1 before the first."""
         self.last_report: PublishReport | None = None
         """Report of the last publish that returned or raised PublishError; other errors have no report."""
         self._source = source
@@ -105,6 +110,8 @@ class Publisher(ClosedOnExit):
         self._transport = registry.transport(transport)
         self._token = token
         self._options = PublishOptions() if options is None else options
+        self._metrics_target = metrics
+        self._metrics: PublisherMetrics | None = None
         self._turn = Turn()
         self._fleet = Fleet()
         self._watchdog = Watchdog()
@@ -132,6 +139,11 @@ class Publisher(ClosedOnExit):
             for engine in engines:
                 self._add(engine)
 
+    @property
+    def version(self) -> int | None:
+        """The number of the last version, also of one that failed; None before the first publish."""
+        return None if self._version < 0 else self._version
+
     # --- the fleet ---
 
     @property
@@ -151,7 +163,7 @@ class Publisher(ClosedOnExit):
         """
         with self._turn.acquired():
             self._require_open()
-            if sync and self.version < 0:
+            if sync and self._version < 0:
                 raise ValueError(_NOTHING_YET)
             if not self._is_following:
                 self._add(engine)
@@ -218,6 +230,8 @@ class Publisher(ClosedOnExit):
                 # All of these, also after one has raised; the last one is called first.
                 stack.callback(self._watchdog.close)
                 stack.callback(self._fleet.close)
+                if self._metrics is not None:
+                    stack.callback(self._metrics.close)
                 if self._pack_plan is not None:
                     # A saved exception may refer to the packer, whose views would keep the arena mapped.
                     stack.callback(self._pack_plan.forget_views)
@@ -459,7 +473,7 @@ class Publisher(ClosedOnExit):
         self._require_here()
         with self._turn.acquired(publishes=True):
             self._require_open()
-            if self.version < 0:
+            if self._version < 0:
                 raise ValueError(_NOTHING_YET)
 
             def inputs() -> PublishInputs:
@@ -509,7 +523,7 @@ class Publisher(ClosedOnExit):
         if not self._is_joined:
             # Not earlier: torch.distributed may be initialised after this publisher is made.
             self._join_trainer_group()
-        group, last = self._group, self.version
+        group, last = self._group, self._version
         run = PublishRun(
             self.run,
             self._options,
@@ -526,16 +540,22 @@ class Publisher(ClosedOnExit):
                 report = run.run(prepared, functools.partial(self._on_engines_asked, prepared))
             else:
                 report = group.publish(self.run, last, inputs, run)
+        except Exception as exc:
+            if self._metrics is not None:
+                self._metrics.add_failure(exc)
+            raise
         finally:
-            self.version = max(last, run.number)
+            self._version = max(last, run.number)
             if isinstance(self._source, StreamSource) and self._pack_plan is not None:
                 # After a failure the rest of the stream is dropped, since its exporter may keep memory alive.
                 self._pack_plan.use({}, StreamPacker(self._pack_plan.layout, None))
             if group is not None:
-                self.version, self.run = max(self.version, group.group.version), group.run or self.run
+                self._version, self.run = max(self._version, group.group.version), group.run or self.run
             self._published = run.published or (self._published if run.number in (-1, last) else None)
             self._num_published += run.published is not None and run.number > last
         self.last_report = report
+        if self._metrics is not None:
+            self._metrics.add(report)
         if not report.ok and self._options.on_failure == "raise":
             raise publish_error(report)
         return report
@@ -589,12 +609,14 @@ class Publisher(ClosedOnExit):
         """
         start = time.perf_counter()
         require_no_step("publish or sync")
+        if self._metrics is None and self._metrics_target is not None:
+            self._serve_metrics(self._metrics_target)
         if version is not None:
             if not 0 <= version <= MAX_VERSION:
                 raise ValueError(f"version is {version}; it must be from 0 to {MAX_VERSION}")
-            if version <= self.version:
+            if version <= self._version:
                 raise ValueError(
-                    f"version {version} is not above {self.version}, the last one of this publisher: leave `version` "
+                    f"version {version} is not above {self._version}, the last one of this publisher: leave `version` "
                     "out, or pass a higher number"
                 )
         fleet, again = (self._fleet, None) if of is None else (self._fleet.only(of), self._published)
@@ -682,6 +704,17 @@ class Publisher(ClosedOnExit):
             checks_finite=self._options.check_finite,
             engine_dtypes=self._engine_dtypes if stored is None else None,
         )
+
+    def _serve_metrics(self, target: MetricsTarget) -> None:
+        """Raises OSError if the address is taken, ModuleNotFoundError without prometheus-client."""
+        try:
+            from weightcast.trainer.metrics import PublisherMetrics
+        except ModuleNotFoundError as exc:
+            raise with_extra(exc) from exc
+        # Weakly: clients may refer to this publisher, which the metrics would keep alive.
+        fleet, scheme = weakref.ref(self._fleet), self._url.partition("://")[0]
+        self._metrics = PublisherMetrics(target, lambda: [member.state for member in fleet() or ()], scheme)
+        self._owned.insert(-1, self._metrics)
 
     @property
     def _has_brought_senders(self) -> bool:

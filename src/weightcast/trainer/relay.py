@@ -75,7 +75,8 @@ class Relay:
 
     def publish(self, number: int) -> PublishReport:
         """Publish the loaded tensors as version `number`. Raises PublishError if an engine did not install it."""
-        if self._publisher is not None and number <= self._publisher.version:
+        last = None if self._publisher is None else self._publisher.version
+        if last is not None and number <= last:
             self.close()  # the followed store or directory has begun again with lower numbers
         if self._publisher is None:
             self._publisher = self._make_publisher()

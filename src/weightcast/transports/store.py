@@ -184,16 +184,17 @@ class StoreSender(_BufferedSender[StoreWriter]):
     writer_type = StoreWriter
     _begun_together: WeightVersion | None = None
 
-    def newest_version(self) -> int:
+    def newest_version(self) -> int | None:
         """The number of the store's newest version, or of the last one that was given up, whichever is larger.
 
-        Of whichever run; -1 for none. Raises as `StoreWriter.ensure_lock`.
+        Of whichever run; None if there is none. Raises as `StoreWriter.ensure_lock`.
         """
         self._require_open()
         with self._writing():
             self._writer.ensure_lock()
         newest = self._writer.newest
-        return max(self._writer.last_number, -1 if newest is None else newest.number)
+        number = max(self._writer.last_number, -1 if newest is None else newest.number)
+        return None if number < 0 else number
 
     def begin_together(self, manifest: Manifest, version: WeightVersion) -> str:
         """Take a slot for a version of several origins, and make room in it. Raises as `StoreWriter.begin`."""

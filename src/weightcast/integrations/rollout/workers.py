@@ -34,7 +34,7 @@ class RolloutWorkers(EngineClient):
         infos = self._each(HttpEngine.info)
         holders = {info.holder for info in infos}
         return msgspec.structs.replace(
-            max(infos, key=lambda info: int(info.weight_version) if info.weight_version.isdecimal() else -1),
+            max(infos, key=lambda info: -1 if info.version is None else info.version),
             holder=holders.pop() if len(holders) == 1 else "",
             instance=infos[0].instance,
         )

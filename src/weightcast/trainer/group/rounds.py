@@ -259,7 +259,7 @@ class PublishingRank(Rank, Sender):
         found = self._sender.connected(peers)
         return [name for name in found if all(name in report.connected for report in self._reports.values())]
 
-    def newest_version(self) -> int:
+    def newest_version(self) -> int | None:
         """Return the newest version of this rank's sender, which alone commits versions."""
         return self._sender.newest_version()
 

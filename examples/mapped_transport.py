@@ -1,0 +1,87 @@
+"""`mapped://HOST:PORT`: buckets lie in a file that receivers on the same host map."""
+
+import mmap
+import os
+import tempfile
+
+import msgspec
+import torch
+
+from weightcast.format.bucket import Buffers
+from weightcast.format.messages import Count, ShortText
+from weightcast.host import memory as host_memory
+from weightcast.seams.transport import Transport
+from weightcast.transports.linked import FromLinked, LinkedPeer, LinkedReceiver, LinkedSender, ToLinked
+from weightcast.transports.receiving import ArenaReceiver, MappedArena, PeerUpdate
+from weightcast.transports.records import BucketReady, Released, Size
+from weightcast.transports.sending import ArenaSender, ArenaUpdate, OwnedArena
+
+
+class ArenaFile(msgspec.Struct, frozen=True, tag="arena_file", tag_field="kind"):
+    """Sender to receiver: buckets of this generation lie in this file."""
+
+    generation: Count
+    path: ShortText
+    size_bytes: Size
+
+
+class OwnedFile(OwnedArena):
+    """The sender's end. The name of the file goes with it, its memory with the last mapping."""
+
+    def __init__(self, generation, size_bytes):
+        host_memory.require(size_bytes, "sending this update", host_memory.LESS_AT_ONCE)
+        descriptor, self.path = tempfile.mkstemp(prefix="weightcast-")
+        os.ftruncate(descriptor, size_bytes)
+        self._mapping = mmap.mmap(descriptor, size_bytes)
+        os.close(descriptor)
+        super().__init__(generation, torch.frombuffer(self._mapping, dtype=torch.uint8), torch.device("cpu"))
+
+    def close(self, *, free):
+        os.unlink(self.path)
+        del self._mapping
+        super().close(free=free)
+
+
+class MappedFile(MappedArena):
+    """A receiver's end: what is written into it stays in this process."""
+
+    def __init__(self, record):
+        self.generation, self.size_bytes = record.generation, record.size_bytes
+        with open(record.path, "rb") as file:
+            mapping = mmap.mmap(file.fileno(), record.size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.buffers = Buffers(torch.frombuffer(mapping, dtype=torch.uint8))
+
+
+class MappedSender(LinkedSender[ArenaUpdate, LinkedPeer], ArenaSender[LinkedPeer, OwnedFile]):
+    """Implements `Sender`."""
+
+    peer_type = LinkedPeer
+
+    def __init__(self, url, *, run, deadline_seconds=60.0, device=None):
+        super().__init__(url, run=run, deadline_seconds=deadline_seconds, records=FromLinked | Released)
+
+    def _make_arena(self, generation, size_bytes, device):
+        return OwnedFile(generation, size_bytes)
+
+    def _announce(self, peer, arena):
+        return self._post(peer, ArenaFile(arena.generation, arena.path, arena.size_bytes))
+
+    def _disconnect(self):
+        self._close_arena()
+
+
+class MappedReceiver(LinkedReceiver[PeerUpdate], ArenaReceiver):
+    """Implements `Receiver`."""
+
+    def __init__(self, url, *, peer, run, deadline_seconds=60.0, device=None):
+        records = ToLinked | BucketReady | ArenaFile
+        super().__init__(url, peer=peer, run=run, deadline_seconds=deadline_seconds, records=records)
+
+    def _on_other(self, record):
+        if isinstance(record, ArenaFile):
+            self._use_arena(MappedFile(record))
+        else:
+            super()._on_other(record)
+
+
+TRANSPORT = Transport(sender=MappedSender, receiver=MappedReceiver, same_host=True)

@@ -1,0 +1,142 @@
+"""`weightcast status`: which version each engine of a fleet serves, which are behind, and why."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import msgspec
+from rich.console import Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from weightcast.cli import exits, output, values
+from weightcast.control.client import HttpEngine
+from weightcast.errors import ErrorRecord, WeightcastError, printable, to_record
+from weightcast.format.messages import WeightInfo
+
+EPILOG = """
+examples:
+  weightcast status http://127.0.0.1:8000 http://127.0.0.1:8001
+  weightcast status http://127.0.0.1:8000 http://127.0.0.1:8001 --watch 2
+  weightcast status http://127.0.0.1:8000 --json | jq '.engines[].behind'
+
+The newest version is the highest number that any of these engines serves. The status is 0 if every engine answers and
+serves it, and is neither paused nor torn. --watch asks again and again until Ctrl-C; with --json each time in one line.
+"""
+
+_MAX_ASKED_AT_ONCE = 64
+_STYLES = {"serves": "green", "behind": "yellow", "paused": "yellow", "torn": "bold red", "no answer": "bold red"}
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """One engine's answer, or the error that came instead.
+
+    `state`: "serves" (the newest version), "behind", "paused", "torn" (it refuses to serve), or "no answer". `behind`:
+    by how many version numbers; None where the engine or the whole fleet has no number.
+    """
+
+    engine: str
+    state: str
+    behind: int | None
+    info: WeightInfo | None
+    error: ErrorRecord | None
+
+
+class FleetStatus(msgspec.Struct, frozen=True):
+    """The JSON of `status`. `ok`: every engine serves `newest`, the highest version number among them; None: none."""
+
+    ok: bool
+    newest: int | None
+    engines: list[EngineStatus]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("engines", nargs="+", metavar="URL", help="an engine, such as http://127.0.0.1:8000")
+    add("--watch", type=values.seconds, metavar="SECONDS", help="ask again after so many seconds, until Ctrl-C")
+    add("--deadline", type=values.seconds, default=10.0, metavar="SECONDS", help="of each answer (%(default)s)")
+    output.add_token(parser)
+    output.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with contextlib.ExitStack() as stack:
+        token = output.read_token(args.token_file)
+        urls = dict.fromkeys(url.rstrip("/") for url in args.engines)
+        engines = [
+            stack.enter_context(contextlib.closing(HttpEngine(url, token=token, timeout_seconds=args.deadline)))
+            for url in urls
+        ]
+        pool = stack.enter_context(ThreadPoolExecutor(_MAX_ASKED_AT_ONCE, thread_name_prefix="weightcast-status"))
+        look = partial(fleet_status, engines, pool)
+        if args.watch is None:
+            found = look()
+            output.show(found, args.json, lambda: _view(found))
+            return exits.OK if found.ok else exits.NEGATIVE
+        if args.json:
+            while True:
+                output.show(look(), True, tuple)
+                time.sleep(args.watch)
+        with Live(auto_refresh=False) as live:
+            while True:
+                lines = (Text(part) if isinstance(part, str) else part for part in _view(look()))
+                live.update(Group(*lines), refresh=True)
+                time.sleep(args.watch)
+
+
+def fleet_status(engines: Sequence[HttpEngine], pool: ThreadPoolExecutor) -> FleetStatus:
+    """Ask all engines at once, each with its own deadline."""
+    answers = dict(zip((engine.name for engine in engines), pool.map(_ask, engines), strict=True))
+    numbers = [info.version for info in answers.values() if isinstance(info, WeightInfo) and info.version is not None]
+    newest = max(numbers, default=None)
+    found = [_status(name, answer, newest) for name, answer in answers.items()]
+    return FleetStatus(all(engine.state == "serves" for engine in found), newest, found)
+
+
+def _ask(engine: HttpEngine) -> WeightInfo | ErrorRecord:
+    try:
+        return engine.connect().info()
+    except WeightcastError as exc:
+        return to_record(exc)
+
+
+def _status(engine: str, answer: WeightInfo | ErrorRecord, newest: int | None) -> EngineStatus:
+    if isinstance(answer, ErrorRecord):
+        return EngineStatus(engine, "no answer", None, None, answer)
+    behind = None if newest is None or answer.version is None else newest - answer.version
+    if answer.torn:
+        state = "torn"
+    elif answer.paused:
+        state = "paused"
+    else:
+        state = "serves" if answer.version == newest else "behind"
+    return EngineStatus(engine, state, behind, answer, None)
+
+
+def _view(found: FleetStatus) -> Iterator[str | Table]:
+    table = Table()
+    for heading in ("engine", "state", "version", "behind", "of run", "held by run"):
+        table.add_column(heading, justify="right" if heading in ("version", "behind") else "left", overflow="fold")
+    for engine in found.engines:
+        info = engine.info
+        cells = ["", "", ""] if info is None else [info.weight_version, info.run[:8], info.holder[:8]]
+        version, run, holder = (escape(printable(cell)) for cell in cells)
+        behind = "" if engine.behind is None else str(engine.behind)
+        state = Text(engine.state, style=_STYLES[engine.state])
+        table.add_row(escape(printable(engine.engine)), state, version, behind, run, holder)
+    yield table
+    for engine in found.engines:
+        if engine.error is not None:
+            yield f"{engine.engine}: {engine.error.kind}: {engine.error.message}"
+        elif engine.info is not None and engine.info.torn:
+            yield f"{engine.engine} is torn: {engine.info.torn}"
+    num_serving = sum(engine.state == "serves" for engine in found.engines)
+    what = "" if found.newest is None else f" version {found.newest}"
+    yield f"engines that serve{what}: {num_serving:,} of {len(found.engines):,}"

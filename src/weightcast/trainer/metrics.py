@@ -1,0 +1,151 @@
+"""Prometheus metrics of a publisher: which version each engine serves, which are behind, and what publishes take.
+
+Invariant: what is asked of the fleet for a scrape is what the publisher knows of it; no engine is called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from weightcast.errors import PublishReport
+from weightcast.trainer.fleet import EngineState
+
+MetricsTarget: TypeAlias = str | CollectorRegistry
+"""HOST:PORT to serve metrics at, or a registry that somebody else serves."""
+
+_ADDRESS = re.compile(r"\[?([^\s/\[\]]+?)\]?:(\d{1,5})")
+_STAGES = ("gather", "offer", "pack", "send", "seal", "total")
+_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+def address(text: str) -> tuple[str, int]:
+    """Return the host and port of HOST:PORT. Raises ValueError for anything else."""
+    found = _ADDRESS.fullmatch(text)
+    if found is None or int(found[2]) > 65535:
+        raise ValueError(f"metrics={text!r} is no address: pass HOST:PORT, such as '127.0.0.1:9464', or a registry")
+    return found[1], int(found[2])
+
+
+class PublisherMetrics(Collector):
+    """The metrics of one publisher, served at an address or by a registry of the caller's. Thread-safe."""
+
+    def __init__(self, target: MetricsTarget, engines: Callable[[], Sequence[EngineState]], transport: str) -> None:
+        """`target`: HOST:PORT to listen at, or the registry. `engines`: returns the state of each engine.
+
+        `transport`: the label of the bytes. Raises ValueError if `target` is no address, or a registry that has another
+        publisher's metrics; OSError if nothing can listen at the address.
+        """
+        self._engines = engines
+        self._transport = transport
+        self._newest: int | None = None
+        self._paused: set[str] = set()
+        """The engines that the pauses have a label for."""
+        self._own = own = CollectorRegistry()
+        self._seconds = Histogram(
+            "weightcast_publish_seconds", "Seconds of a publish, by stage.", ["stage"], registry=own, buckets=_BUCKETS
+        )
+        self._stall = Histogram(
+            "weightcast_trainer_stall_seconds",
+            "Seconds that a publish kept the trainer waiting.",
+            registry=own,
+            buckets=_BUCKETS,
+        )
+        self._pause = Histogram(
+            "weightcast_pause_seconds",
+            "Seconds that an install paused an engine.",
+            ["engine"],
+            registry=own,
+            buckets=_BUCKETS,
+        )
+        self._bytes = Counter(
+            "weightcast_bytes",
+            "Bytes of tensors: sent once for all engines, received by each engine's workers.",
+            ["transport", "direction"],
+            registry=own,
+        )
+        self._failures = Counter(
+            "weightcast_failures",
+            "Engines that did not take a version, and publishes without a report, by the error.",
+            ["cause"],
+            registry=own,
+        )
+        self._mismatches = Counter(
+            "weightcast_verify_mismatch", "Engines whose live weights were not what was sent.", registry=own
+        )
+        self._success = Gauge(
+            "weightcast_last_success_timestamp_seconds",
+            "Unix time at which every engine had taken the last version that all of them took.",
+            registry=own,
+        )
+        self._registry = CollectorRegistry() if isinstance(target, str) else target
+        self._server = None
+        if isinstance(target, str):
+            host, port = address(target)
+            self._server, self._thread = start_http_server(port, host, self._registry)
+        self._registry.register(self)
+        self._is_open = True
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what was counted, the versions that engines serve, and by how many numbers they are behind."""
+        yield from self._own.collect()
+        serves = GaugeMetricFamily(
+            "weightcast_engine_version", "Number of the version that an engine serves.", labels=["engine"]
+        )
+        behind = GaugeMetricFamily(
+            "weightcast_engine_behind_versions",
+            "The last version's number less that of the version that an engine serves.",
+            labels=["engine"],
+        )
+        for engine in self._engines():
+            if engine.version is not None:
+                serves.add_metric([engine.name], engine.version)
+                if self._newest is not None:
+                    behind.add_metric([engine.name], self._newest - engine.version)
+        yield from (serves, behind)
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield the same: a registry reads the names out of it, and refuses those that it has already."""
+        return self.collect()
+
+    def add(self, report: PublishReport) -> None:
+        """Count a publish that has a report."""
+        self._newest = report.version
+        for stage in _STAGES:
+            self._seconds.labels(stage).observe(getattr(report.seconds, stage))
+        self._stall.observe(report.seconds.stall)
+        self._bytes.labels(self._transport, "sent").inc(report.num_bytes)
+        for name, result in report.engines.items():
+            self._bytes.labels(self._transport, "received").inc(sum(result.read_bytes))
+            if result.error is None:
+                self._pause.labels(name).observe(result.pause_seconds)
+                self._paused.add(name)
+            else:
+                self._failures.labels(result.error.kind).inc()
+            self._mismatches.inc(result.differs)
+        present = {engine.name for engine in self._engines()}
+        if report.ok and report.engines.keys() >= present:  # not of one engine alone, as by `sync`
+            self._success.set_to_current_time()
+        for name in self._paused - present:
+            self._pause.remove(name)
+            self._paused.discard(name)
+
+    def add_failure(self, error: BaseException) -> None:
+        """Count a publish that ended in an error and has no report."""
+        self._failures.labels(type(error).__name__).inc()
+
+    def close(self) -> None:
+        """Stop serving them, or take them out of the caller's registry. Idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._registry.unregister(self)
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()

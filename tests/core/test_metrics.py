@@ -1,0 +1,158 @@
+"""A publisher's Prometheus metrics: read as a scraper does, from the address or the registry they were asked for."""
+
+from __future__ import annotations
+
+import gc
+import re
+import socket
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import ProxyHandler, build_opener
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+from publishers import publisher_of
+
+from core.direct import DirectEngine, ReadableEngine, RecordingEngine
+from weightcast import Publisher, PublishError, TensorSource
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+TENSORS = {f"t{i}": torch.arange(40.0) + i for i in range(4)}
+
+
+@pytest.fixture
+def engines() -> Iterator[list[DirectEngine]]:
+    engines = [DirectEngine(name, ReadableEngine()) for name in ("first", "second")]
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def values(registry: CollectorRegistry) -> dict[str, float]:
+    """Each sample without its buckets, by its name and labels."""
+    return {
+        " ".join((sample.name, *sample.labels.values())): sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if not sample.name.endswith(("_bucket", "_created"))
+    }
+
+
+def test_what_publishes_took_and_what_engines_serve(engines: list[DirectEngine]) -> None:
+    registry = CollectorRegistry()
+    with publisher_of(TensorSource(TENSORS), transport="memory://", engines=engines, metrics=registry) as publisher:
+        assert values(registry) == {}, "not before the first publish"
+        report = publisher.publish(4)
+        found = values(registry)
+        for engine in engines:
+            assert found[f"weightcast_engine_version {engine.name}"] == 4
+            assert found[f"weightcast_engine_behind_versions {engine.name}"] == 0
+            pause = found[f"weightcast_pause_seconds_sum {engine.name}"]
+            assert pause == report.engines[engine.name].pause_seconds
+        for stage in ("gather", "offer", "pack", "send", "seal", "total"):
+            assert found[f"weightcast_publish_seconds_sum {stage}"] == getattr(report.seconds, stage)
+        assert found["weightcast_trainer_stall_seconds_sum"] == report.seconds.stall
+        assert found["weightcast_bytes_total memory sent"] == report.num_bytes == 4 * 40 * 4
+        received = sum(sum(result.read_bytes) for result in report.engines.values())
+        assert found["weightcast_bytes_total memory received"] == received > 0
+        succeeded_at = found["weightcast_last_success_timestamp_seconds"]
+        assert succeeded_at > 0
+
+        engines[1].engine.fail_after = 0
+        with pytest.raises(PublishError) as caught:
+            publisher.publish(7)
+        found = values(registry)
+        assert found["weightcast_engine_behind_versions first"] == 0
+        assert found["weightcast_engine_behind_versions second"] == 3
+        assert found[f"weightcast_failures_total {type(caught.value.failures['second']).__name__}"] == 1
+        assert found["weightcast_last_success_timestamp_seconds"] == succeeded_at
+        assert found["weightcast_publish_seconds_count total"] == 2
+
+        with pytest.raises(ValueError, match="not above 7"):
+            publisher.publish(7)
+        assert values(registry)["weightcast_failures_total ValueError"] == 1
+        publisher.remove_engine(engines[1])
+        publisher.publish()
+        found = values(registry)
+        assert not [name for name in found if name.endswith(" second")]
+        assert found["weightcast_last_success_timestamp_seconds"] > succeeded_at
+    assert values(registry) == {}, "closed"
+
+
+def test_the_page_has_all_of_them(engines: list[DirectEngine]) -> None:
+    registry = CollectorRegistry()
+    with publisher_of(TensorSource(TENSORS), transport="memory://", engines=engines, metrics=registry) as publisher:
+        publisher.publish()
+        names = {metric.name + "_total" * (metric.type == "counter") for metric in registry.collect()}
+    page = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text()
+    assert set(re.findall(r"^\| `(weightcast_\w+)", page, re.MULTILINE)) == names
+
+
+def test_an_engine_whose_memory_differs_is_a_mismatch(engines: list[DirectEngine]) -> None:
+    registry = CollectorRegistry()
+    options: dict[str, Any] = {"verify": "installed", "on_failure": "report", "transport": "memory://"}
+    with publisher_of(TensorSource(TENSORS), engines=engines, metrics=registry, **options) as publisher:
+        assert publisher.publish().ok
+        assert values(registry)["weightcast_verify_mismatch_total"] == 0
+        engines[0].engine.spoilt = "t2"
+        report = publisher.publish()
+        assert [result.differs for result in report.engines.values()] == [True, False]
+        assert values(registry)["weightcast_verify_mismatch_total"] == 1
+        assert values(registry)["weightcast_failures_total IntegrityError"] == 1
+
+
+def test_they_are_served_at_an_address(engines: list[DirectEngine]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+    source = TensorSource(TENSORS)
+    with Publisher(source, transport="memory://", engines=engines, metrics=where) as publisher:
+        publisher.publish(2)
+        with build_opener(ProxyHandler({})).open(f"http://{where}/metrics", timeout=20) as reply:
+            text = reply.read().decode()
+        samples = [sample for metric in text_string_to_metric_families(text) for sample in metric.samples]
+        versions = {s.labels["engine"]: s.value for s in samples if s.name == "weightcast_engine_version"}
+        assert versions == {"first": 2, "second": 2}
+        other = Publisher(source, transport="memory://", engines=engines, metrics=where)
+        with other, pytest.raises(OSError, match="in use"):
+            other.publish()
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", int(where.rpartition(":")[2])))
+
+
+@pytest.mark.parametrize("where", ["9464", "127.0.0.1", "127.0.0.1:", "127.0.0.1:99999", "http://127.0.0.1:9464"])
+def test_what_is_no_address(engines: list[DirectEngine], where: str) -> None:
+    publisher = Publisher(TensorSource(TENSORS), transport="memory://", engines=engines, metrics=where)
+    with publisher, pytest.raises(ValueError, match="pass HOST:PORT"):
+        publisher.publish()
+
+
+def test_one_registry_has_one_publisher_at_a_time(engines: list[DirectEngine]) -> None:
+    registry, source = CollectorRegistry(), TensorSource(TENSORS)
+    with Publisher(source, transport="memory://", engines=engines[:1], metrics=registry) as publisher:
+        publisher.publish()
+        other = Publisher(source, transport="memory://", engines=engines[1:], metrics=registry)
+        with other, pytest.raises(ValueError, match="Duplicated"):
+            other.publish()
+    with Publisher(source, transport="memory://", engines=engines[1:], metrics=registry) as other:
+        other.publish()
+        assert "weightcast_engine_version second" in values(registry)
+
+
+def test_a_registry_does_not_keep_a_publisher_alive() -> None:
+    registry = CollectorRegistry()
+    engine = DirectEngine("engine", RecordingEngine())
+    publisher = Publisher(TensorSource(TENSORS), transport="memory://", engines=[engine], metrics=registry)
+    publisher.publish()
+    engine.publisher = publisher  # type: ignore[attr-defined]
+    gone = weakref.ref(publisher)
+    del publisher, engine.publisher  # type: ignore[attr-defined]
+    gc.collect()
+    assert gone() is None
+    assert values(registry) == {}
+    engine.close()

@@ -1,0 +1,85 @@
+"""GET /weight_ready: a router sends requests to an engine once it serves one of the last versions, and only as long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import torch
+from torch import nn
+
+from weightcast import EngineServer, HttpEngine, ModuleEngine, Publisher, PublishError, PublishOptions, TensorSource
+
+WEIGHT = {"weight": torch.ones(2, 3)}
+WRONG = {"weight": torch.ones(5, 3)}
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with EngineServer(ModuleEngine(nn.Linear(3, 2, bias=False)), port=0) as server:
+        yield server.url
+
+
+def ready(url: str, max_behind: object = None) -> tuple[int, str]:
+    query = {} if max_behind is None else {"max_behind": str(max_behind)}
+    reply = httpx.get(f"{url}/weight_ready", params=query, trust_env=False)
+    body = reply.json()
+    return reply.status_code, body["error"]["message"] if "error" in body else body["weight_version"]
+
+
+def publish_in_vain(publisher: Publisher, source: TensorSource, version: int) -> None:
+    """The engine refuses it."""
+    source.replace(WRONG)
+    with pytest.raises(PublishError):
+        publisher.publish(version)
+    source.replace(WEIGHT)
+
+
+def test_an_engine_is_ready_with_one_of_the_last_versions(url: str) -> None:
+    assert ready(url) == (503, "no publisher's version was installed yet")
+    source = TensorSource(WEIGHT)
+    with Publisher(source, engines=[url]) as publisher:
+        publish_in_vain(publisher, source, 3)
+        assert ready(url) == (503, "no publisher's version was installed yet")
+        publisher.publish(4)
+        assert ready(url, 0) == (200, "4")
+        publish_in_vain(publisher, source, 5)
+        assert ready(url) == (200, "4")
+        assert ready(url, 0) == (503, "version 4 is served, 1 behind 5; at most 0 is allowed")
+        publish_in_vain(publisher, source, 7)
+        assert ready(url) == (503, "version 4 is served, 3 behind 7; at most 1 is allowed")
+        assert ready(url, 3) == (200, "4")
+        publisher.publish()
+        assert ready(url, 0) == (200, "8")
+    assert ready(url, 0) == (200, "8"), "a trainer that has ended leaves it ready"
+
+
+def test_another_run_may_count_from_0(url: str) -> None:
+    source = TensorSource(WEIGHT)
+    with Publisher(source, engines=[url]) as publisher:
+        publisher.publish(40)
+    with Publisher(source, engines=[url]) as publisher:
+        publish_in_vain(publisher, source, 0)
+        assert ready(url, 0) == (503, "version 40 is served, 1 behind 0; at most 0 is allowed")
+        assert ready(url) == (200, "40")
+        publisher.publish(1)
+        assert ready(url, 0) == (200, "1")
+
+
+def test_a_torn_engine_is_not_ready(url: str) -> None:
+    with Publisher(TensorSource(WEIGHT), engines=[url], options=PublishOptions()) as publisher:
+        publisher.publish()
+        engine = HttpEngine(url)
+        engine.quarantine("somebody saw wrong tokens")
+        engine.close()
+        assert ready(url, 1000) == (503, "the engine is torn: somebody saw wrong tokens")
+        publisher.publish()
+        assert ready(url) == (200, "1")
+
+
+@pytest.mark.parametrize("wrong", ["-1", "one", "", "1.5"])
+def test_a_bound_that_is_no_number(url: str, wrong: str) -> None:
+    status, message = ready(url, wrong)
+    assert status == 400
+    assert "max_behind" in message
