@@ -1,4 +1,4 @@
-"""What `scripts/gpu` runs: twelve sections, each a module with `run(here)`, in the order of `LIMITS`.
+"""The twelve sections of `scripts/gpu`, each a module with `run(here)`, in the order of `LIMITS`.
 
 The standard library, weightcast and torch only. The program itself (`__main__`) imports neither torch nor weightcast:
 a section runs in a child process of its own, which may hang or crash.
@@ -22,10 +22,10 @@ LIMITS = {
     "speed": 215,
     "mps": 75,
 }
-"""The sections -> seconds after which one is ended. All together have `--seconds`."""
+"""Section -> its time limit in seconds. `--seconds` limits all of them together."""
 LETTERS = dict(zip("abcdjefghikl", LIMITS, strict=True))
 
 
 def visible_gpu() -> str:
-    """What nvidia-smi calls the first GPU of this process: its UUID or index in CUDA_VISIBLE_DEVICES."""
+    """Return nvidia-smi's name of this process's first GPU: its UUID or index in CUDA_VISIBLE_DEVICES."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 NUM_TAIL_LINES = 40
 DRY_PATIENCE = 3
 MARGIN_SECONDS = 8.0
-"""Kept of all the time for ending a section and for the table."""
+"""Seconds of `--seconds` that are reserved for ending a section and for the table."""
 SETTLE_SECONDS = 5.0
 BASELINE_MIB = 64
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)]
@@ -50,9 +50,9 @@ def main() -> int:
         return collect(args.wheels, args.python, args.with_torch)
     names = list(LIMITS) if args.only is None else args.only
     args.out.mkdir(parents=True, exist_ok=True)
-    # Indices as nvidia-smi has them, and as CUDA_VISIBLE_DEVICES is meant where it says an index.
+    # Indices in CUDA_VISIBLE_DEVICES mean those of nvidia-smi.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    # A section's leftovers and its children go, also when this program is told to end.
+    # On SIGTERM, too, a section's children and leftovers are ended.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="weightcast-gpu-") as folder:
         python = find_python(Path(folder), args.wheels_from, args.dry)
@@ -87,14 +87,43 @@ def arguments() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(prog="scripts/gpu", description=__doc__)
     add = parser.add_argument
-    add("--only", type=sections, metavar="c,e", help="these sections, by letter or name; the table keeps the others'")
-    add("--seconds", type=float, default=560.0, help="for everything together (default: %(default)g)")
-    add("--out", type=Path, default=ROOT / "build" / "gpu", help="where gpu.jsonl and gpu.md go (%(default)s)")
-    add("--dry", action="store_true", help="run the sections' logic on a CPU: proves nothing about a GPU")
-    add("--from", type=Path, dest="wheels_from", metavar="DIR", help="wheels for what this machine's Python lacks")
-    add("--wheels", type=Path, metavar="DIR", help="collect these wheels into DIR, and do nothing else")
-    add("--python", default=".".join(map(str, sys.version_info[:2])), help="with --wheels: for Python %(default)s")
-    add("--with-torch", action="store_true", help="with --wheels: torch, too (several GB), for a machine without it")
+    add(
+        "--only",
+        type=sections,
+        metavar="c,e",
+        help="sections to run, by letter or name; the table keeps the others' last results",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=560.0,
+        help="time limit of all sections together, in seconds (default: %(default)g)",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=ROOT / "build" / "gpu",
+        help="directory for gpu.jsonl and gpu.md (default: %(default)s)",
+    )
+    add("--dry", action="store_true", help="run the sections' logic on a CPU, which proves nothing about a GPU")
+    add(
+        "--from",
+        type=Path,
+        dest="wheels_from",
+        metavar="DIR",
+        help="install packages that this machine's Python lacks from the wheels in DIR",
+    )
+    add("--wheels", type=Path, metavar="DIR", help="download those wheels into DIR, and run no section")
+    add(
+        "--python",
+        default=".".join(map(str, sys.version_info[:2])),
+        help="with --wheels: the Python version they are for (default: %(default)s)",
+    )
+    add(
+        "--with-torch",
+        action="store_true",
+        help="with --wheels: download torch as well (several GB), for a machine without it",
+    )
     return parser.parse_args()
 
 
@@ -120,7 +149,7 @@ def collect(folder: Path, python: str, with_torch: bool) -> int:
 
 
 def find_python(folder: Path, wheels: Path | None, dry: bool) -> list[str] | None:
-    """The command of an interpreter that has torch (with a GPU, unless `dry`) and, from the wheels, all else."""
+    """Return the command of an interpreter that has torch (with a GPU, unless `dry`) and, from the wheels, all else."""
     reasons = []
     for python in dict.fromkeys([sys.executable, str(ROOT / ".venv" / "bin" / "python")]):
         if (reason := why_not(python, dry)) is None:
@@ -161,7 +190,7 @@ def find_python(folder: Path, wheels: Path | None, dry: bool) -> list[str] | Non
 
 
 def why_not(python: str, dry: bool) -> str | None:
-    """Why an interpreter can't run the sections; None if it can, as far as torch goes."""
+    """Return why an interpreter can't run the sections; None if its torch is sufficient."""
     if not Path(python).exists():
         return "is not there"
     done = subprocess.run([python, "-c", ASK_TORCH], capture_output=True, text=True)
@@ -177,7 +206,7 @@ def why_not(python: str, dry: bool) -> str | None:
 
 
 def lacking(python: str, wheels: Path) -> list[Path]:
-    """The wheels of what that interpreter has in no version."""
+    """Return the wheels of the packages that the interpreter lacks in any version."""
     names = "import importlib.metadata as m; print(*{d.metadata['Name'] for d in m.distributions()}, sep='\\n')"
     found = subprocess.run([python, "-c", names], capture_output=True, text=True, check=True).stdout.split()
     there = {name_of(name) for name in found}
@@ -193,7 +222,7 @@ def name_of(requirement: str) -> str:
 
 @contextlib.contextmanager
 def warm(python: Sequence[str], folder: Path) -> Iterator[None]:
-    """A process that has imported what sections and their peers need, from which those of a dry run are forked."""
+    """Start a process that has imported everything that sections and peers need; a dry run forks them from it."""
     address = str(folder / "forks")
     modules = ["_gpu.peers", "pretended", *(f"_gpu.{name}" for name in LIMITS), *SERVED]
     command = [*python, "import sys, _gpu.forked; _gpu.forked.serve(*sys.argv[1:])", address, *modules]
@@ -211,9 +240,9 @@ def warm(python: Sequence[str], folder: Path) -> Iterator[None]:
 def run_section(
     name: str, python: Sequence[str], folder: Path, limit: float, dry: bool, before: int | None
 ) -> dict[str, Any]:
-    """Run it to its end or to its limit, end what it has left behind, and say how it went.
+    """Run a section to its end or limit, end the processes it left behind, and return its result.
 
-    `before`: MiB of device memory that were in use.
+    `before`: MiB of device memory in use before it.
     """
     print(f"\n=== {name} (at most {limit:.0f} s)", flush=True)
     token, own = secrets.token_hex(8), folder / name
@@ -284,7 +313,7 @@ def echo(process: Any, tail: collections.deque[str]) -> None:
 
 
 def end_all(process: Any, token: str) -> list[int]:
-    """Kill the section and whatever it has started and left; return the ids of the latter."""
+    """Kill the section and the processes that it left behind; return the ids of those processes."""
     had_ended = process.poll() is not None
     deadline = time.monotonic() + SETTLE_SECONDS
     # What ends by itself, now that its section has (a publisher's watchdog, an engine), is not left behind.
@@ -305,7 +334,7 @@ def end_all(process: Any, token: str) -> list[int]:
 
 
 def started_with(token: str) -> list[int]:
-    """The living processes that have the section's mark in their environment, or as their name."""
+    """Return the ids of living processes that have the section's mark in their environment or as their name."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -318,7 +347,7 @@ def started_with(token: str) -> list[int]:
 
 
 def used_mib() -> int | None:
-    """Of the sections' GPU, as nvidia-smi says: this program has no CUDA context of its own."""
+    """Return the used memory of the sections' GPU by nvidia-smi, since this program has no CUDA context."""
     try:
         command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={visible_gpu()}"]
         return int(subprocess.run(command, capture_output=True, text=True, timeout=20).stdout)
@@ -327,7 +356,7 @@ def used_mib() -> int | None:
 
 
 def settled_mib(before: int | None) -> int | None:
-    """The same once it is back to what it was, or after a while."""
+    """Return the used memory once it is back to `before`, or after a while."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while (now := used_mib()) is not None and before is not None:
         if now <= before + BASELINE_MIB or time.monotonic() > deadline:
@@ -340,7 +369,7 @@ def settled_mib(before: int | None) -> int | None:
 
 
 def report(out: Path, names: Sequence[str], dry: bool) -> int:
-    """Print and write the table of the last result of each section; the exit status is of those that ran now."""
+    """Print and write the table of each section's last result; return the exit status of those that ran now."""
     last: dict[str, dict[str, Any]] = {}
     for line in (out / "gpu.jsonl").read_text().splitlines():
         result = json.loads(line)

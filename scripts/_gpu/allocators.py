@@ -1,4 +1,4 @@
-"""g. Settings of torch's allocator and of CUDA, on either side: it works, or says what to do instead."""
+"""g. Settings of torch's allocator and of CUDA, at either end: a publish works, or its error has the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAIRS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "one connection, both": ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     "launches block, both": ({"CUDA_LAUNCH_BLOCKING": "1"}, {"CUDA_LAUNCH_BLOCKING": "1"}),
 }
-"""A name -> the environment of the trainer and of the engine."""
+"""Name -> the environment variables of the trainer and of the engine."""
 REMEDIES = ("staged", "memory://")
 """One of these must be in the text of an UnsupportedError."""
 PAIRS_AT_ONCE = 3
@@ -80,7 +80,7 @@ def _publish(here: Here, name: str, trainer: Peer, engine: Peer) -> None:
 
 
 def _large_block(here: Here, shapes: Any) -> None:
-    """Torch has a large free block when the arena is made; the block must go back to the device all the same (A9)."""
+    """Torch caches a large free block when the arena is made, and must return it to the device (A9)."""
     # As large as can be, up to 20 GiB, beside two contexts and the weights.
     mib = here.size(min(20 << 10, int((here.free_gib() - 4) * 1024)) if not here.dry else 0, 4)
     if mib <= 0:

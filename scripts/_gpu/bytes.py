@@ -31,7 +31,7 @@ from weightcast.trainer.packer import Packer, pack
 
 VERSION = WeightVersion("5e" * 16, 7)
 Place = Callable[[torch.Tensor], torch.Tensor]
-"""Brings a tensor in host memory to the device."""
+"""Copies a tensor from host memory to the device."""
 
 
 def run(here: Here) -> None:
@@ -60,7 +60,7 @@ def run(here: Here) -> None:
 
 
 def _bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
-    """Random bits, but for booleans, of which there are two."""
+    """Return a tensor of random bits; for bool, of random True and False."""
     generator = torch.Generator().manual_seed(seed)
     numel = torch.Size(shape).numel()
     if dtype == torch.bool:
@@ -75,7 +75,7 @@ def _host_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _packed(tensors: dict[str, torch.Tensor], specs: list[TensorSpec], size: int, device: torch.device) -> Any:
-    """Every bucket of these, packed on a device: the manifest, the layout, and buffers of its memory."""
+    """Return the manifest, the layout and the packed buckets of `tensors`, in the device's memory."""
     manifest = plan(specs, size)
     layout, buffers = Layout(manifest), []
     packer = Packer(layout, TensorSource(tensors).regions())
@@ -103,7 +103,7 @@ def _every_layout(here: Here, place: Place) -> None:
 
 
 def _layouts_of(here: Here, place: Place, dtype: torch.dtype) -> tuple[int, int, list[str]]:
-    """Of one dtype: the number of buckets and of tensors, and what was wrong with them."""
+    """Return the number of buckets and of tensors of one dtype, and the differences found."""
     bases: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
         "matrix": ((37, 24), lambda base: base),
         "scalar": ((), lambda base: base),
@@ -135,7 +135,7 @@ def _layouts_of(here: Here, place: Place, dtype: torch.dtype) -> tuple[int, int,
 
 
 def _mixed_targets(here: Here, place: Place) -> None:
-    """What torch before 2.11 spoils where one call has targets of several dtypes (pytorch#173383)."""
+    """One call has targets of several dtypes, for which torch before 2.11 writes wrong values (pytorch#173383)."""
     floats = {f"t{number}": _bits((33, 64), torch.int16, number).to(torch.float32) for number in range(12)}
     names = ["bfloat16", "float32", "float16"]
     specs = [TensorSpec(name, names[number % 3], (33, 64)) for number, name in enumerate(floats)]
@@ -199,7 +199,7 @@ def _flipped(here: Here, place: Place) -> None:
 
 
 def _large(here: Here) -> None:
-    """On the device throughout; the ends are compared, where a 32-bit index would wrap."""
+    """Tensors stay on the device; their ends, where a 32-bit index would wrap, are compared."""
     numel = (1 << 31) + 4096
     source = torch.arange(numel // 4, dtype=torch.int32, device=here.device).view(torch.uint8)
     packed = _packed({"large": source}, [TensorSpec("large", "uint8", (numel,))], 3 * GIB, here.device)

@@ -1,4 +1,4 @@
-"""h. What an engine does with its weights meanwhile: CUDA graphs, torch.compile, decoding on a stream of its own.
+"""h. An engine's use of its weights during updates: CUDA graphs, torch.compile, decoding on its own stream.
 
 The engine is in this process, the trainer in another. A version is one number in every element, so that a result of
 two versions shows.
@@ -44,12 +44,12 @@ def run(here: Here) -> None:
 
 
 def _extremes(weights: nn.Module) -> torch.Tensor:
-    """The smallest and the largest element of each tensor: all one number where all are of one version."""
+    """Return the smallest and largest element of each tensor: one number if all are of one version."""
     return torch.stack([each for p in weights.parameters() for each in (p.data.min(), p.data.max())])
 
 
 def _number(version: int) -> float:
-    """What `fill(constant=True)` writes."""
+    """Return the number that `fill(constant=True)` writes for a version."""
     return float(version % 100 + 1)
 
 
@@ -89,7 +89,7 @@ def _graph(here: Here, trainer: Peer, server: EngineServer, weights: nn.Module) 
 
 
 def _capture_beside_receiving(here: Here, weights: nn.Module) -> None:
-    """A thread does what receiving ones do: allocate, record and ask."""
+    """A thread allocates memory and records and queries events, as receiving threads do."""
     held = list[torch.Tensor]()
 
     def receive() -> None:
@@ -108,7 +108,7 @@ def _capture_beside_receiving(here: Here, weights: nn.Module) -> None:
 
 
 def _capture_beside_group(here: Here, weights: nn.Module) -> None:
-    """A thread does what members of nccl:// do: make a group, broadcast, leave it at once. A dry run has gloo."""
+    """A thread makes a group, broadcasts and leaves at once, as members of nccl:// do. A dry run uses gloo."""
     if not here.dry and not torch.distributed.is_nccl_available():
         here.skip("NCCL (this torch has none)")
         return
@@ -130,9 +130,9 @@ def _capture_beside_group(here: Here, weights: nn.Module) -> None:
 def _captured_beside(
     here: Here, weights: nn.Module, work: Callable[[], None], num_captures: int
 ) -> tuple[list[Exception], list[Any]]:
-    """Capture while a thread as weightcast's are does its work again and again, in torch's own capture mode.
+    """Capture graphs in torch's own capture mode while a thread, as weightcast's are, repeats `work`.
 
-    What that thread raised, and the captures that failed or whose replay is wrong.
+    Returns the errors of that thread, and the captures that failed or whose replay is wrong.
     """
     over, errors, rounds, bad = threading.Event(), list[Exception](), [0], list[Any]()
 
@@ -175,7 +175,7 @@ def _captured_beside(
 
 @contextlib.contextmanager
 def _publishing(trainer: Peer, url: str, install: str) -> Iterator[list[int]]:
-    """Have the trainer publish one version after the other meanwhile; the list grows with them."""
+    """Have the trainer publish versions during the block; yield the list, which grows, of their numbers."""
     trainer.ask("open", engines=[url], install=install)
     over, versions, errors = threading.Event(), [], list[Exception]()
 
@@ -220,7 +220,7 @@ def _decode(here: Here, trainer: Peer, server: EngineServer, weights: nn.Module)
 def _steps(
     here: Here, server: EngineServer, weights: nn.Module, seconds: float
 ) -> tuple[list[float], list[list[float]]]:
-    """Decode that long: what each step took, from its beginning under the gate to its end on the GPU; mixed results.
+    """Decode for `seconds`; return the seconds of each step, from the gate to its end on the GPU, and mixed results.
 
     A step ends for the gate when its kernels are queued, on a stream of its own, as an engine's may.
     """
@@ -255,7 +255,7 @@ def _compile(here: Here, trainer: Peer, server: EngineServer, weights: nn.Module
     compiled = torch.compile(function, **how)
     bad, rows = [], 1
     with _publishing(trainer, server.url, "staged") as versions, torch.no_grad():
-        # Each shape is compiled and captured anew, until some were captured beside an update.
+        # Each shape is compiled and captured again, until some were captured during an update.
         while rows <= 4 or (not versions and rows < 12):
             x = torch.ones(rows, 64, dtype=torch.bfloat16, device=here.device)
             for _ in range(4):  # eagerly, recorded, replayed

@@ -1,7 +1,7 @@
 """d. Publisher to engine, in two processes and in one: every install holds what was published, bit for bit.
 
-The weights are written on the default stream right before `publish`, and again right after. Then once more with every
-stream and every event of weightcast late, so that an order that nothing keeps shows.
+The weights are written on the default stream right before `publish`, and again right after. A second pass delays every
+stream and event of weightcast, so that a missing synchronization shows.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _publishes(
     undo: bool,
     late: bool = False,
 ) -> int:
-    """The number of the last version."""
+    """Return the number of the last version."""
     seconds, bad = [], {}
     rounds = here.size(5 if late else 20, 2)
     with tempfile.TemporaryDirectory() as folder:

@@ -17,10 +17,10 @@ from weightcast import Publisher, PublishOptions, TensorSource
 from weightcast.errors import InsufficientMemoryError, WeightcastError
 
 AT_BUCKET = 3
-"""A fault comes when so many buckets have been sent."""
+"""Number of buckets that are sent before a fault."""
 DEADLINE_SECONDS = 3.0
 HEALED_SECONDS = 10.0
-"""After a trainer's death its engine must be of use again within these."""
+"""Limit, in seconds, for an engine to be usable again after its trainer's death."""
 
 
 def run(here: Here) -> None:
@@ -59,7 +59,7 @@ def run(here: Here) -> None:
 def _publish(
     trainer: TrainerCommands, number: int, at_bucket: Callable[[], object] = lambda: None
 ) -> dict[str, tuple[bool, str]]:
-    """Fill and publish; in the middle make a call. How each engine fared: whether it took it, or the error."""
+    """Fill and publish, and call `at_bucket` midway. Return, by engine, if it took the version, and its error."""
     num_reports = 0
 
     def on_progress(done: int, total: int) -> None:
@@ -113,7 +113,7 @@ def _engine_is_stopped(here: Here, trainer: TrainerCommands, lively: Peer, stopp
 
 
 def _trainer_is_killed(here: Here, trainer: TrainerCommands, orphan: Peer, doomed: Peer, options: Any) -> None:
-    """The packing of a bucket that engines wait for is held back by a kernel when the process is killed (A4)."""
+    """A kernel delays the packing of a bucket that engines wait for when the trainer is killed (A4)."""
     doomed.ask("open", engines=[orphan.url], **options)
     first = doomed.ask("publish", version=20)
     here.check("it has published before", first["ok"] and not orphan.wrong(20), first)
@@ -150,7 +150,7 @@ def _no_room_for_the_arena(here: Here, trainer: TrainerCommands, lively: Peer, o
 
 
 def _engine_is_full(here: Here, trainer: TrainerCommands, lively: Peer, options: Any) -> None:
-    """Whatever happens to that publish, it ends, and the engine is of use afterwards."""
+    """The publish ends, with success or not, and the engine is usable afterwards."""
     trainer.open([lively.url], **options)
     _heals(here, trainer, 50, lively)
     lively.ask("eat", leave_mib=8)
@@ -187,7 +187,7 @@ def _close_from_another_thread(here: Here, trainer: TrainerCommands, lively: Pee
 
 
 def _given_up_in_mid_bucket(here: Here, trainer: TrainerCommands, lively: Peer, options: Any) -> None:
-    """The trainer gives up when a bucket is in the model, and a kernel stands before the end of its load."""
+    """The trainer aborts when a bucket is in the model and a kernel delays the end of its load."""
     trainer.open([lively.url], **options | {"bucket_size_bytes": 4 * options["bucket_size_bytes"]})
     _heals(here, trainer, 62, lively)
     lively.ask("hold_next_load", milliseconds=here.size(2000, 500))
@@ -210,7 +210,7 @@ def _given_up_in_mid_bucket(here: Here, trainer: TrainerCommands, lively: Peer, 
 
 
 def _manifest_grows(here: Here, sink: Peer) -> None:
-    """A model that gets larger tensors from version to version: the arena is replaced under a connected engine."""
+    """Tensors grow from version to version, so that the arena of a connected engine is replaced."""
     source = TensorSource()
     sizes = [here.size(each * MIB, each << 10) for each in (1, 8, 64, 4)]
     for install in ("staged", "streaming"):

@@ -1,4 +1,4 @@
-"""In a dry run: processes forked from one that has imported everything, since imports take longest there."""
+"""Processes of a dry run, forked from one that has imported everything, since imports take longest there."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 ADDRESS = "WEIGHTCAST_GPU_SERVER"
-"""In the environment: the socket of the process to fork from."""
+"""The environment variable with the socket address of the process to fork from."""
 LONGEST_IMPORT_SECONDS = 120.0
 
 
 class Forked:
-    """As subprocess.Popen of `module.main(*arguments)`. Its standard error goes where its output goes, or `errors`."""
+    """Runs `module.main(*arguments)` like subprocess.Popen. Its stderr goes to `errors`, or where its stdout goes."""
 
     def __init__(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], errors: int | None
@@ -67,7 +67,7 @@ class Forked:
 
 
 def serve(address: str, *modules: str) -> None:
-    """Import these and fork for whoever asks, until stdin ends."""
+    """Import `modules` and fork for each connection to `address`, until stdin ends."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{address}.new")
     listener.listen(64)
@@ -85,7 +85,7 @@ def serve(address: str, *modules: str) -> None:
 
 
 def _fork(connection: socket.socket) -> None:
-    """Fork once more, wait for that process, and say how it has ended."""
+    """Fork once more, wait for that process, and send its exit status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
     text = connection.recv(int.from_bytes(size), socket.MSG_WAITALL)
@@ -116,7 +116,7 @@ def _run(text: bytes, descriptors: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
-    # What finds a section's processes looks for the mark here, too: /proc/PID/environ is that of the server.
+    # `started_with` looks for the mark in the name, too, since /proc/PID/environ is that of the server.
     with open("/proc/self/comm", "w") as name:
         name.write(environment["WEIGHTCAST_GPU"][:15])
     importlib.import_module(module).main(*arguments)

@@ -1,4 +1,4 @@
-"""a. What is there: driver, runtime, what CUDA and the kernel permit; two processes on the GPU at once."""
+"""a. The machine: driver, runtime, features of CUDA and the kernel; two processes on the GPU at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ATTRIBUTES = {
     "MPS": 133,
     "compute mode (0: shared)": 20,
 }
-"""Of CUdevice_attribute in cuda.h."""
+"""Name -> number of the attribute in CUdevice_attribute of cuda.h."""
 
 
 def run(here: Here) -> None:

@@ -1,4 +1,4 @@
-"""e. Nothing grows and everything is given back: 200 publishes, 20 engines that are killed, 20 publishers."""
+"""e. Memory neither grows nor leaks: 200 publishes, 20 engines that are killed, 20 publishers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = {
     "mappings": 8,
     "shm_files": 0,
 }
-"""What may be more after the last publishes than after the middle ones."""
+"""Growth that is permitted between the middle publishes and the last ones."""
 NUM_AT_ONCE = 4
 """Engines, each with a context, 1 GB of weights and the libraries' memory."""
 QUIET_SECONDS = 1.0
@@ -153,7 +153,7 @@ def _release(here: Here, trainer: TrainerCommands, engine: Peer) -> None:
 
 
 def _own_memory(here: Here) -> None:
-    """Whether arenas are the driver's memory here, and not blocks of torch's: else nothing above says so."""
+    """Check that arenas are the driver's memory, not torch's blocks, which the checks above can't show."""
     with contextlib.ExitStack() as stack:
         device = stack.enter_context(LazyGpu()).device if here.dry else here.device
         before = section.used_bytes(here.device)
@@ -171,14 +171,14 @@ def _own_memory(here: Here) -> None:
 
 
 def _used_when_empty(here: Here, engine: Peer) -> int:
-    """Bytes of the device in use when neither process's torch keeps what it has freed."""
+    """Return the device's used bytes after both processes have emptied torch's cache."""
     engine.ask("empty_cache")
     _empty(here)
     return section.used_bytes(here.device)
 
 
 def _check_is_back(here: Here, name: str, before: int, *engines: Peer) -> None:
-    """Within a second what was in use before is in use again; `engines`: whose caches are emptied first."""
+    """Check that the used memory is back to `before` within a second, after emptying the caches of `engines`."""
     for engine in engines:
         engine.ask("empty_cache")
     _empty(here)
@@ -188,7 +188,7 @@ def _check_is_back(here: Here, name: str, before: int, *engines: Peer) -> None:
 
 
 def _empty(here: Here) -> None:
-    """Give back what torch's allocator has cached: the question is what can't be given back."""
+    """Return torch's cached memory to the device, so that only memory that can't be returned counts."""
     if here.device.type == "cuda":
         torch.cuda.synchronize(here.device)
         torch.cuda.ipc_collect()

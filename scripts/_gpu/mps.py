@@ -1,4 +1,7 @@
-"""l. Under MPS trainer and engine run at once: whole and late publishes again. The daemon is ours, and is ended."""
+"""l. Under MPS trainer and engine run at once: whole and late publishes again.
+
+The section starts and ends the daemon.
+"""
 
 from __future__ import annotations
 

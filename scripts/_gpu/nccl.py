@@ -82,7 +82,7 @@ def _group_of_one(here: Here, tensor: torch.Tensor) -> None:
 
 
 def _kept(here: Here, gpu: LazyGpu | None, nccl: LazyNccl | None) -> None:
-    """Nothing of torch's has the buffer of a broadcast that is over, so that `Publisher.release()` frees it."""
+    """Torch keeps no reference to the buffer of a finished broadcast, so that `Publisher.release()` frees it."""
     store, _ = serve_store("127.0.0.1", LONG_SECONDS)
     group = ProcessGroup("nccl", store, rank=0, size=1, timeout_seconds=LONG_SECONDS, device=here.device)
     before = 0 if gpu else torch.cuda.memory_allocated(here.device)
@@ -96,7 +96,7 @@ def _kept(here: Here, gpu: LazyGpu | None, nccl: LazyNccl | None) -> None:
 
 
 def _beside_default_group(here: Here) -> None:
-    """torch's monitor of a process's first NCCL group ends the process for an operation of any group that was late."""
+    """Torch's monitor of a process's first NCCL group ends the process if an operation of any group is late."""
     if here.dry:
         here.fact("a default group beside ours", "left out in a dry run: the other parts end if a watchdog says so")
         return
@@ -112,7 +112,7 @@ def _beside_default_group(here: Here) -> None:
 
 
 def _held_back(here: Here, gpu: LazyGpu | None, tensor: torch.Tensor) -> None:
-    """On a stream that a long kernel occupies: the wait is on the host, and the default stream goes on."""
+    """A broadcast waits on a stream that a long kernel occupies; the default stream stays free meanwhile."""
     store, _ = serve_store("127.0.0.1", LONG_SECONDS)
     group = ProcessGroup("nccl", store, rank=0, size=1, timeout_seconds=LONG_SECONDS, device=here.device)
     group.wait(group.broadcast(tensor, root=0))
@@ -155,7 +155,7 @@ def _held_back(here: Here, gpu: LazyGpu | None, tensor: torch.Tensor) -> None:
 
 
 def _failed(here: Here, gpu: LazyGpu | None, tensor: torch.Tensor) -> None:
-    """After an error torch's own watchdog would have closing wait for a minute (B1)."""
+    """Closing after an error ends by the deadline; with torch's own watchdog it would wait for a minute (B1)."""
     store, _ = serve_store("127.0.0.1", LONG_SECONDS)
     group = ProcessGroup("nccl", store, rank=0, size=1, timeout_seconds=SHORT_SECONDS, device=here.device)
     group.wait(group.broadcast(tensor, root=0))
@@ -228,6 +228,6 @@ def _lonely(here: Here) -> None:
             is_left=left.is_set,
         )
 
-    here.raises("a group that is left while it is made", PeerError, make_and_leave, "was left")
+    here.raises("a group that is left while it is made", PeerError, make_and_leave, "was aborted before all members")
     seconds = time.monotonic() - began
     here.check("at once", seconds < SLACK_SECONDS, f"{seconds:.1f} s")

@@ -38,7 +38,7 @@ class Peer:
     def __init__(
         self, here: Here, role: str, shapes: list[Any], environment: Mapping[str, str] = {}, **options: Any
     ) -> None:
-        """Starts it and does not wait: `ready` does. `environment`: beside the section's own."""
+        """Start the process; `ready` waits for it. `environment` is added to the section's own."""
         job = {"role": role, "shapes": shapes, "device": str(here.device), **options}
         command = [sys.executable, "-u", "-c", "import sys, _gpu.peers; _gpu.peers.main(sys.argv[1])", json.dumps(job)]
         self.role = role
@@ -60,7 +60,7 @@ class Peer:
         self.process.stdin.flush()
 
     def hear(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
-        """The next answer. Raises TimeoutError, EOFError, or RuntimeError for a command that failed there."""
+        """Return the next answer. Raises TimeoutError, EOFError, or RuntimeError if the command failed there."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + seconds
         while b"\n" not in self._received:
@@ -82,12 +82,12 @@ class Peer:
         return self.hear(seconds)
 
     def wrong(self, version: int) -> list[str]:
-        """The names of tensors that are not those of that fill."""
+        """Return the names of tensors that differ from `fill` with that version."""
         found: list[str] = self.ask("wrong", version=version)["wrong"]
         return found
 
     def info(self, seconds: float = 10.0) -> dict[str, Any]:
-        """What the engine's control route answers."""
+        """Return the answer of the engine's /weight_info."""
         with urllib.request.urlopen(f"{self.url}/weight_info", timeout=seconds) as response:
             found: dict[str, Any] = json.load(response)
         return found
@@ -106,7 +106,7 @@ class Peer:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """Have it end by itself; kill it if it does not. Idempotent."""
+        """Ask the process to end; kill it if it does not. Idempotent."""
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -152,14 +152,14 @@ class SlowCuda:
 
 
 def slow_down(milliseconds: float) -> None:
-    """Have weightcast's streams in this process be late; 0: no more. Without a GPU nothing changes."""
+    """Delay weightcast's streams in this process; 0 ends that. No effect without a GPU."""
     from weightcast.host import device as host_device
 
     host_device.cuda = SlowCuda(milliseconds) if milliseconds else torch.cuda
 
 
 class Commands:
-    """What any of these processes does on command; a method for each. `weights`: its model."""
+    """The commands of every peer process, a method each. `weights` is its model."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.device = torch.device(job["device"])
@@ -171,7 +171,7 @@ class Commands:
         return {"wrong": section.wrong(self.weights, version)[:20]}
 
     def kernel(self) -> dict[str, Any]:
-        """A kernel on the default stream, from a thread of its own: the seconds until it is over."""
+        """Run a kernel on the default stream, from another thread; answer the seconds until it is over."""
         began, over = time.perf_counter(), threading.Event()
 
         def run() -> None:
@@ -197,7 +197,7 @@ class Commands:
         return {}
 
     def join_nccl(self, port: int, rank: int, size: int, seconds: float) -> dict[str, Any]:
-        """Make a group with the others of that store: how it ended, and when."""
+        """Make a group with the other members of that store; answer how that ended, and when."""
         from weightcast.process_group import ProcessGroup, join_store
 
         began = time.monotonic()
@@ -212,7 +212,7 @@ class Commands:
         return {"said": said, "seconds": round(time.monotonic() - began, 2)}
 
     def late_beside_default_group(self, seconds: float) -> dict[str, Any]:
-        """Make a default group of NCCL's, then one of ours, in which a broadcast is late: how that ended."""
+        """Make a default NCCL group, then one of weightcast's with a late broadcast; answer how that ended."""
         from weightcast.process_group import ProcessGroup, serve_store
 
         torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -231,7 +231,7 @@ class Commands:
         return {"said": said}
 
     def use_default_group(self) -> dict[str, Any]:
-        """An all-reduce of the default group."""
+        """Run an all-reduce in the default group."""
         one = torch.ones(1, device=self.device)
         torch.distributed.all_reduce(one)
         return {"sum": one.item()}
@@ -240,7 +240,7 @@ class Commands:
         return section.meters(self.device)
 
     def eat(self, leave_mib: int) -> dict[str, Any]:
-        """Take all of the device's memory but for about so much."""
+        """Allocate all of the device's memory except about `leave_mib`."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             num_bytes = 1 << 40
@@ -254,7 +254,7 @@ class Commands:
         return {}
 
     def give_back(self) -> dict[str, Any]:
-        """Free what was eaten, and what torch's allocator keeps."""
+        """Free what `eat` allocated, and torch's cache."""
         self._eaten.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -391,7 +391,7 @@ def start_profile(device: torch.device) -> Any:
 
 
 def stop_profile(made: Any, device: torch.device) -> dict[str, Any]:
-    """What the trace has: launches, waits of the host, seconds in which kernels or copies ran, the gaps between."""
+    """Return the trace's launches, waits of the host, seconds in which kernels or copies ran, and gaps between."""
     import tempfile
 
     section.synchronize(device)
@@ -413,7 +413,7 @@ def stop_profile(made: Any, device: torch.device) -> dict[str, Any]:
 
 
 def union_seconds(spans: list[tuple[float, float]]) -> float:
-    """Of (begin, length) in microseconds: the seconds that at least one of them covers."""
+    """Return the seconds that at least one span, (begin, length) in microseconds, covers."""
     total, end = 0.0, float("-inf")
     for begin, length in sorted(spans):
         total += max(begin + length - max(begin, end), 0.0)
@@ -422,7 +422,7 @@ def union_seconds(spans: list[tuple[float, float]]) -> float:
 
 
 def gaps_seconds(spans: list[tuple[float, float]]) -> list[float]:
-    """Of the same, between the first and the last: the seconds of each gap that none of them covers, in their order."""
+    """Return the seconds of each gap between the first and the last span that no span covers, in order."""
     found, spans = list[float](), sorted(spans)
     end = spans[0][0] if spans else 0.0
     for begin, length in spans:
@@ -433,8 +433,8 @@ def gaps_seconds(spans: list[tuple[float, float]]) -> list[float]:
 
 
 def main(text: str) -> None:
-    """Do one command after the other until stdin ends."""
-    # Answers only on stdout, whatever libraries print.
+    """Run commands from stdin until it ends."""
+    # Only answers go to stdout; what libraries print goes to stderr.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.stdout = answers

@@ -1,4 +1,4 @@
-"""b. What single steps cost: copies and digests on the device, ways between device and host memory, waits.
+"""b. The cost of single steps: copies and digests on the device, copies between device and host memory, waits.
 
 Rates count bytes read and bytes written, in 1e9 a second. Nothing passes or fails by its speed.
 """
@@ -80,7 +80,7 @@ def _fused(here: Here) -> None:
 
 
 def _host(here: Here) -> None:
-    """As a bucket's tensors go, through slots of pinned memory, beside what torch's own copy takes."""
+    """Copies through slots of pinned memory, as a bucket's tensors take, compared with torch's own copy."""
     size = here.size(GIB, MIB)
     on_device = torch.arange(size // 4, dtype=torch.int32, device=here.device).view(torch.uint8)
     host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

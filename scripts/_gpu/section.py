@@ -27,11 +27,11 @@ from weightcast.host import memory as host_memory
 GIB = 1 << 30
 MIB = 1 << 20
 CYCLES_PER_MS = 1_900_000
-"""Of `torch.cuda._sleep`, at about the highest clock: on a slower one a sleep takes longer."""
+"""Cycles of `torch.cuda._sleep` per millisecond at about the highest clock; on a slower GPU a sleep takes longer."""
 
 
 class Here:
-    """Where a section runs. `dry`: on a CPU, with small sizes. What is reported is in the file at once."""
+    """The place where a section runs; `dry` is a CPU, with small sizes. Reports are written to the file at once."""
 
     def __init__(self, results: Path, dry: bool) -> None:
         self.dry = dry
@@ -43,20 +43,20 @@ class Here:
         return dry if self.dry else real
 
     def fact(self, name: str, value: Any) -> None:
-        """Something measured or found, which can't fail."""
+        """Report a measurement or finding, which can't fail."""
         self._say({"kind": "fact", "name": name, "value": value}, f"{name}{' (dry, small sizes)' * self.dry}: {value}")
 
     def check(self, name: str, ok: bool, found: Any = "") -> None:
-        """Something that must be so; `found` is what was there instead."""
+        """Report a check; `found` is what was there if it failed."""
         line = {"kind": "check", "name": name, "ok": bool(ok), "found": str(found)[:2000]}
         self._say(line, f"{'ok' if ok else 'FAILED'}: {name}{'' if ok else f': {found}'}")
 
     def skip(self, what: str) -> None:
-        """What is missing here, so that a part could not run."""
+        """Report a part that could not run, and what it needs."""
         self._say({"kind": "skip", "name": what}, f"skipped: {what}")
 
     def needs(self, what: str, *, device_gib: float = 0.0, host_gib: float = 0.0) -> bool:
-        """Whether so much memory is free; what needs more is skipped, by name."""
+        """Return True if that much memory is free; otherwise report `what` as skipped."""
         free = {"device": self.free_gib(), "host": host_memory.available_bytes() / GIB}
         for kind, needed in ("device", device_gib), ("host", host_gib):
             if needed > free[kind] and not self.dry:
@@ -65,7 +65,7 @@ class Here:
         return True
 
     def free_gib(self) -> float:
-        """Of the device, with what torch keeps here. In a dry run there is enough."""
+        """Return the free GiB of the device, including torch's cache here. A dry run always has enough."""
         if self.dry:
             return float("inf")
         gc.collect()
@@ -74,7 +74,7 @@ class Here:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of the section: an exception is a check that failed, and the next part goes on."""
+        """Run a part of the section: an exception is a failed check, and the next part runs."""
         began = time.monotonic()
         print(f"-- {name}", flush=True)
         try:
@@ -85,7 +85,7 @@ class Here:
         print(f"-- {name}: {time.monotonic() - began:.1f} s", flush=True)
 
     def raises(self, name: str, error: type[Exception], call: Callable[[], object], words: str = "") -> None:
-        """The call must raise that error, whose text has these words."""
+        """Check that the call raises `error`, whose text contains `words`."""
         try:
             call()
         except error as exc:
@@ -105,7 +105,7 @@ class Here:
 
 
 def even(num_tensors: int, tensor_bytes: int) -> list[tuple[str, tuple[int, ...]]]:
-    """That many bfloat16 tensors of that size, by name."""
+    """Return the names and shapes of `num_tensors` bfloat16 tensors of `tensor_bytes` each."""
     return [(f"t{number}", (tensor_bytes // 2048, 1024)) for number in range(num_tensors)]
 
 
@@ -122,7 +122,7 @@ def experts(num_layers: int, num_experts: int, width: int) -> list[tuple[str, tu
 
 
 def module(shapes: Sequence[tuple[str, Sequence[int]]], device: torch.device) -> nn.Module:
-    """One zeroed bfloat16 parameter each."""
+    """Return a module with a zeroed bfloat16 parameter for each shape."""
     made = nn.Module()
     for name, shape in shapes:
         tensor = torch.zeros(tuple(shape), dtype=torch.bfloat16, device=device)
@@ -145,7 +145,7 @@ def fill(weights: nn.Module, version: int, constant: bool = False) -> None:
 
 
 def wrong(weights: nn.Module, version: int) -> list[str]:
-    """The names of tensors that are not, bit for bit, what `fill` writes; compared on the device."""
+    """Return the names of tensors that differ in any bit from what `fill` writes; compared on the device."""
     found = []
     for number, (name, parameter) in enumerate(weights.named_parameters()):
         words = parameter.data.view(-1).view(torch.int32)
@@ -169,13 +169,13 @@ def synchronize(device: torch.device) -> None:
 
 
 def hold(device: torch.device, milliseconds: float) -> None:
-    """A kernel that runs that long on the current stream."""
+    """Queue a kernel that runs for `milliseconds` on the current stream."""
     if device.type == "cuda":
         torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))  # type: ignore[no-untyped-call]
 
 
 def timed(call: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
-    """The median of what a call takes, in seconds, by the device's clock where it has one; after one to warm up."""
+    """Return the median seconds of a call, by the device's clock if it has one, after one call to warm up."""
     call()
     synchronize(device)
     found = []
@@ -199,7 +199,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def meters(device: torch.device) -> dict[str, int]:
-    """What this process has of everything that could leak, and what the device has left for all."""
+    """Count this process's resources of every kind that could leak, and the device's free memory."""
     mapped = Path("/proc/self/maps").read_text().splitlines()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     # These pools get a thread, up to their size, whenever calls happen to overlap.
@@ -221,7 +221,7 @@ def meters(device: torch.device) -> dict[str, int]:
 
 
 def used_bytes(device: torch.device) -> int:
-    """Of the whole device, by all processes. On a CPU 0."""
+    """Return the bytes of the device that all processes use; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -229,19 +229,19 @@ def used_bytes(device: torch.device) -> int:
 
 
 def python_header() -> Path:
-    """What compiling a Triton launcher needs beside a compiler."""
+    """Return the path of the header that compiling a Triton launcher needs besides a compiler."""
     return Path(sysconfig.get_paths()["include"], "Python.h")
 
 
 def why_no_compiling() -> str | None:
-    """What Triton and torch.compile lack here; None: nothing."""
+    """Return what Triton and torch.compile lack here; None if nothing."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")):
         return "a C compiler"
     return None if python_header().exists() else f"{python_header()} (install python3-dev, or python3.X-dev)"
 
 
 def within(seconds: float, is_so: Callable[[], bool]) -> bool:
-    """Ask again and again until it is so; False if it is not by then."""
+    """Poll `is_so` until it is True; return False if it is not after `seconds`."""
     deadline = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > deadline:
@@ -258,5 +258,5 @@ def main(name: str, results: str) -> None:
             torch.cuda.set_device(here.device)
         importlib.import_module(f"_gpu.{name}").run(here)
     sys.stdout.flush()
-    # Without the interpreter's end: threads that were given up may be inside of NCCL.
+    # Without the interpreter's shutdown, since abandoned threads may be inside NCCL.
     os._exit(0)

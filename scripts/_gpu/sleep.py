@@ -1,4 +1,4 @@
-"""i. Weights in virtual memory whose pages go and come back at one address, as those of engines that sleep."""
+"""i. Weights in virtual memory whose pages are unmapped and mapped again at one address, as in engines that sleep."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(here: Here) -> None:
 
 
 class Sleeper(ModuleEngine):
-    """Refuses offers while its weights' pages are away, as vLLM's and SGLang's engines do: nothing is written then."""
+    """Refuses offers while its weights' pages are unmapped, as vLLM's and SGLang's engines do."""
 
     is_asleep = False
 
@@ -80,7 +80,7 @@ class Sleeper(ModuleEngine):
 
 
 class HostPages:
-    """The same on a CPU: anonymous pages that come back as zeros."""
+    """`DevicePages` on a CPU: anonymous pages that read as zeros once they are mapped again."""
 
     def __init__(self, num_bytes: int) -> None:
         self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -92,7 +92,7 @@ class HostPages:
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def map(self) -> None:
-        """They are there when they are touched."""
+        """Do nothing: pages appear when they are touched."""
 
 
 class Location(ctypes.Structure):
@@ -120,7 +120,7 @@ class Access(ctypes.Structure):
 
 
 class DevicePages:
-    """Source: "Virtual Memory Management" of the CUDA driver API, used as vLLM's CuMemAllocator does."""
+    """Pages of the CUDA driver's "Virtual Memory Management" API, used as vLLM's CuMemAllocator does."""
 
     def __init__(self, num_bytes: int) -> None:
         torch.ones(1, device="cuda")  # makes the context that the driver's calls need

@@ -1,4 +1,4 @@
-"""k. What a publish of 1, 8 and 60 GB costs, streaming and staged, beside the time of one copy of as many bytes."""
+"""k. The time of a publish of 1, 8 and 60 GB, streaming and staged, compared with one copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from _gpu.section import GIB, MIB, Here
 
 ROUNDS = 5
 BUSY_SECONDS = 0.15
-"""For 60 GB, at both ends together."""
+"""Limit, in seconds, for the GPU's work of 60 GB at both ends together."""
 BESIDE_GIB = 4.5
-"""Of device memory beside two models: two contexts, four slots of 512 MiB, what comparing takes."""
+"""GiB of device memory beside two models: two contexts, four slots of 512 MiB, and the comparison."""
 LAYER_GIB, EMBEDDINGS_GIB = 1.18, 1.2
 """Of `section.experts`."""
 
 
 def run(here: Here) -> None:
-    """The parts in an order in which a section that is cut short says most."""
+    """Run the most informative parts first, in case the section is cut short."""
     if not here.needs("publishing 1 GB", device_gib=BESIDE_GIB + 2.5, host_gib=8):
         return
     rate = _copy_rate(here)
@@ -55,7 +55,7 @@ def run(here: Here) -> None:
 
 
 def _copy_rate(here: Here) -> float:
-    """Bytes a second that one copy on the device moves, read and written counted once."""
+    """Return the bytes per second of one copy on the device, with read and written bytes counted once."""
     size = here.size(GIB, MIB)
     source, target = (torch.ones(size, dtype=torch.uint8, device=here.device) for _ in range(2))
     rate = size / section.timed(lambda: target.copy_(source), here.device)
@@ -93,25 +93,25 @@ def _model(
 
 
 def trainer_version(trainer: TrainerCommands) -> int:
-    """What was filled in for the last publish: one above the publisher's own number."""
+    """Return the version filled in for the last publish: one above the publisher's own number."""
     return int(trainer.publisher.version) + 1
 
 
 def _fill(trainer: TrainerCommands, version: int) -> None:
-    """What the next publish is to send, all of it written: the GPU has nothing left to do."""
+    """Write the weights of the next publish, and wait until the GPU is idle."""
     section.fill(trainer.weights, version)
     section.synchronize(trainer.device)
 
 
 def _publish(trainer: TrainerCommands) -> dict[str, Any]:
-    """Publish what was filled in: its seconds, and what else the report says."""
+    """Publish the weights that were filled in; return the report, with its seconds."""
     report = trainer.publish_filled()["report"]
     pause = max(result["install_seconds"] for result in report["engines"].values())
     return report["seconds"] | {"num_buckets": report["num_buckets"], "bytes": report["num_bytes"], "install": pause}
 
 
 def _rounds(here: Here, rate: float, name: str, trainer: TrainerCommands, rounds: int) -> float:
-    """The median of some publishes, as facts; its wall clock in seconds."""
+    """Report the median of some publishes as facts; return its wall clock time in seconds."""
     found = []
     for _ in range(rounds):
         _fill(trainer, trainer_version(trainer) + 1)
@@ -128,7 +128,7 @@ def _rounds(here: Here, rate: float, name: str, trainer: TrainerCommands, rounds
 
 
 def _profiled(here: Here, name: str, trainer: TrainerCommands, engine: Peer) -> None:
-    """What the GPU does in one publish, for each end; a publish of its own for each, since profiling costs.
+    """Report the GPU's work in one publish at each end; each end has its own publish, since profiling costs time.
 
     The weights are filled before the profile begins: of a trainer's GPU it shows packing alone.
     """

@@ -28,7 +28,7 @@ def address(text: str) -> tuple[str, int]:
     """Return the host and port of HOST:PORT. Raises ValueError for anything else."""
     found = _ADDRESS.fullmatch(text)
     if found is None or int(found[2]) > 65535:
-        raise ValueError(f"metrics={text!r} is no address: pass HOST:PORT, such as '127.0.0.1:9464', or a registry")
+        raise ValueError(f"metrics={text!r} is not an address: pass HOST:PORT, such as '127.0.0.1:9464', or a registry")
     return found[1], int(found[2])
 
 
