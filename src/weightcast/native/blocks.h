@@ -1,0 +1,101 @@
+/* Blocks of 64 bytes of words, and which of their words differ or are small: a bit for each, in plain C and by AVX2. */
+#ifndef WEIGHTCAST_BLOCKS_H
+#define WEIGHTCAST_BLOCKS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define WC_BLOCK_BYTES 64
+#define WC_INLINE static inline __attribute__((always_inline))
+
+typedef uint64_t wc_differing(const uint8_t *a, const uint8_t *b, size_t width);
+/* The words that are below a bound without their sign. */
+typedef uint64_t wc_below(const uint8_t *words, size_t width, uint32_t bound);
+
+WC_INLINE uint32_t wc_word(const uint8_t *at, size_t width) {
+    uint16_t two;
+    uint32_t four;
+    if (width == 1)
+        return *at;
+    if (width == 2) {
+        memcpy(&two, at, 2);
+        return two;
+    }
+    memcpy(&four, at, 4);
+    return four;
+}
+
+WC_INLINE int64_t wc_signed_word(const uint8_t *at, size_t width) {
+    uint32_t word = wc_word(at, width);
+    return width == 1 ? (int8_t)word : width == 2 ? (int16_t)word : (int32_t)word;
+}
+
+WC_INLINE uint64_t wc_differing_plain(const uint8_t *a, const uint8_t *b, size_t width) {
+    uint64_t found = 0;
+    for (size_t i = 0; i < WC_BLOCK_BYTES; i += 8) {
+        uint64_t x, y;
+        memcpy(&x, a + i, 8);
+        memcpy(&y, b + i, 8);
+        found |= x ^ y;
+    }
+    if (!found)
+        return 0;
+    found = 0;
+    for (size_t i = 0; i < WC_BLOCK_BYTES / width; i++)
+        found |= (uint64_t)(wc_word(a + i * width, width) != wc_word(b + i * width, width)) << i;
+    return found;
+}
+
+WC_INLINE uint64_t wc_below_plain(const uint8_t *words, size_t width, uint32_t bound) {
+    uint32_t without_sign = UINT32_MAX >> (33 - 8 * width);
+    uint64_t found = 0;
+    for (size_t i = 0; i < WC_BLOCK_BYTES / width; i++)
+        found |= (uint64_t)((wc_word(words + i * width, width) & without_sign) < bound) << i;
+    return found;
+}
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define WC_AVX2 __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt")))
+
+/* Bits of the words of a block, whose two vectors have ones or zeros in each. */
+WC_AVX2 static inline uint64_t wc_mask_avx2(__m256i low, __m256i high, size_t width) {
+    if (width == 1)
+        return (uint32_t)_mm256_movemask_epi8(low) | (uint64_t)(uint32_t)_mm256_movemask_epi8(high) << 32;
+    if (width == 2) /* the vectors are packed by halves */
+        return (uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xD8));
+    return (uint64_t)(_mm256_movemask_ps(_mm256_castsi256_ps(low)) |
+                      _mm256_movemask_ps(_mm256_castsi256_ps(high)) << 8);
+}
+
+WC_AVX2 static inline uint64_t wc_differing_avx2(const uint8_t *a, const uint8_t *b, size_t width) {
+    __m256i same[2];
+    for (size_t i = 0; i < 2; i++) {
+        __m256i x = _mm256_loadu_si256((const __m256i *)(a + 32 * i));
+        __m256i y = _mm256_loadu_si256((const __m256i *)(b + 32 * i));
+        same[i] = width == 1   ? _mm256_cmpeq_epi8(x, y)
+                  : width == 2 ? _mm256_cmpeq_epi16(x, y)
+                               : _mm256_cmpeq_epi32(x, y);
+    }
+    return wc_mask_avx2(same[0], same[1], width) ^ UINT64_MAX >> (64 - WC_BLOCK_BYTES / width);
+}
+
+WC_AVX2 static inline uint64_t wc_below_avx2(const uint8_t *words, size_t width, uint32_t bound) {
+    __m256i below[2];
+    for (size_t i = 0; i < 2; i++) {
+        __m256i x = _mm256_loadu_si256((const __m256i *)(words + 32 * i));
+        if (width == 1)
+            below[i] = _mm256_cmpgt_epi8(_mm256_set1_epi8((char)bound), _mm256_and_si256(x, _mm256_set1_epi8(0x7F)));
+        else if (width == 2)
+            below[i] =
+                _mm256_cmpgt_epi16(_mm256_set1_epi16((short)bound), _mm256_and_si256(x, _mm256_set1_epi16(0x7FFF)));
+        else
+            below[i] =
+                _mm256_cmpgt_epi32(_mm256_set1_epi32((int)bound), _mm256_and_si256(x, _mm256_set1_epi32(INT32_MAX)));
+    }
+    return wc_mask_avx2(below[0], below[1], width);
+}
+#endif
+
+#endif
