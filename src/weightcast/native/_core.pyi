@@ -1,7 +1,8 @@
 """The extension, in C. Tables are contiguous buffers of rows of unsigned 64-bit words; sizes and strides are in bytes.
 
-Every call but `places`, `pairs`, `same_members` and `delta_count` lets go of the GIL, unless it has less than 64 KiB to do. `threads`
-counts the calling one, and is a most. `cached`: the targets are read again soon, and are not streamed past the caches.
+Every call but `places`, `pairs`, `same_members` and `delta_count` lets go of the GIL, unless it has less than 64 KiB to
+do. `threads` counts the calling one, and is a most. `cached`: the targets are read again soon, and are not streamed
+past the caches.
 Addresses are not checked here: `weightcast.native` hands over only tables that it has checked.
 """
 
@@ -52,12 +53,20 @@ def same_members(dicts: list[dict[str, Any]], sizes: list[int], names: list[str]
     """Whether the dicts have so many members each, and these names and very values, in order."""
 
 def delta_encode(
-    base: int, words: int, num_words: int, width: int, by_classes: bool, advance: bool, out: int, room: int, threads: int, /
+    base: int,
+    words: int,
+    num_words: int,
+    width: int,
+    by_classes: bool,
+    advance: bool,
+    out: int,
+    room: int,
+    threads: int,
+    /,
 ) -> tuple[int, int]:
     """The bytes of the delta at `out`, 0 if the words themselves are as short; and how many words differ.
 
-    `out` 0: words are only compared. `advance`: the base has the new words then. Raises MemoryError, with the base in
-    between.
+    `out` 0: words are only compared. `advance`: the base has the new words then. Raises MemoryError: it then has some.
     """
 
 def delta_encode_room(num_words: int, width: int, /) -> int:
@@ -79,7 +88,7 @@ def delta_apply(
 def delta_scatter(
     rows: Table, num_words: int, width: int, positions: Any, differences: Any, subtract: bool, threads: int, /
 ) -> None:
-    """Add differences where rows of `copy_strided`, whose sources are offsets, would copy the words. Raises ValueError."""
+    """Add differences where rows of `copy_strided`, whose sources are offsets, would copy words. Raises ValueError."""
 
 def delta_digest(
     rows: Table, num_words: int, num_tensors: int, positions: Any, differences: Any, threads: int, /

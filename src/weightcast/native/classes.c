@@ -5,7 +5,9 @@ are a float's exponent. Both ends find a word's class in the base, in one scan. 
 #include "blocks.h"
 #include "delta.h"
 
-enum { KEYS = 256, SAMPLED = 64, MOST_GROUPS = 48, HEADER_BITS = 64 };
+enum { KEYS = 256, SAMPLED = 256, SAMPLED_CHANGES = 1 << 11, MOST_GROUPS = 48, HEADER_BITS = 64 };
+
+#define AHEAD 2048 /* bytes; see vectors.c */
 
 /* The least word, without its sign, that is not below a key. */
 WC_INLINE uint32_t bound_of(uint8_t key, size_t width) {
@@ -13,22 +15,15 @@ WC_INLINE uint32_t bound_of(uint8_t key, size_t width) {
 }
 
 WC_INLINE uint8_t key_of(const uint8_t *word, size_t width) {
-    return width == 1 ? *word & 0x7F : (uint8_t)(wc_word(word, width) >> (8 * width - 9));
-}
-
-/* The words below each bound in a block; the last class has all. */
-WC_INLINE void masks_of(const wc_classes *classes, const uint8_t *block, size_t width, uint64_t all,
-                        uint64_t masks[WC_MAX_CLASSES], wc_below *below) {
-    for (size_t c = 0; c + 1 < classes->count; c++)
-        masks[c] = below(block, width, bound_of(classes->bounds[c], width)) & all;
-    masks[classes->count - 1] = all;
+    return (uint8_t)(width == 1 ? *word & 0x7F : wc_word(word, width) >> (8 * width - 9));
 }
 
 /* A block of the base, copied to `last` if it is cut; and a bit for each of its words. */
 WC_INLINE const uint8_t *block_at(const uint8_t *base, size_t at, size_t size, size_t width, uint8_t *last,
                                   uint64_t *all) {
     size_t left = size - at;
-    if (left >= WC_BLOCK_BYTES) {
+    __builtin_prefetch(base + at + AHEAD);
+    if (__builtin_expect(left >= WC_BLOCK_BYTES, 1)) {
         *all = UINT64_MAX >> (64 - WC_BLOCK_BYTES / width);
         return base + at;
     }
@@ -37,55 +32,79 @@ WC_INLINE const uint8_t *block_at(const uint8_t *base, size_t at, size_t size, s
     return last;
 }
 
+WC_INLINE void bounds_of(const wc_classes *classes, size_t width, uint32_t bounds[WC_NUM_BOUNDS]) {
+    for (size_t c = 0; c < WC_NUM_BOUNDS; c++)
+        bounds[c] = bound_of(classes->bounds[c], width);
+}
+
 WC_INLINE void rank(const wc_classes *classes, const uint8_t *base, size_t num_words, size_t width,
                     const wc_changes *changes, wc_changes *ranked, wc_below *below) {
-    uint32_t before[WC_MAX_CLASSES] = {0}; /* words below each bound */
+    /* Between bounds that have nothing and everything below them: of a block, and how many words before it. */
+    uint64_t masks[WC_NUM_BOUNDS + 2] = {0}, all;
+    uint32_t bounds[WC_NUM_BOUNDS], before[WC_NUM_BOUNDS + 2] = {0};
     uint8_t last[WC_BLOCK_BYTES] = {0};
     size_t next = 0, each = WC_BLOCK_BYTES / width;
-    for (size_t at = 0; at < num_words * width && next < changes->count; at += WC_BLOCK_BYTES) {
-        uint64_t masks[WC_MAX_CLASSES], all;
-        const uint8_t *block = block_at(base, at, num_words * width, width, last, &all);
-        masks_of(classes, block, width, all, masks, below);
-        size_t first = at / width;
+    masks[WC_MAX_CLASSES] = UINT64_MAX;
+    bounds_of(classes, width, bounds);
+    for (size_t first = 0; next < changes->count; first += each) {
+        const uint8_t *block = block_at(base, first * width, num_words * width, width, last, &all);
+        below(block, width, bounds, masks + 1);
+        before[WC_MAX_CLASSES] = (uint32_t)first;
         for (; next < changes->count && changes->positions[next] < first + each; next++) {
             uint64_t bit = (uint64_t)1 << (changes->positions[next] - first);
             size_t c = 0;
-            while (!(masks[c] & bit))
-                c++;
-            uint32_t found = before[c] + (uint32_t)__builtin_popcountll(masks[c] & (bit - 1));
-            if (c)
-                found -= before[c - 1] + (uint32_t)__builtin_popcountll(masks[c - 1] & (bit - 1));
-            ranked[c].positions[ranked[c].count] = found;
-            ranked[c].differences[ranked[c].count++] = changes->differences[next];
+#pragma GCC unroll 5
+            for (size_t bound = 1; bound <= WC_NUM_BOUNDS; bound++)
+                c += !(masks[bound] & bit);
+            wc_changes *to = &ranked[c];
+            to->positions[to->count] = before[c + 1] + (uint32_t)__builtin_popcountll(masks[c + 1] & (bit - 1)) -
+                                       before[c] - (uint32_t)__builtin_popcountll(masks[c] & (bit - 1));
+            to->differences[to->count++] = changes->differences[next];
         }
-        for (size_t c = 0; c < classes->count; c++)
-            before[c] += (uint32_t)__builtin_popcountll(masks[c]);
+#pragma GCC unroll 5
+        for (size_t bound = 1; bound <= WC_NUM_BOUNDS; bound++)
+            before[bound] += (uint32_t)__builtin_popcountll(masks[bound]);
     }
 }
 
 WC_INLINE int unrank(const wc_classes *classes, const uint8_t *base, size_t num_words, size_t width,
                      const wc_changes *ranked, wc_changes *changes, wc_below *below) {
-    uint32_t before[WC_MAX_CLASSES] = {0}; /* words of each class */
+    uint32_t bounds[WC_NUM_BOUNDS], before[WC_NUM_BOUNDS + 1] = {0}, wanted[WC_MAX_CLASSES];
     size_t next[WC_MAX_CLASSES] = {0}, left = 0;
     uint8_t last[WC_BLOCK_BYTES] = {0};
-    for (size_t c = 0; c < classes->count; c++)
+    bounds_of(classes, width, bounds);
+    for (size_t c = 0; c < WC_MAX_CLASSES; c++) {
+        wanted[c] = ranked[c].count ? ranked[c].positions[0] : UINT32_MAX;
         left += ranked[c].count;
+    }
     for (size_t at = 0; at < num_words * width && left; at += WC_BLOCK_BYTES) {
         uint64_t masks[WC_MAX_CLASSES], all, found = 0;
         int64_t differences[WC_BLOCK_BYTES];
         const uint8_t *block = block_at(base, at, num_words * width, width, last, &all);
-        masks_of(classes, block, width, all, masks, below);
-        for (size_t c = 0; c < classes->count; c++) {
-            uint64_t mask = c ? masks[c] & ~masks[c - 1] : masks[c];
-            uint32_t here = before[c], end = here + (uint32_t)__builtin_popcountll(mask);
-            for (; next[c] < ranked[c].count && ranked[c].positions[next[c]] < end; next[c]++) {
-                for (; here < ranked[c].positions[next[c]]; here++)
+        below(block, width, bounds, masks);
+        masks[WC_NUM_BOUNDS] = UINT64_MAX;
+        uint32_t after[WC_MAX_CLASSES], is_hit = 0; /* words below each bound, the last of which has all */
+#pragma GCC unroll 5
+        for (size_t c = 0; c < WC_NUM_BOUNDS; c++)
+            after[c] = before[c] + (uint32_t)__builtin_popcountll(masks[c] & all);
+        after[WC_NUM_BOUNDS] = (uint32_t)(at / width) + (uint32_t)__builtin_popcountll(all);
+        is_hit = wanted[0] < after[0];
+#pragma GCC unroll 5
+        for (size_t c = 1; c < WC_MAX_CLASSES; c++)
+            is_hit |= wanted[c] < after[c] - after[c - 1];
+        before[WC_NUM_BOUNDS] = (uint32_t)(at / width);
+        for (size_t c = 0; is_hit && c < WC_MAX_CLASSES; c++) {
+            uint64_t mask = (c ? masks[c] & ~masks[c - 1] : masks[c]) & all;
+            uint32_t here = c ? before[c] - before[c - 1] : before[c], end = c ? after[c] - after[c - 1] : after[c];
+            while (wanted[c] < end) {
+                for (; here < wanted[c]; here++)
                     mask &= mask - 1;
-                differences[__builtin_ctzll(mask)] = ranked[c].differences[next[c]];
+                differences[__builtin_ctzll(mask)] = ranked[c].differences[next[c]++];
                 found |= mask & -mask;
+                wanted[c] = next[c] < ranked[c].count ? ranked[c].positions[next[c]] : UINT32_MAX;
             }
-            before[c] = end;
         }
+        memcpy(before, after, sizeof before);
         for (; found; found &= found - 1, left--) {
             size_t i = (size_t)__builtin_ctzll(found);
             changes->positions[changes->count] = (uint32_t)(at / width + i);
@@ -119,6 +138,12 @@ WC_AVX2 RANK(wc_rank_avx2, wc_below_avx2)
 WC_AVX2 UNRANK(wc_unrank_avx2, wc_below_avx2)
 #endif
 
+/* Fewer classes than there can be: those between the last one but one and the last have no words. */
+static void finish(wc_classes *classes) {
+    for (size_t c = classes->count - 1; c < WC_NUM_BOUNDS; c++)
+        classes->bounds[c] = c ? classes->bounds[c - 1] : 0;
+}
+
 /* About what Rice codes of so many changes of so many words take. */
 static uint64_t cost_of(uint64_t changed, uint64_t words) {
     if (!changed)
@@ -131,17 +156,16 @@ static uint64_t cost_of(uint64_t changed, uint64_t words) {
     return least + HEADER_BITS;
 }
 
-/* Join neighbouring keys into groups, and those into the classes that take least; and where the changes of each class
-   begin, if they lie one class after the other. */
-static wc_classes choose(const uint8_t *base, size_t num_words, size_t width, const wc_changes *changes,
-                         size_t begin[WC_MAX_CLASSES]) {
+/* Join neighbouring keys into groups, and those into the classes that take least, by some of the words and changes. */
+static wc_classes choose(const uint8_t *base, size_t num_words, size_t width, const wc_changes *changes) {
     uint64_t words[KEYS] = {0}, changed[KEYS] = {0}, total = 0;
     size_t each = WC_BLOCK_BYTES / width;
     for (size_t first = 0; first < num_words; first += SAMPLED * each)
         for (size_t i = first; i < first + each && i < num_words; i++, total += SAMPLED)
             words[key_of(base + i * width, width)] += SAMPLED;
-    for (size_t i = 0; i < changes->count; i++)
-        changed[key_of(base + changes->positions[i] * width, width)]++;
+    size_t step = changes->count / SAMPLED_CHANGES + 1;
+    for (size_t i = 0; i < changes->count; i += step)
+        changed[key_of(base + changes->positions[i] * width, width)] += step;
     /* Up to each group's end: words and changes. */
     uint64_t sums[MOST_GROUPS + 1][2] = {{0, 0}}, group[2] = {0, 0};
     uint8_t starts[MOST_GROUPS] = {0};
@@ -180,25 +204,24 @@ static wc_classes choose(const uint8_t *base, size_t num_words, size_t width, co
         if (least[c][groups] < least[best][groups])
             best = c;
     wc_classes classes = {.count = best + 1};
-    begin[0] = 0;
     for (size_t c = best, g = groups; c > 0; c--) {
         g = from[c][g];
         classes.bounds[c - 1] = starts[g];
-        begin[c] = sums[g][1];
     }
+    finish(&classes);
     return classes;
 }
 
 uint8_t *wc_write_classes(const wc_vectors *by, const uint8_t *base, size_t num_words, size_t width,
                           const wc_changes *changes, wc_changes *scratch, uint64_t limit, uint8_t *to) {
-    size_t begin[WC_MAX_CLASSES];
-    wc_classes classes = choose(base, num_words, width, changes, begin);
+    wc_classes classes = choose(base, num_words, width, changes);
     wc_changes ranked[WC_MAX_CLASSES];
-    for (size_t c = 0; c < classes.count; c++)
-        ranked[c] = (wc_changes){scratch->positions + begin[c], scratch->differences + begin[c], 0};
+    for (size_t c = 0; c < WC_MAX_CLASSES; c++)
+        ranked[c] = (wc_changes){scratch->positions + c * num_words, scratch->differences + c * num_words, 0};
     by->rank(&classes, base, num_words, width, changes, ranked);
     wc_code codes[WC_MAX_CLASSES];
     uint64_t num_bytes = classes.count;
+    ranked[classes.count - 1] = ranked[WC_NUM_BOUNDS];
     for (size_t c = 0; c < classes.count; c++) {
         codes[c] = wc_choose(&ranked[c]);
         num_bytes += codes[c].num_bytes;
@@ -223,13 +246,15 @@ const uint8_t *wc_read_classes(const wc_vectors *by, const uint8_t *from, const 
         if ((c && classes.bounds[c] <= classes.bounds[c - 1]) || (width == 1 && classes.bounds[c] > 0x7F))
             return NULL;
     }
-    wc_changes ranked[WC_MAX_CLASSES], rest = {scratch->positions, scratch->differences, 0};
+    finish(&classes);
+    wc_changes ranked[WC_MAX_CLASSES] = {{NULL, NULL, 0}}, rest = {scratch->positions, scratch->differences, 0};
     for (size_t c = 0; c < classes.count; c++) {
         size_t former = rest.count;
         from = wc_read(from, end, num_words, width, room - former, &rest);
         if (!from)
             return NULL;
-        ranked[c] = (wc_changes){rest.positions + former, rest.differences + former, rest.count - former};
+        ranked[c + 1 < classes.count ? c : WC_NUM_BOUNDS] =
+            (wc_changes){rest.positions + former, rest.differences + former, rest.count - former};
     }
     return by->unrank(&classes, base, num_words, width, ranked, changes) ? NULL : from;
 }

@@ -23,9 +23,9 @@ static size_t grain(size_t chunks, int threads) {
     return share ? share : 1;
 }
 
-/* Room for the changes of a chunk. Pages that stay unused cost nothing. */
-static int make_scratch(uint64_t num_words, wc_changes *made) {
-    size_t count = num_words < WC_DELTA_WORDS ? (size_t)num_words : WC_DELTA_WORDS;
+/* Room for the changes of so many chunks. Pages that stay unused cost nothing. */
+static int make_scratch(uint64_t num_words, size_t chunks, wc_changes *made) {
+    size_t count = chunks * (num_words < WC_DELTA_WORDS ? (size_t)num_words : WC_DELTA_WORDS);
     made->differences = malloc(count * (sizeof *made->differences + sizeof *made->positions));
     made->positions = made->differences ? (uint32_t *)(made->differences + count) : NULL;
     made->count = 0;
@@ -108,8 +108,8 @@ typedef struct {
 static void encode_chunks(void *context, size_t first, size_t last) {
     encode_context *of = context;
     wc_changes changes, scratch = {NULL, NULL, 0};
-    int is_made = make_scratch(of->all->num_words, &changes) &&
-                  (!of->all->by_classes || make_scratch(of->all->num_words, &scratch));
+    int is_made = make_scratch(of->all->num_words, 1, &changes) &&
+                  (!of->all->by_classes || make_scratch(of->all->num_words, WC_MAX_CLASSES, &scratch));
     if (!is_made)
         atomic_store(&of->all->failed, 1);
     for (size_t chunk = first; is_made && chunk < last; chunk++)
@@ -221,7 +221,7 @@ static void decode_chunks(void *context, size_t first, size_t last) {
         row of = row_at(all->delta, chunk);
         if (chunk >= first) {
             wc_changes changes = {all->changes->positions + done, all->changes->differences + done, 0};
-            if (of.kind == WC_CLASSES && !scratch.differences && !make_scratch(all->num_words, &scratch)) {
+            if (of.kind == WC_CLASSES && !scratch.differences && !make_scratch(all->num_words, 1, &scratch)) {
                 atomic_store(&all->wrong, wc_no_memory);
                 return;
             }

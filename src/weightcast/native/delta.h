@@ -31,7 +31,8 @@ uint8_t *wc_write(const wc_code *code, const wc_changes *changes, uint8_t *to);
 const uint8_t *wc_read(const uint8_t *from, const uint8_t *end, size_t num_words, size_t width, size_t room,
                        wc_changes *changes);
 
-/* By classes; `scratch` has room for as many changes. Returns the end, or NULL if it would take `limit` bytes. */
+/* By classes. Returns the end, or NULL if it would take `limit` bytes. `scratch` has room for the changes of a chunk, to
+   write for those of each class. */
 uint8_t *wc_write_classes(const wc_vectors *by, const uint8_t *base, size_t num_words, size_t width,
                           const wc_changes *changes, wc_changes *scratch, uint64_t limit, uint8_t *to);
 const uint8_t *wc_read_classes(const wc_vectors *by, const uint8_t *from, const uint8_t *end, const uint8_t *base,

@@ -15,9 +15,6 @@ import torch
 from weightcast.native import _core
 from weightcast.native.tables import CopyTable, Rows, Sums, require_host_bytes
 
-MAX_WORDS = 1 << 32
-"""Of a payload with a delta."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
@@ -79,13 +76,10 @@ def encode(
     """Return the delta from one payload to another, None if it is no shorter than that; and how many words changed.
 
     `by_classes`: shorter, but decoded only with the base at hand, all of which is read then. `advance`: the base has
-    the new words afterwards. Memory: at most 13 bytes for each change, of 2**20 words a thread, or 26 by classes.
-    Raises ValueError for payloads of several lengths, MemoryError: the base is then neither the one nor the other.
+    the new words afterwards. Memory besides the delta: for each thread 12 bytes for each change of 2**20 words, by
+    classes 24. Raises ValueError for payloads of several lengths, MemoryError: some words of the base are then new.
     """
-    require_host_bytes(base)
-    num_words = base.nbytes // word_bytes
-    _require_words(base, num_words, word_bytes)
-    _require_words(payload, num_words, word_bytes)
+    num_words = _num_words(base, payload, word_bytes)
     # Its pages are used only as far as the delta reaches.
     out = torch.empty(_core.delta_encode_room(num_words, word_bytes), dtype=torch.uint8)
     num_bytes, num_changed = _core.delta_encode(
@@ -97,9 +91,7 @@ def encode(
 
 def count_changed(base: torch.Tensor, payload: torch.Tensor, word_bytes: int, *, threads: int = 1) -> int:
     """Return how many words differ. Raises ValueError for payloads of several lengths, MemoryError."""
-    num_words = base.nbytes // word_bytes
-    _require_words(base, num_words, word_bytes)
-    _require_words(payload, num_words, word_bytes)
+    num_words = _num_words(base, payload, word_bytes)
     words = base.data_ptr(), payload.data_ptr(), num_words, word_bytes
     return _core.delta_encode(*words, False, False, 0, 0, threads)[1]
 
@@ -122,6 +114,15 @@ def decode(
     _core.delta_decode(found, address, num_words, word_bytes, positions, differences, threads)
     positions.flags.writeable = differences.flags.writeable = False
     return Changes(positions, differences, num_words, word_bytes)
+
+
+def _num_words(base: torch.Tensor, payload: torch.Tensor, word_bytes: int) -> int:
+    if word_bytes not in (1, 2, 4):
+        raise ValueError(f"a word has 1, 2 or 4 bytes, not {word_bytes}")
+    num_words = payload.nbytes // word_bytes
+    _require_words(payload, num_words, word_bytes)
+    _require_words(base, num_words, word_bytes)
+    return num_words
 
 
 def _require_words(payload: torch.Tensor, num_words: int, word_bytes: int) -> None:
