@@ -26,6 +26,7 @@ COMMANDS = {
     "inspect": "show what an engine, a checkpoint or a store holds",
     "verify": "check that an engine holds exactly this checkpoint, or that a store is whole",
     "bench": "measure a publish over a transport on this machine, against one memcpy",
+    "delta": "count what a delta between two checkpoints costs, and what changed",
     "plan": "count what a publish takes: bytes on links, memory of hosts",
 }
 
