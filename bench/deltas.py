@@ -2,8 +2,8 @@
 
 `python bench/deltas.py FOLDER [--peers SITE_PACKAGES] [--mib N] [--threads N]`. FOLDER is one that bench/delta_steps.py
 has made, or any folder of folders with `base` and `next`, bfloat16 checkpoints. Each pair is one payload, repeated up
-to N MiB so that no cache holds it. Times are CPU seconds of one thread, the least of some rounds; with --threads above 1
-they are wall seconds, and only of ours. SITE_PACKAGES is a folder for the peers alone, which are left out without it:
+to N MiB so that no cache holds it. Times are CPU seconds of one thread, the least of some rounds; with --threads above
+1 they are wall seconds, and only of ours. SITE_PACKAGES is a folder for the peers alone, which are left out without it:
 
     pip install --target SITE_PACKAGES --no-deps basilica-sdk zstandard xxhash
 
