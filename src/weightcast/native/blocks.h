@@ -60,7 +60,7 @@ WC_INLINE void wc_below_plain(const uint8_t *words, size_t width, const uint32_t
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define WC_AVX2 __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt")))
+#define WC_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
 
 /* Two parts of a block, so that packed by halves its words are in order. */
 WC_AVX2 static inline __m256i wc_part_avx2(const uint8_t *words, size_t part, size_t width) {
