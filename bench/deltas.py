@@ -1,9 +1,10 @@
 """Deltas beside other codecs, on the same pairs of checkpoints: bytes and time for each element that changed.
 
 `python bench/deltas.py FOLDER [--peers SITE_PACKAGES] [--mib N] [--threads N]`. FOLDER is one that bench/delta_steps.py
-has made, or any folder of folders with `base` and `next`, bfloat16 checkpoints. Each pair is one payload, repeated up
-to N MiB so that no cache holds it. Times are CPU seconds of one thread, the least of some rounds; with --threads above
-1 they are wall seconds, and only of ours. SITE_PACKAGES is a folder for the peers alone, which are left out without it:
+has made, or any folder of folders with `base` and `next`, bfloat16 checkpoints. Each pair is one payload, for the
+times of ours repeated up to N MiB so that no cache holds it. Times are CPU seconds of one thread, the least of some
+rounds; with --threads above 1 they are wall seconds, and only of ours. SITE_PACKAGES is a folder for the peers alone,
+which are left out without it:
 
     pip install --target SITE_PACKAGES --no-deps basilica-sdk zstandard xxhash
 
@@ -71,16 +72,19 @@ class Clock:
         return min(seconds), found
 
 
-def payload(folder: Path, num_bytes: int) -> torch.Tensor:
+def payload(folder: Path) -> torch.Tensor:
     source = SafetensorsSource(folder)
     regions = [source.regions()[spec.name] for spec in source.specs()]
     parts = [tensor.reshape(-1).view(torch.uint8) for ((_, tensor),) in regions]
     assert all(spec.dtype == "bfloat16" for spec in source.specs()), f"{folder} is not bfloat16"
-    found = torch.cat(parts)
-    return found.repeat(max(1, -(-num_bytes // found.nbytes)))
+    return torch.cat(parts)
 
 
-def measure_ours(base: torch.Tensor, now: torch.Tensor, threads: int) -> tuple[Whole, list[Figures]]:
+def measure_ours(base: torch.Tensor, now: torch.Tensor, num_bytes: int, threads: int) -> tuple[Whole, list[Figures]]:
+    """Sizes are those of the pair, times those of the pair repeated."""
+    sizes = [encode(base, now, 2, by_classes=by_classes)[0] for by_classes in (False, True)]
+    changed_once = count_changed(base, now, 2)
+    base, now = (each.repeat(max(1, -(-num_bytes // base.nbytes))) for each in (base, now))
     clock, num_words = Clock(threads), base.nbytes // 2
     target = base.clone()
     memcpy, _ = clock(lambda: target.copy_(base), 5)
@@ -103,7 +107,9 @@ def measure_ours(base: torch.Tensor, now: torch.Tensor, threads: int) -> tuple[W
         target.copy_(base)
         advancing, _ = clock(lambda: encode(target, now, 2, by_classes=by_classes, advance=True, threads=threads), 1)  # noqa: B023
         each = [s / changed * 1e9 for s in (seconds - detect, decoding, min(adding), min(undoing), digesting)]
-        found.append(Figures("delta by classes" if by_classes else "delta", delta.nbytes / changed, *each))
+        once = sizes[by_classes]
+        assert once is not None
+        found.append(Figures("delta by classes" if by_classes else "delta", once.nbytes / changed_once, *each))
         receiving = decoding + min(adding)
         rows.append([detect, seconds, advancing, receiving, receiving + digesting])
     return Whole(memcpy, *(seconds / memcpy for seconds in rows[0])), found
@@ -185,8 +191,8 @@ def main() -> None:
         sys.path.append(str(options.peers))
     missed = []
     for pair in sorted({path.parent for path in options.folder.glob("*/base")}):
-        base, now = (payload(pair / name, options.mib << 20) for name in ("base", "next"))
-        whole, found = measure_ours(base, now, options.threads)
+        base, now = (payload(pair / name) for name in ("base", "next"))
+        whole, found = measure_ours(base, now, options.mib << 20, options.threads)
         if options.peers and options.threads == 1:
             found += measure_peers(base, now)
         density = count_changed(base, now, 2) / (base.nbytes // 2)
