@@ -1,35 +1,8 @@
 /* Random tables through the native core, compared with the plainest way to do the same. For sanitizers: every piece of
    memory has just its size. `fuzz ROUNDS SEED`. */
-#include "core.h"
+#include "fuzz.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-static uint64_t state;
-
-static uint64_t drawn(uint64_t below) {
-    state ^= state << 13;
-    state ^= state >> 7;
-    state ^= state << 17;
-    return below ? state % below : 0;
-}
-
-#define REQUIRE(condition)                                                                                             \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                            \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
-
-static uint8_t *noise(size_t size) {
-    uint8_t *made = malloc(size ? size : 1);
-    REQUIRE(made);
-    for (size_t i = 0; i < size; i++)
-        made[i] = (uint8_t)drawn(256);
-    return made;
-}
+uint64_t state;
 
 static uint64_t address(const void *at) { return (uint64_t)(uintptr_t)at; }
 
@@ -40,8 +13,6 @@ static uint64_t a_size(void) {
 }
 
 static const uint64_t seeds[4] = {0x243F6A8885A308D3u, 0x13198A2E03707344u, 0xA4093822299F31D0u, 0x082EFA98EC4E6C89u};
-
-static const wc_vectors *some_vectors(void) { return drawn(2) ? wc_native : &wc_plain; }
 
 static void copies(void) {
     enum { MOST = 200 };
@@ -277,6 +248,8 @@ int main(int argc, char **argv) {
         packs();
         words();
         hostile_tables();
+        deltas();
+        hostile_deltas();
     }
     printf("%ld rounds, by %s\n", rounds, wc_native->name);
     return 0;

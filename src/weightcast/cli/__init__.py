@@ -27,6 +27,7 @@ COMMANDS = {
     "inspect": "show the tensors and versions of an engine, a checkpoint or a store",
     "verify": "check that an engine has exactly the weights of a checkpoint, or that a store is intact",
     "bench": "measure a publish over a transport on this machine, against one memcpy",
+    "delta": "compute what a delta between two checkpoints costs, and what changed",
     "plan": "compute the bytes on links and the memory of hosts that a publish needs",
 }
 

@@ -11,6 +11,8 @@
 #define WC_MAX_THREADS 4
 #define WC_MAX_DIMS 3 /* of a strided copy, besides its runs */
 #define WC_MAX_BYTES ((uint64_t)1 << 47)
+#define WC_DIGEST_BLOCK 4096 /* words of a tensor that have one B */
+#define WC_MAX_CLASSES 6 /* of a delta */
 #define WC_RUN_WORDS 2 /* of a row */
 #define WC_COPY_WORDS 3
 #define WC_STRIDED_WORDS (3 + 3 * WC_MAX_DIMS)
@@ -44,6 +46,30 @@ typedef struct {
     _Atomic uint64_t low, high;
 } wc_sums;
 
+/* Positions ascend. A difference is that of two words as signed integers, a number of one bit more. */
+typedef struct {
+    uint32_t *positions;
+    int64_t *differences;
+    size_t count;
+} wc_changes;
+
+/* Append to `changes`, which have room, the words in which a chunk differs; with `advance`, store them in the base. */
+typedef void wc_detect_call(uint8_t *base, const uint8_t *words, size_t num_words, size_t width, int advance,
+                            wc_changes *changes);
+
+/* Classes of a chunk's base: a word is in the first one whose bound is above it without its sign. The last has none. */
+typedef struct {
+    size_t count;
+    uint8_t bounds[WC_MAX_CLASSES - 1]; /* ascending, of the key: the bits behind the sign, eight at most */
+} wc_classes;
+
+/* Append each change to those of its class, by the number of words of that class before it. */
+typedef void wc_rank_call(const wc_classes *classes, const uint8_t *base, size_t num_words, size_t width,
+                          const wc_changes *changes, wc_changes *ranked);
+/* Append to `changes` those of all classes by ranks. Returns 1 if there is no such word in a class. */
+typedef int wc_unrank_call(const wc_classes *classes, const uint8_t *base, size_t num_words, size_t width,
+                           const wc_changes *ranked, wc_changes *changes);
+
 /* How bytes are moved. Called on this CPU's kinds of vectors; `wc_plain` is for every CPU. */
 typedef struct {
     const char *name;
@@ -53,6 +79,9 @@ typedef struct {
     void (*lanes)(uint8_t *target, const uint8_t *source, int stream, uint64_t lanes[2]);
     /* The lanes of a tensor's words of 1, 2 or 4 bytes, all in one block of positions, from `column` on. */
     void (*weigh)(const uint8_t *words, size_t width, size_t column, size_t count, uint64_t lanes[2]);
+    wc_detect_call *detect;
+    wc_rank_call *rank;
+    wc_unrank_call *unrank;
 } wc_vectors;
 
 extern const wc_vectors wc_plain;
@@ -88,6 +117,11 @@ int wc_bad_words(uint64_t address, uint64_t itemsize, const wc_words_dim *dims, 
 void wc_digest_words(const wc_vectors *by, uint64_t address, size_t itemsize, uint64_t first, const wc_words_dim *dims,
                      size_t count, wc_sums *sums, int threads);
 void wc_begin_words(void);
+extern uint64_t wc_weights_up_to[2][WC_DIGEST_BLOCK + 1]; /* the sums of A of the digest of tensors */
+uint64_t wc_block_weight(size_t lane, uint64_t block);     /* its B */
+wc_detect_call wc_detect_plain, wc_detect_avx2;
+wc_rank_call wc_rank_plain, wc_rank_avx2;
+wc_unrank_call wc_unrank_plain, wc_unrank_avx2;
 void wc_weigh_plain(const uint8_t *words, size_t width, size_t column, size_t count, uint64_t lanes[2]);
 void wc_weigh_avx2(const uint8_t *words, size_t width, size_t column, size_t count, uint64_t lanes[2]);
 

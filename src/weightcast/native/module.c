@@ -4,8 +4,6 @@
 
 #include <errno.h>
 
-/* With less to do, the GIL is kept: to get it back can take longer. */
-#define GIL_BYTES ((uint64_t)64 << 10)
 /* What fits into a cache is not streamed past it. */
 #define STREAMED_BYTES ((uint64_t)1 << 20)
 #define THREAD_BYTES ((uint64_t)1 << 20)
@@ -63,7 +61,7 @@ static PyObject *copied(PyObject *arguments, size_t words, copy_call *call) {
         return refused(&from, bad, "is no copy: an address is 0, or the sizes are above 2^47 bytes");
     int stream = !cached && bytes >= STREAMED_BYTES;
     threads = num_threads(threads, bytes);
-    PyThreadState *state = bytes >= GIL_BYTES ? PyEval_SaveThread() : NULL;
+    PyThreadState *state = bytes >= WC_GIL_BYTES ? PyEval_SaveThread() : NULL;
     call(wc_native, from.words, from.rows, stream, threads);
     if (state)
         PyEval_RestoreThread(state);
@@ -106,7 +104,7 @@ static PyObject *digest(PyObject *self, PyObject *arguments) {
     wc_sums sums;
     atomic_init(&sums.low, 0);
     atomic_init(&sums.high, 0);
-    PyThreadState *state = size >= GIL_BYTES ? PyEval_SaveThread() : NULL;
+    PyThreadState *state = size >= WC_GIL_BYTES ? PyEval_SaveThread() : NULL;
     for (size_t i = 0; i < from.rows; i++) {
         const uint64_t *row = from.words + WC_RUN_WORDS * i;
         uint64_t count = row[1] > row[0] ? row[1] - row[0] : 0;
@@ -138,7 +136,7 @@ static PyObject *copy_and_digest(PyObject *self, PyObject *arguments) {
     atomic_init(&sums.high, 0);
     int stream = !cached && size >= STREAMED_BYTES;
     threads = num_threads(threads, size);
-    PyThreadState *state = size >= GIL_BYTES ? PyEval_SaveThread() : NULL;
+    PyThreadState *state = size >= WC_GIL_BYTES ? PyEval_SaveThread() : NULL;
     wc_copy_and_digest(wc_native, (uint8_t *)(uintptr_t)address, size, row, from.rows, &sums, stream, threads);
     if (state)
         PyEval_RestoreThread(state);
@@ -168,7 +166,7 @@ static PyObject *digest_words(PyObject *self, PyObject *arguments) {
     atomic_init(&sums.low, 0);
     atomic_init(&sums.high, 0);
     threads = num_threads(threads, bytes);
-    PyThreadState *state = bytes >= GIL_BYTES ? PyEval_SaveThread() : NULL;
+    PyThreadState *state = bytes >= WC_GIL_BYTES ? PyEval_SaveThread() : NULL;
     wc_digest_words(wc_native, address, itemsize, first, dims, from.rows, &sums, threads);
     if (state)
         PyEval_RestoreThread(state);
@@ -209,7 +207,8 @@ static PyMethodDef methods[] = {
 
 static int begin(PyObject *module) {
     wc_begin();
-    return PyModule_AddIntConstant(module, "CHUNK_BYTES", WC_CHUNK_BYTES) ||
+    return PyModule_AddFunctions(module, wc_delta_methods) ||
+                   PyModule_AddIntConstant(module, "CHUNK_BYTES", WC_CHUNK_BYTES) ||
                    PyModule_AddIntConstant(module, "MAX_THREADS", WC_MAX_THREADS) ||
                    PyModule_AddStringConstant(module, "VECTORS", wc_native->name)
                ? -1

@@ -7,6 +7,10 @@
 
 #include "core.h"
 
+/* With less to do, the GIL is kept: to get it back can take longer. */
+#define WC_GIL_BYTES ((uint64_t)64 << 10)
+
+extern PyMethodDef wc_delta_methods[];
 PyObject *wc_places(PyObject *self, PyObject *tensors);
 PyObject *wc_pairs(PyObject *self, PyObject *arguments);
 PyObject *wc_same_members(PyObject *self, PyObject *arguments);

@@ -46,7 +46,7 @@ def added(*parts: Sums) -> bytes:
 
 def digest(payload: torch.Tensor, chunks: Chunks | None = None, *, threads: int = 1) -> Sums:
     """Digest the chunks that are marked, by default all, of a contiguous payload in host memory."""
-    _require_host_bytes(payload)
+    require_host_bytes(payload)
     runs = np.array([[0, _num_chunks(payload.nbytes)]]) if chunks is None else _runs(chunks)
     return _core.digest(payload.data_ptr(), payload.nbytes, runs, threads)
 
@@ -153,7 +153,7 @@ class PackTable:
 
         Raises ValueError for a tensor that reaches outside of its storage, or a target outside of the payload.
         """
-        _require_host_bytes(payload)
+        require_host_bytes(payload)
         self._payload, self._copies = payload, CopyTable(targets, sources, within=payload)
         self.others = self._copies.others
         start = payload.data_ptr()
@@ -201,7 +201,8 @@ def _require_inside(starts: Rows, sizes: Rows, bounds: Rows, what: str) -> None:
         )
 
 
-def _require_host_bytes(payload: torch.Tensor) -> None:
+def require_host_bytes(payload: torch.Tensor) -> None:
+    """Raise ValueError for a tensor that is not contiguous bytes in host memory, within its storage."""
     if payload.device.type != "cpu" or payload.dtype != torch.uint8 or not payload.is_contiguous():
         raise ValueError(f"a payload is contiguous uint8 in host memory, found {payload.dtype} on {payload.device}")
     _require_in_storage(payload, payload.nbytes, "payload")

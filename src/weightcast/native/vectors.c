@@ -40,7 +40,9 @@ static void lanes_plain(uint8_t *target, const uint8_t *source, int stream, uint
     lanes[1] = second;
 }
 
-const wc_vectors wc_plain = {"plain", move_plain, lanes_plain, wc_weigh_plain};
+const wc_vectors wc_plain = {
+    "plain", move_plain, lanes_plain, wc_weigh_plain, wc_detect_plain, wc_rank_plain, wc_unrank_plain,
+};
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -116,7 +118,9 @@ AVX2 static void lanes_avx2(uint8_t *target, const uint8_t *source, int stream, 
         lanes_stored(target, source, CACHED, lanes);
 }
 
-static const wc_vectors avx2 = {"avx2", move_avx2, lanes_avx2, wc_weigh_avx2};
+static const wc_vectors avx2 = {
+    "avx2", move_avx2, lanes_avx2, wc_weigh_avx2, wc_detect_avx2, wc_rank_avx2, wc_unrank_avx2,
+};
 #else
 void wc_fence(void) {}
 #endif
@@ -129,7 +133,8 @@ void wc_begin(void) {
     wc_begin_words();
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+        __builtin_cpu_supports("popcnt"))
         wc_native = &avx2;
 #endif
 }

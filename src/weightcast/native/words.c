@@ -8,7 +8,7 @@ the sum of A, is added behind. The upper half counts modulo 2^32. */
 #include <string.h>
 
 enum {
-    BLOCK = 4096,        /* words that have one B */
+    BLOCK = WC_DIGEST_BLOCK,
     FETCHED = 128,       /* words, in one go */
     PIECE = 1 << 16,     /* elements of a run, one thread's at a time */
     LINE = 64,           /* bytes of a cache's line: neighbours of elements that don't follow one another */
@@ -18,7 +18,7 @@ enum {
 
 static const uint64_t seeds[4] = {0x243F6A8885A308D3u, 0x13198A2E03707344u, 0xA4093822299F31D0u, 0x082EFA98EC4E6C89u};
 static uint32_t halves[2][2][BLOCK];     /* of A: lane, then lower and upper */
-static uint64_t totals[2][BLOCK + 1];    /* of A up to there */
+uint64_t wc_weights_up_to[2][BLOCK + 1];
 
 void wc_begin_words(void) {
     for (size_t lane = 0; lane < 2; lane++)
@@ -26,9 +26,11 @@ void wc_begin_words(void) {
             uint64_t weight = wc_mixed(seeds[lane] + i) | 1;
             halves[lane][0][i] = (uint32_t)weight;
             halves[lane][1][i] = (uint32_t)(weight >> 32);
-            totals[lane][i + 1] = totals[lane][i] + weight;
+            wc_weights_up_to[lane][i + 1] = wc_weights_up_to[lane][i] + weight;
         }
 }
+
+uint64_t wc_block_weight(size_t lane, uint64_t block) { return wc_mixed(seeds[2 + lane] + block) | 1; }
 
 /* A word without its sign: 2^(8 width - 1) more than it is. */
 static inline __attribute__((always_inline)) uint32_t unsigned_word(const uint8_t *words, size_t i, size_t width) {
@@ -105,8 +107,8 @@ static void add_run(const weighing *all, const uint8_t *words, uint64_t element,
         uint64_t taken = left < BLOCK - column ? left : BLOCK - column;
         all->by->weigh(words, all->width, column, taken, lanes);
         for (size_t lane = 0; lane < 2; lane++) {
-            uint64_t added = offset * (totals[lane][column + taken] - totals[lane][column]);
-            sums[lane] += (lanes[lane] + added) * (wc_mixed(seeds[2 + lane] + block) | 1);
+            uint64_t added = offset * (wc_weights_up_to[lane][column + taken] - wc_weights_up_to[lane][column]);
+            sums[lane] += (lanes[lane] + added) * wc_block_weight(lane, block);
         }
         words += taken * all->width;
         position += taken;

@@ -1,0 +1,240 @@
+/* Deltas in the extension `weightcast.native._core`. Memory that is given as an address was checked by the caller; what
+   came from elsewhere, deltas and changes, is checked here. */
+#include "delta.h"
+#include "module.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_WORDS ((uint64_t)1 << 32) /* whose positions have 32 bits */
+#define MAX_TENSORS ((uint64_t)1 << 20)
+#define WEIGHT 64 /* bytes of a copy take as long as a change */
+
+static int bad_words(unsigned long long num_words, unsigned int width) {
+    if ((width == 1 || width == 2 || width == 4) && num_words <= MAX_WORDS)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%llu words of %u bytes: a delta has at most 2^32, of 1, 2 or 4 bytes", num_words,
+                 width);
+    return 1;
+}
+
+static PyObject *refused(const char *why) {
+    if (why == wc_no_memory)
+        return PyErr_NoMemory();
+    PyErr_Format(PyExc_ValueError, "this is no delta of such words: %s", why);
+    return NULL;
+}
+
+static PyThreadState *released(uint64_t bytes) { return bytes >= WC_GIL_BYTES ? PyEval_SaveThread() : NULL; }
+
+static void acquired(PyThreadState *state) {
+    if (state)
+        PyEval_RestoreThread(state);
+}
+
+static PyObject *encode(PyObject *self, PyObject *arguments) {
+    (void)self;
+    unsigned long long base, words, num_words, out, out_size;
+    unsigned int width;
+    int by_classes, advance, threads;
+    if (!PyArg_ParseTuple(arguments, "KKKIppKKi:delta_encode", &base, &words, &num_words, &width, &by_classes,
+                          &advance, &out, &out_size, &threads) ||
+        bad_words(num_words, width))
+        return NULL;
+    if ((num_words && !(base && words)) || (out && out_size < wc_encode_room(num_words, width))) {
+        PyErr_SetString(PyExc_ValueError, "an address is 0, or there is too little room for a delta");
+        return NULL;
+    }
+    wc_encoding all = {.base = (uint8_t *)(uintptr_t)base,
+                       .words = (const uint8_t *)(uintptr_t)words,
+                       .num_words = num_words,
+                       .width = width,
+                       .by_classes = by_classes,
+                       .advance = advance,
+                       .out = (uint8_t *)(uintptr_t)out};
+    PyThreadState *state = released(num_words * width);
+    wc_encode(wc_native, &all, threads);
+    acquired(state);
+    if (atomic_load(&all.failed))
+        return PyErr_NoMemory();
+    return Py_BuildValue("KK", (unsigned long long)all.num_bytes, (unsigned long long)atomic_load(&all.changed));
+}
+
+static PyObject *encode_room(PyObject *self, PyObject *arguments) {
+    (void)self;
+    unsigned long long num_words;
+    unsigned int width;
+    if (!PyArg_ParseTuple(arguments, "KI:delta_encode_room", &num_words, &width) || bad_words(num_words, width))
+        return NULL;
+    return PyLong_FromUnsignedLongLong(wc_encode_room(num_words, width));
+}
+
+static PyObject *count(PyObject *self, PyObject *arguments) {
+    (void)self;
+    Py_buffer delta;
+    unsigned long long num_words;
+    unsigned int width;
+    int has_base;
+    if (!PyArg_ParseTuple(arguments, "y*KIp:delta_count", &delta, &num_words, &width, &has_base))
+        return NULL;
+    uint64_t found = 0;
+    const char *wrong = NULL;
+    if (!bad_words(num_words, width))
+        wrong = wc_delta_count(delta.buf, (uint64_t)delta.len, num_words, width, has_base, &found);
+    PyBuffer_Release(&delta);
+    if (PyErr_Occurred())
+        return NULL;
+    return wrong ? refused(wrong) : PyLong_FromUnsignedLongLong(found);
+}
+
+/* Changes in two arrays. */
+static int get_changes(Py_buffer *positions, Py_buffer *differences, wc_changes *changes) {
+    size_t found = (size_t)positions->len / sizeof *changes->positions;
+    if ((size_t)positions->len % sizeof *changes->positions ||
+        (size_t)differences->len != found * sizeof *changes->differences || (uintptr_t)positions->buf % 4 ||
+        (uintptr_t)differences->buf % 8) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes of positions and %zd of differences are not as many of either",
+                     positions->len, differences->len);
+        return -1;
+    }
+    *changes = (wc_changes){positions->buf, differences->buf, found};
+    return 0;
+}
+
+static PyObject *decode(PyObject *self, PyObject *arguments) {
+    (void)self;
+    Py_buffer delta, positions, differences;
+    unsigned long long base, num_words;
+    unsigned int width;
+    int threads;
+    if (!PyArg_ParseTuple(arguments, "y*KKIw*w*i:delta_decode", &delta, &base, &num_words, &width, &positions,
+                          &differences, &threads))
+        return NULL;
+    wc_changes changes;
+    const char *wrong = NULL;
+    if (!bad_words(num_words, width) && !get_changes(&positions, &differences, &changes)) {
+        PyThreadState *state = released((uint64_t)delta.len + WEIGHT * changes.count);
+        wrong = wc_decode(wc_native, delta.buf, (uint64_t)delta.len, (const uint8_t *)(uintptr_t)base, num_words, width,
+                          &changes, threads);
+        acquired(state);
+    }
+    PyBuffer_Release(&delta);
+    PyBuffer_Release(&positions);
+    PyBuffer_Release(&differences);
+    if (PyErr_Occurred())
+        return NULL;
+    if (wrong)
+        return refused(wrong);
+    Py_RETURN_NONE;
+}
+
+/* Rows, and changes of so many words, which are checked. */
+typedef struct {
+    Py_buffer rows, positions, differences;
+    wc_changes changes;
+    size_t count;
+} given;
+
+static int is_bad(given *of, size_t row_words, unsigned long long num_words, unsigned int width) {
+    if (bad_words(num_words, width) || get_changes(&of->positions, &of->differences, &of->changes))
+        return 1;
+    size_t bad = wc_bad_change(&of->changes, num_words);
+    if (bad < of->changes.count) {
+        PyErr_Format(PyExc_ValueError, "change %zu is not behind the one before, or not in %llu words", bad, num_words);
+        return 1;
+    }
+    if (!row_words)
+        return 0;
+    of->count = (size_t)of->rows.len / (8 * row_words);
+    if (!((size_t)of->rows.len % (8 * row_words)) && !((uintptr_t)of->rows.buf % 8))
+        return 0;
+    PyErr_Format(PyExc_ValueError, "a table has %zd bytes, expected aligned rows of %zu words", of->rows.len, row_words);
+    return 1;
+}
+
+static PyObject *done(given *of, int has_rows) {
+    if (has_rows)
+        PyBuffer_Release(&of->rows);
+    PyBuffer_Release(&of->positions);
+    PyBuffer_Release(&of->differences);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *apply(PyObject *self, PyObject *arguments) {
+    (void)self;
+    given of;
+    unsigned long long target, num_words;
+    unsigned int width;
+    int subtract, threads;
+    if (!PyArg_ParseTuple(arguments, "KKIy*y*pi:delta_apply", &target, &num_words, &width, &of.positions,
+                          &of.differences, &subtract, &threads))
+        return NULL;
+    if (!is_bad(&of, 0, num_words, width)) {
+        PyThreadState *state = released(WEIGHT * of.changes.count);
+        wc_apply((uint8_t *)(uintptr_t)target, width, &of.changes, subtract, threads);
+        acquired(state);
+    }
+    return done(&of, 0);
+}
+
+static PyObject *scatter(PyObject *self, PyObject *arguments) {
+    (void)self;
+    given of;
+    unsigned long long num_words;
+    unsigned int width;
+    int subtract, threads;
+    if (!PyArg_ParseTuple(arguments, "y*KIy*y*pi:delta_scatter", &of.rows, &num_words, &width, &of.positions,
+                          &of.differences, &subtract, &threads))
+        return NULL;
+    if (!is_bad(&of, WC_STRIDED_WORDS, num_words, width)) {
+        size_t bad = wc_bad_scatter(of.rows.buf, of.count, num_words, width);
+        if (bad < of.count) {
+            PyErr_Format(PyExc_ValueError,
+                         "row %zu of a table can't take changes: its source is not in the payload, or cuts words", bad);
+        } else {
+            PyThreadState *state = released(WEIGHT * of.changes.count);
+            wc_scatter(of.rows.buf, of.count, width, &of.changes, subtract, threads);
+            acquired(state);
+        }
+    }
+    return done(&of, 1);
+}
+
+static PyObject *digest(PyObject *self, PyObject *arguments) {
+    (void)self;
+    given of;
+    unsigned long long num_words, num_tensors;
+    int threads;
+    if (!PyArg_ParseTuple(arguments, "y*KKy*y*i:delta_digest", &of.rows, &num_words, &num_tensors, &of.positions,
+                          &of.differences, &threads))
+        return NULL;
+    PyObject *found = NULL;
+    wc_sums *sums = NULL;
+    if (!is_bad(&of, WC_RUN_ROW_WORDS, num_words, 1)) {
+        size_t bad = wc_bad_runs(of.rows.buf, of.count, num_words, num_tensors);
+        if (bad < of.count || num_tensors > MAX_TENSORS)
+            PyErr_Format(PyExc_ValueError, "row %zu of a table of runs overlaps the one before, or is of no tensor", bad);
+        else if (!(sums = calloc(num_tensors + 1, sizeof *sums)))
+            PyErr_NoMemory();
+    }
+    if (sums) {
+        PyThreadState *state = released(WEIGHT * of.changes.count);
+        if (of.count)
+            wc_digest_changes(of.rows.buf, of.count, &of.changes, sums, threads);
+        acquired(state);
+        /* Nobody else sees them any more. */
+        found = PyBytes_FromStringAndSize((const char *)sums, (Py_ssize_t)(num_tensors * sizeof *sums));
+        free(sums);
+    }
+    Py_XDECREF(done(&of, 1));
+    return found;
+}
+
+PyMethodDef wc_delta_methods[] = {
+    {"delta_encode", encode, METH_VARARGS, NULL},   {"delta_encode_room", encode_room, METH_VARARGS, NULL},
+    {"delta_count", count, METH_VARARGS, NULL},     {"delta_decode", decode, METH_VARARGS, NULL},
+    {"delta_apply", apply, METH_VARARGS, NULL},     {"delta_scatter", scatter, METH_VARARGS, NULL},
+    {"delta_digest", digest, METH_VARARGS, NULL},   {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,160 @@
+/* Deltas of random payloads: coded, decoded, added and taken back; and damaged ones, which are refused or decode to
+   positions that there are. */
+#include "delta.h"
+#include "fuzz.h"
+
+typedef struct {
+    uint8_t *base, *words, *delta;
+    uint64_t num_words, size, changed;
+    size_t width;
+    int by_classes;
+} pair;
+
+static wc_changes room_for(uint64_t count) {
+    wc_changes made = {malloc(4 * count + 1), malloc(8 * count + 1), count};
+    REQUIRE(made.positions && made.differences);
+    return made;
+}
+
+static void release(wc_changes *changes) {
+    free(changes->positions);
+    free(changes->differences);
+}
+
+/* A payload and another, which differs at some words by a little or by anything, seldom of more than one chunk. */
+static pair a_pair(void) {
+    pair made = {.width = (size_t)1 << drawn(3), .by_classes = (int)drawn(2)};
+    made.num_words = drawn(60) ? drawn(drawn(4) ? 300 : 20000) : WC_DELTA_WORDS + drawn(5000);
+    uint64_t bytes = made.num_words * made.width, density = drawn(3) ? drawn(101) : 1, kind = drawn(4);
+    made.base = noise(bytes);
+    made.words = malloc(bytes + 1);
+    REQUIRE(made.words);
+    memcpy(made.words, made.base, bytes);
+    if (drawn(8) == 0)
+        density = 100;
+    for (uint64_t i = 0; i < made.num_words; i++) {
+        uint64_t word = 0, former;
+        memcpy(&word, made.base + i * made.width, made.width);
+        former = word;
+        if (drawn(100) < density)
+            word = kind == 0 ? drawn(0) + state : kind == 1 ? word + 1 : kind == 2 ? ~word : word - drawn(9) + 4;
+        memcpy(made.words + i * made.width, &word, made.width);
+        made.changed += (word ^ former) << (64 - 8 * made.width) != 0;
+    }
+    return made;
+}
+
+/* With threads, vectors and advance as they come: the delta is the same. */
+static void encoded(pair *of) {
+    uint64_t room = wc_encode_room(of->num_words, of->width), bytes = of->num_words * of->width;
+    uint8_t *base = malloc(bytes + 1), *first = NULL;
+    REQUIRE(base);
+    for (int again = 0; again < 2; again++) {
+        memcpy(base, of->base, bytes);
+        wc_encoding all = {.base = base,
+                           .words = of->words,
+                           .num_words = of->num_words,
+                           .width = of->width,
+                           .by_classes = of->by_classes,
+                           .advance = (int)drawn(2),
+                           .out = malloc(room + 1)};
+        REQUIRE(all.out);
+        wc_encode(some_vectors(), &all, (int)drawn(5));
+        REQUIRE(!atomic_load(&all.failed) && atomic_load(&all.changed) == of->changed);
+        REQUIRE(!memcmp(base, all.advance ? of->words : of->base, bytes));
+        REQUIRE(all.num_bytes % 8 == 0 && (!all.num_bytes || all.num_bytes < bytes));
+        if (!again) {
+            of->size = all.num_bytes;
+            first = all.out;
+            continue;
+        }
+        REQUIRE(all.num_bytes == of->size && !memcmp(first, all.out, of->size));
+        free(all.out);
+    }
+    of->delta = malloc(of->size + 1);
+    REQUIRE(of->delta);
+    memcpy(of->delta, first, of->size);
+    free(first);
+    free(base);
+}
+
+static void release_pair(pair *of) {
+    free(of->base);
+    free(of->words);
+    free(of->delta);
+}
+
+void deltas(void) {
+    pair of = a_pair();
+    encoded(&of);
+    if (of.size) {
+        uint64_t count, bytes = of.num_words * of.width;
+        REQUIRE(!wc_delta_count(of.delta, of.size, of.num_words, of.width, 1, &count) && count == of.changed);
+        wc_changes changes = room_for(count);
+        REQUIRE(!wc_decode(some_vectors(), of.delta, of.size, of.base, of.num_words, of.width, &changes, (int)drawn(5)));
+        REQUIRE(wc_bad_change(&changes, of.num_words) == count);
+        uint8_t *words = malloc(bytes), *expected = malloc(bytes);
+        REQUIRE(words && expected);
+        memcpy(words, of.base, bytes);
+        wc_apply(words, of.width, &changes, 0, (int)drawn(5));
+        REQUIRE(!memcmp(words, of.words, bytes));
+        wc_apply(words, of.width, &changes, 1, (int)drawn(5));
+        REQUIRE(!memcmp(words, of.base, bytes));
+        /* Every second word of a part, to the start of another memory. */
+        uint64_t first = drawn(of.num_words), taken = (of.num_words - first + 1) / 2, width = of.width;
+        wc_strided_row row = {(uint64_t)(uintptr_t)expected,
+                              first * width,
+                              width,
+                              {{1, 0, 0}, {taken, width, 2 * width}, {1, 0, 0}}};
+        REQUIRE(wc_bad_scatter(&row, 1, of.num_words, width) == 1);
+        for (uint64_t i = 0; i < taken; i++)
+            memcpy(expected + i * width, of.base + (first + 2 * i) * width, width);
+        wc_scatter(&row, 1, width, &changes, 0, 2);
+        for (uint64_t i = 0; i < taken; i++)
+            REQUIRE(!memcmp(expected + i * width, of.words + (first + 2 * i) * width, width));
+        free(words);
+        free(expected);
+        release(&changes);
+    }
+    release_pair(&of);
+}
+
+void hostile_deltas(void) {
+    pair of = a_pair();
+    encoded(&of);
+    for (int again = 0; of.size && again < 8; again++) {
+        uint64_t size = drawn(4) ? of.size : drawn(of.size + 1), count, num_words = of.num_words;
+        uint8_t *delta = malloc(size + 1), *exact;
+        REQUIRE(delta);
+        memcpy(delta, of.delta, size);
+        for (uint64_t faults = drawn(4); faults && size; faults--)
+            delta[drawn(drawn(2) ? size : size < 32 ? size : 32)] = (uint8_t)drawn(256);
+        exact = malloc(size ? size : 1); /* so that a byte behind it is seen */
+        REQUIRE(exact);
+        memcpy(exact, delta, size);
+        if (!drawn(8))
+            num_words = drawn(of.num_words + 1);
+        const uint8_t *base = drawn(8) ? of.base : NULL;
+        if (!wc_delta_count(exact, size, num_words, of.width, base != NULL, &count)) {
+            REQUIRE(count <= num_words && count <= 4 * size);
+            wc_changes changes = room_for(count);
+            if (!wc_decode(some_vectors(), exact, size, base, num_words, of.width, &changes, (int)drawn(3)))
+                REQUIRE(wc_bad_change(&changes, num_words) == count);
+            release(&changes);
+        }
+        free(delta);
+        free(exact);
+    }
+    wc_strided_row row;
+    uint64_t *words = (uint64_t *)&row;
+    for (size_t k = 0; k < WC_STRIDED_WORDS; k++)
+        words[k] = drawn(4) ? of.width * drawn(6) : drawn(2) ? UINT64_MAX - drawn(9) : (uint64_t)1 << drawn(64);
+    uint64_t size = of.num_words * of.width, end = row.source + row.run;
+    int is_empty = !row.run || !row.dims[0].count || !row.dims[1].count || !row.dims[2].count;
+    if (wc_bad_scatter(&row, 1, of.num_words, of.width) && !is_empty) {
+        for (size_t d = 0; d < WC_MAX_DIMS; d++)
+            end += (row.dims[d].count - 1) * row.dims[d].source_stride;
+        REQUIRE(end <= size && row.run <= size);
+    }
+    release_pair(&of);
+}
