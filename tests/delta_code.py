@@ -1,4 +1,4 @@
-"""Deltas decoded by their definition in docs/wire-format.md, in plain Python: the oracle of the native core."""
+"""Deltas decoded by their definition in native/deltas.py, in plain Python: the oracle of the native core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deltas: bytes as the wire format says, round trips of any bits, damage, installs by table, digests."""
+"""Deltas: bytes as their format says, round trips of any bits, damage, installs by table, digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-/* A delta: a table with a row for each chunk of words, then what changed in each (docs/wire-format.md). */
+/* A delta: a table with a row for each chunk of words, then what changed in each (native/deltas.py). */
 #include "delta.h"
 
 #include <stdlib.h>

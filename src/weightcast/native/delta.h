@@ -1,4 +1,4 @@
-/* Deltas (docs/wire-format.md): the words in which two payloads differ, found, coded, and added to memory. */
+/* Deltas (native/deltas.py): the words in which two payloads differ, found, coded, and added to memory. */
 #ifndef WEIGHTCAST_DELTA_H
 #define WEIGHTCAST_DELTA_H
 

@@ -1,7 +1,48 @@
-"""Deltas of payloads in host memory: the words that changed, coded, decoded, and added to memory (docs/wire-format.md).
+"""Deltas of payloads in host memory: the words that changed, coded, decoded, and added to memory.
 
 A word has 1, 2 or 4 bytes, those of the digest of tensors: elements of 8 or 16 bytes are several words. Invariant: the
 changes of a delta are decoded whole before one of them is added, so that a damaged delta changes nothing.
+
+The format. Both ends know the number of words and their size from the plan. A difference is that of the two words' bits
+as signed integers, NaN and signed zeros like all others. It has one bit more than a word: nothing wraps around, so that
+a digest of tensors can follow it, and what was added can be subtracted. All numbers are little-endian; bits are counted
+from the lowest of each byte.
+
+`table | chunks | zeros up to a multiple of 8 bytes`. A chunk has 2^20 words, the last one those that are left. Its
+row in the table:
+
+| bytes | field |
+|---|---|
+| 0 to 3 | size of the chunk's code in bytes |
+| 4 to 6 | how many of its words differ, at most as many as it has and 4 for each byte |
+| 7 | kind: 0 none differ (size and number are 0), 1 a code, 2 codes by classes, 3 dense |
+
+**A code** of changes at ascending positions is a header of 64 bits, then one string of bits, filled up with zeros to
+whole bytes. The header, from its lowest bit: 21 bits the number of changes, 21 of those that are large (by more than
+1 either way), 5 each the parameters g, r and e (g and r at most 19, e at most 31), 7 zeros.
+
+- Each change: the number of words between it and the one before (or the chunk's start) as a Rice code with g, then
+  its sign, 1 if it is negative.
+- Then each large one: the number of changes between it and the large one before as a Rice code with r, then its size
+  less 2 as an exponential Golomb code with e.
+- Rice code of n with k: (n >> k) zeros, a one, the k lowest bits of n. If that were 20 zeros or more: 20 zeros, a
+  one, 20 bits of n.
+- Exponential Golomb code of n with e: of (n >> e) + 1, which has b + 1 bits, b zeros, a one, its b lowest bits; then
+  the e lowest bits of n.
+
+**Codes by classes** need the payload before, at both ends. The key of one of its words is the 8 bits behind the sign,
+in a word of 1 byte the 7 bits: of a bfloat16 its exponent. One byte says how many classes there are, 1 to 6; one byte
+for each but the last is the class's bound, above the one before. A word is in the first class whose bound is above
+its key, else in the last. Then a code for each class, which counts the words of that class alone.
+
+**Dense**: the differences of all words modulo 2^8, 2^16 or 2^32, one behind the other; then a bit for each word, 1 if
+its difference is negative; zeros up to a whole byte.
+
+A writer takes dense where a code is no shorter, and no delta at all where that is no shorter than the payload. How it
+chooses parameters and classes is its own affair. A reader MUST check the table before it allocates anything, MUST
+refuse positions, numbers and sizes that the rules above don't allow, bytes and set bits behind an end among them, and
+MUST decode all of a delta before it changes memory: adding twice, or to another base, gives weights that nobody had.
+So it MUST also know that what it holds is the base.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-/* The code of changes: gaps and signs, then those of more than 1 and their magnitudes (docs/wire-format.md). */
+/* The code of changes: gaps and signs, then those of more than 1 and their magnitudes (native/deltas.py). */
 #include "bits.h"
 #include "delta.h"
 
