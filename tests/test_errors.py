@@ -142,7 +142,7 @@ def test_a_version_that_was_not_tested_is_named_with_its_remedy(
 ) -> None:
     errors.warn_if_untested(logging.getLogger("weightcast"), "vLLM", found, "0.32", "0.33")
     sentence = (
-        f"weightcast was tested with vLLM 0.32 and 0.33, and this is vLLM {found}: if updates fail, install a tested "
-        "one: pip install 'vllm==0.32.*'"
+        f"weightcast was tested with vLLM 0.32 and 0.33, found vLLM {found}: if updates fail, install a tested "
+        "version: pip install 'vllm==0.32.*'"
     )
     assert caplog.messages == ([sentence] if is_named else [])

@@ -69,7 +69,7 @@ def make_with_few(make):
         try:
             make()
         except PeerError as exc:
-            assert "no file descriptor left, its limit is 256: raise that" in str(exc), exc
+            assert "no file descriptor left (limit 256): raise the limit" in str(exc), exc
         else:
             raise AssertionError("made with too few descriptors")
         os.close(held.pop())

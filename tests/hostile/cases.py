@@ -179,8 +179,8 @@ MANIFESTS: dict[str, Case] = {
     ),
     "size of 5000 digits": (raw_replace('"shape": [16]', f'"shape": [{"9" * 5000}]'), "type", "out of range"),
     # protocol
-    "newer protocol": (with_("protocol", value=4), "protocol", "protocol 4 was offered, 3 is spoken here: update"),
-    "protocol 1": (PROTOCOL_1, "protocol", "protocol 1 was offered, 3 is spoken here: update"),
+    "newer protocol": (with_("protocol", value=4), "protocol", "protocol 4 was offered, this engine speaks 3: install"),
+    "protocol 1": (PROTOCOL_1, "protocol", "protocol 1 was offered, this engine speaks 3: install"),
     "protocol zero": (with_("protocol", value=0), "protocol", "protocol 0"),
     # counts
     "too many tensors": (_many_tensors(), "count", f"{m.MAX_TENSORS + 1} tensors; the limit is {m.MAX_TENSORS}"),

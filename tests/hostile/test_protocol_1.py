@@ -78,7 +78,9 @@ def test_a_publisher_hangs_up_on_a_worker() -> None:
 
 def test_a_bucket_whose_trailer_follows_its_payload() -> None:
     trailer = torch.tensor(list((HERE / "trailer.bin").read_bytes()), dtype=torch.uint8)
-    with pytest.raises(IntegrityError, match=r"bucket 5: its header says magic .*, expected magic b'wcbucket': update"):
+    with pytest.raises(
+        IntegrityError, match=r"bucket 5: its header says magic .*, expected magic b'wcbucket': install"
+    ):
         check_bucket(BucketBuffer.of(torch.cat([payload(), trailer])), 1024, VERSION, 5)
     renamed = torch.cat([trailer, torch.zeros(192, dtype=torch.uint8), payload()])
     with pytest.raises(

@@ -107,7 +107,7 @@ def test_an_iterator_is_taken_to_its_end_whatever_fails(
 def test_tensors_that_are_refused_are_taken_to_their_end_as_well(made: Callable[..., HandedPublisher]) -> None:
     for kind in SOURCES:
         weights = Export(1.0)
-        with pytest.raises(ValueError, match=r"'bits' has dtype torch\.bits8"):
+        with pytest.raises(ValueError, match=r"'bits' (is|has dtype) torch\.bits8"):
             made(kind).publish(itertools.chain([("bits", torch.empty(3, dtype=torch.bits8))], weights))
         assert weights.has_ended
 

@@ -102,7 +102,7 @@ def test_a_rollout_that_fails_in_its_load_stays_paused_until_an_update_heals_it(
     cluster.begin(WeightcastCheckpointManager, (1, 1, 1))
     cluster.update(1)
     cluster.rollouts.workers[1].setup.remote(fails_at="layers.7.w")
-    with pytest.raises(InstallError, match="replicas 1 may hold parts of two versions"):
+    with pytest.raises(InstallError, match="replicas 1 may have parts of two versions"):
         cluster.update(2)
     assert [replica.is_serving for replica in cluster.replicas] == [True, False, True]
     assert cluster.manager.torn_replicas == [cluster.replicas[1]]

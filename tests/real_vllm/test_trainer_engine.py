@@ -357,4 +357,4 @@ def test_a_vllm_that_was_not_tested_is_named(
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     with caplog.at_level(logging.WARNING), backend(Source(tensors_of(0)), **into(sink)):
-        assert (f"was tested with vLLM 0.32 and 0.33, and this is vLLM {version}" in caplog.text) is is_named
+        assert (f"was tested with vLLM 0.32 and 0.33, found vLLM {version}" in caplog.text) is is_named

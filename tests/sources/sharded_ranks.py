@@ -355,7 +355,12 @@ def a_local_tensor_of_another_shape_is_refused() -> None:
     if rank == 0:
         ModuleSource(model)
     else:
-        _refused(lambda: ModuleSource(model), "'weight' [5, 3]", "should be [2, 3] at (1,)", "this rank holds [3, 3]")
+        _refused(
+            lambda: ModuleSource(model),
+            "'weight' [5, 3]",
+            "must have the local shape [2, 3] at (1,)",
+            "this rank has [3, 3]",
+        )
 
 
 def _refused(make: Callable[[], object], *words: str) -> None:
@@ -475,12 +480,14 @@ def a_rank_of_fsdp1_alone_is_refused_before_anything_is_written() -> None:
 def fsdp1_without_its_wrapper_is_refused() -> None:
     for kind in ("fsdp1", "fsdp1-zero2"):
         model = fsdp1(seeded("odd-tied"), kind, 2)
-        _refused(lambda model=model: ModuleSource(model.module), "is flattened by FSDP1", "not its `.module`")
+        _refused(
+            lambda model=model: ModuleSource(model.module), "is flattened by an FSDP1 wrapper", "not its `.module`"
+        )
         model(torch.ones(2, 5))
         if kind == "fsdp1-zero2":
             _refused(lambda model=model: ModuleSource(model.module), "is not a parameter but computed", "between steps")
     model = fsdp1(seeded("odd-tied"), "fsdp1-flat", 2)
-    _refused(lambda: ModuleSource(model.module), "'_flat_param' is flattened by FSDP1", "not its `.module`")
+    _refused(lambda: ModuleSource(model.module), "'_flat_param' is flattened by an FSDP1 wrapper", "not its `.module`")
     _refused(lambda: ModuleEngine(model), "is flattened by FSDP1", "an engine needs a module with whole parameters")
 
 

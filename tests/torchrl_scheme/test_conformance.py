@@ -331,7 +331,7 @@ def test_a_torchrl_that_was_not_tested_is_named_with_the_one_that_was(
     assert not caplog.records
     monkeypatch.setattr(torchrl, "__version__", "0.15.0")
     Scheme(str(tmp_path))
-    assert "tested with TorchRL 0.14, and this is TorchRL 0.15.0" in caplog.text
+    assert "tested with TorchRL 0.14, found TorchRL 0.15.0" in caplog.text
     assert "pip install 'torchrl==0.14.*'" in caplog.text
 
 

@@ -257,7 +257,7 @@ def test_memory_that_torch_keeps_is_taken_back_first(gpu: LazyGpu, monkeypatch: 
 
 def test_a_driver_without_such_memory_is_refused_with_a_remedy(gpu: LazyGpu) -> None:
     gpu.libcuda.supports_descriptors = False
-    with pytest.raises(UnsupportedError, match=r'shares no virtual memory of cuda:0.*publish with install="staged"'):
+    with pytest.raises(UnsupportedError, match=r'can.t share virtual memory of cuda:0.*publish with install="staged"'):
         OwnedCudaArena(1, 4096, gpu.device)
 
 

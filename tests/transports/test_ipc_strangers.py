@@ -289,4 +289,4 @@ def test_a_publish_without_descriptors_says_so_and_the_next_one_goes(num_left: i
     program = [sys.executable, "-c", _FEW_DESCRIPTORS, str(num_left)]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_SECONDS * 2, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert "no file descriptor left, its limit is 256: raise that" in ended.stdout
+    assert "no file descriptor left (limit 256): raise the limit" in ended.stdout

@@ -98,9 +98,9 @@ class DeviceMemory:
         for attribute in (_HAS_VIRTUAL_MEMORY, _HAS_DESCRIPTORS):
             _call("cuDeviceGetAttribute", ctypes.byref(found), ctypes.c_int(attribute), ctypes.c_int(device.index))
             if not found.value:
+                # The caller adds the remedy, which depends on the use of the memory.
                 raise UnsupportedError(
-                    f"the CUDA driver can't share virtual memory of {device} (attribute {attribute} is 0): publish "
-                    "with install='staged', or over nccl:// or gloo://"
+                    f"the CUDA driver can't share virtual memory of {device} (attribute {attribute} is 0)"
                 )
         properties = _Properties(_PINNED, _DESCRIPTOR, _Location(_ON_DEVICE, device.index))
         page, handle = ctypes.c_size_t(), ctypes.c_ulonglong()
