@@ -87,43 +87,14 @@ def arguments() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(prog="scripts/gpu", description=__doc__)
     add = parser.add_argument
-    add(
-        "--only",
-        type=sections,
-        metavar="c,e",
-        help="sections to run, by letter or name; the table keeps the others' last results",
-    )
-    add(
-        "--seconds",
-        type=float,
-        default=560.0,
-        help="time limit of all sections together, in seconds (default: %(default)g)",
-    )
-    add(
-        "--out",
-        type=Path,
-        default=ROOT / "build" / "gpu",
-        help="directory for gpu.jsonl and gpu.md (default: %(default)s)",
-    )
+    add("--only", type=sections, metavar="c,e", help="sections to run, by letter or name; the table keeps the others'")
+    add("--seconds", type=float, default=560.0, help="time limit of all sections together (default: %(default)g)")
+    add("--out", type=Path, default=ROOT / "build" / "gpu", help="directory for gpu.jsonl and gpu.md (%(default)s)")
     add("--dry", action="store_true", help="run the sections' logic on a CPU, which proves nothing about a GPU")
-    add(
-        "--from",
-        type=Path,
-        dest="wheels_from",
-        metavar="DIR",
-        help="install packages that this machine's Python lacks from the wheels in DIR",
-    )
+    add("--from", type=Path, dest="wheels_from", metavar="DIR", help="wheels of packages that this Python lacks")
     add("--wheels", type=Path, metavar="DIR", help="download those wheels into DIR, and run no section")
-    add(
-        "--python",
-        default=".".join(map(str, sys.version_info[:2])),
-        help="with --wheels: the Python version they are for (default: %(default)s)",
-    )
-    add(
-        "--with-torch",
-        action="store_true",
-        help="with --wheels: download torch as well (several GB), for a machine without it",
-    )
+    add("--python", default=".".join(map(str, sys.version_info[:2])), help="with --wheels: for Python %(default)s")
+    add("--with-torch", action="store_true", help="with --wheels: torch, too (several GB), for a machine without it")
     return parser.parse_args()
 
 
