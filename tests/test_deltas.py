@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from delta_code import decoded
+from golden.objects import delta_pair
 
 from weightcast.format.tensor_digest import add, tensor_digest
 from weightcast.native import _core
@@ -63,19 +64,9 @@ def require_round_trip(base: torch.Tensor, payload: torch.Tensor, word_bytes: in
 # --- the code ---
 
 
-def golden_pair() -> tuple[torch.Tensor, torch.Tensor]:
-    """A gap that escapes, both signs, magnitudes of several lengths, over the end of a chunk; 16 bits wide."""
-    base = torch.zeros(CHUNK_WORDS + 64, dtype=torch.int16)
-    base[: 1 << 12] = torch.arange(1 << 12, dtype=torch.int16) * 8
-    payload = base.clone()
-    for at, difference in [(0, 1), (3, -1), (4, 2), (9, -7), (2000, 100), (2001, 1), (900_000, -1), (CHUNK_WORDS, 300)]:
-        payload[at] += difference
-    return base.view(torch.uint8), payload.view(torch.uint8)
-
-
 @pytest.mark.parametrize("by_classes", [False, True])
 def test_a_delta_has_the_bytes_that_it_had(by_classes: bool) -> None:
-    delta, changed = encode(*golden_pair(), 2, by_classes=by_classes)
+    delta, changed = encode(*delta_pair(), 2, by_classes=by_classes)
     assert delta is not None
     assert changed == 8
     assert delta.numpy().tobytes() == (GOLDEN / f"delta{'_classes' * by_classes}.bin").read_bytes()

@@ -154,3 +154,13 @@ def bucket() -> BucketBuffer:
     buffer.payload.copy_(payload())
     write_raw_header(buffer, 1024, VERSION, 5)
     return buffer
+
+
+def delta_pair() -> tuple[torch.Tensor, torch.Tensor]:
+    """Payloads of 16-bit words: a gap that escapes, both signs, magnitudes of several lengths, two chunks."""
+    base = torch.zeros((1 << 20) + 64, dtype=torch.int16)
+    base[: 1 << 12] = torch.arange(1 << 12, dtype=torch.int16) * 8
+    payload = base.clone()
+    for at, difference in [(0, 1), (3, -1), (4, 2), (9, -7), (2000, 100), (2001, 1), (900_000, -1), (1 << 20, 300)]:
+        payload[at] += difference
+    return base.view(torch.uint8), payload.view(torch.uint8)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from golden.objects import MANIFEST, MESSAGES, bucket
+from golden.objects import MANIFEST, MESSAGES, bucket, delta_pair
 
 from weightcast.format.bucket import payload_digest, root_digest
 from weightcast.format.manifest import encode
+from weightcast.native import deltas
 
 HERE = Path(__file__).parent
 
@@ -24,6 +25,10 @@ def main() -> None:
     digests["nh-128"] = payload_digest(buffer.payload).hex()
     digests["root"] = root_digest(digests["manifest"], [bytes.fromhex(digests["nh-128"]), bytes(16)])
     (HERE / "digests.json").write_text(json.dumps(digests, indent=1) + "\n")
+    for name, by_classes in (("delta", False), ("delta_classes", True)):
+        delta, _ = deltas.encode(*delta_pair(), 2, by_classes=by_classes)
+        assert delta is not None
+        (HERE / f"{name}.bin").write_bytes(bytes(delta.tolist()))
 
 
 if __name__ == "__main__":
