@@ -82,7 +82,9 @@ class Follower(ClosedOnExit):
         self._engine = engine
         # Versions are staged, in host memory.
         device, deadline_seconds = torch.device("cpu"), install_deadline_seconds
-        self._receiver = transport.receiver(url, run="", peer=label, device=device, deadline_seconds=deadline_seconds)
+        self._receiver = transport.receiver(
+            url, run="", peer=label, link=None, device=device, deadline_seconds=deadline_seconds
+        )
         self._undo = undo
         self._on_error = on_error
         self._install_deadline_seconds = install_deadline_seconds

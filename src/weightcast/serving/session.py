@@ -19,10 +19,11 @@ from msgspec import UNSET
 from weightcast import registry
 from weightcast.errors import ClosedError, ErrorRecord, RefusedError, WeightcastError, from_record, malformed, to_record
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.format.messages import Failed, Hello, InitInfo, LinkMessage, ReleaseMemory, Secret, UpdateInfo
+from weightcast.format.messages import Failed, Hello, InitInfo, LinkMessage, Secret, UpdateInfo
 from weightcast.host import device as host_device
 from weightcast.host.closing import awaited_at_exit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS
+from weightcast.host.descriptors import shortage
 from weightcast.host.memory import host_identity
 from weightcast.links.link import WorkerLink
 from weightcast.seams.transport import Bucket, Portion, Receiver
@@ -56,7 +57,8 @@ class PublisherSession:
         """Of the layout that was offered last."""
         self.receiver: Receiver | None = None
         self._keeps_versions = registry.transport(info.transport).keeps_versions
-        self._link: WorkerLink | None = None
+        self._links: list[WorkerLink] = []
+        """To the publisher, and to the trainer ranks that send other origins' buckets; empty until it connects."""
         self._began_at = datetime.datetime.now(datetime.UTC)
         self._began = time.monotonic()
         self._on_end = on_end
@@ -78,7 +80,7 @@ class PublisherSession:
 
     @property
     def _has_lost_its_publisher(self) -> bool:
-        return self._link is not None and self._link.has_ended
+        return bool(self._links) and self._links[0].has_ended
 
     def require_going_on(self) -> None:
         """Raises why it has ended."""
@@ -105,9 +107,9 @@ class PublisherSession:
         if self._has_lost_its_publisher:
             return f"{begin}; its publisher has gone, and the engine is free once the install under way has ended"
         lives = "While that publisher lives, open or forgotten, the lease does not end"
-        if self._link is None:
+        if not self._links or not self._links[0].is_open:
             return f"{begin}, and is connecting; {lives}"
-        silent, lease = self._link.silent_seconds, info.lease_seconds
+        silent, lease = self._links[0].silent_seconds, info.lease_seconds
         return (
             f"{begin}; its publisher sent its last message {silent:.1f} s ago. {lives}: it ends by itself at most "
             f"{max(0.0, lease - silent):.0f} s from now if no message follows"
@@ -120,43 +122,53 @@ class PublisherSession:
         info, rank = self.info, self._engine_rank
         failure: str | None = None
         try:
-            # The receivers first: a hello on the link means that this worker is ready for an offer.
             receivers: list[Receiver] = []
             with on_failure(lambda: _for_all([receiver.close for receiver in receivers])):
-                for address in (info.transport, *info.origins):
-                    receiver = registry.transport(address).receiver(
+                for address in (info.link, *info.origins):
+                    link = WorkerLink(
                         address,
+                        lease_seconds=info.lease_seconds,
+                        deadline_seconds=info.deadline_seconds,
+                        on_end=self._on_link_end if address == info.link else None,
+                        on_release=self._release_in_background,
+                    )
+                    self._links.append(link)
+                    receiver = registry.transport(info.transport).receiver(
+                        info.transport,
                         peer=f"{info.engine}#{rank}" if rank else info.engine,
                         run=info.run,
+                        link=link,
                         device=self.device,
-                        # A publisher that is silent may itself wait for another peer: it is the first to give up.
-                        deadline_seconds=max(info.deadline_seconds, 60.0),
+                        # A publisher that waits for an engine's answer says so only afterwards.
+                        deadline_seconds=info.deadline_seconds + info.lease_seconds,
                     )
                     receivers.append(receiver)
             self.receiver = OriginReceivers(receivers) if info.origins else receivers[0]
             memory = "" if self._is_alone else self.receiver.common_memory()
+            hello = Hello(info.run, info.engine, rank, info.secret, host=host_identity(), memory=memory)
+            # The publisher's last: its hello means that this worker is ready for an offer.
+            for link in self._links[1:]:
+                link.open(hello)
+                link.await_welcome()
             if self.ended is None:
                 # Not once it is over: a late hello would be taken for that of the hold in its place.
-                self._link = WorkerLink(
-                    info.link,
-                    Hello(info.run, info.engine, rank, info.secret, host=host_identity(), memory=memory),
-                    lease_seconds=info.lease_seconds,
-                    on_end=lambda reason: self._on_end(self, reason),
-                    on_message=self._on_message,
-                )
+                self._links[0].open(hello)
         except Exception as exc:
-            failure = str(exc) if isinstance(exc, WeightcastError) else f"{type(exc).__name__}: {exc}"
-            logger.warning("the publisher of run %s could not be reached: %s", info.run[:8], exc)
+            said = str(exc) if isinstance(exc, WeightcastError) else f"{type(exc).__name__}: {exc}"
+            failure = shortage(exc) or said
+            logger.warning("the publisher of run %s could not be reached: %s", info.run[:8], failure)
         if failure is not None:
             self._on_end(self, f"its publisher could not be reached: {failure}")
         self._connected.set()
         if self.ended is not None:
             self.close()
 
-    def _on_message(self, message: LinkMessage) -> None:
-        if isinstance(message, ReleaseMemory):
-            # Not in the link's thread: memory of a GPU goes once all that is queued there is over.
-            awaited_at_exit(self.release, "weightcast-release")
+    def _on_link_end(self, reason: str) -> None:
+        self._on_end(self, reason)
+
+    def _release_in_background(self) -> None:
+        # Not in the link's thread: memory of a GPU goes once all that is queued there is over.
+        awaited_at_exit(self.release, "weightcast-release")
 
     def release(self) -> None:
         """Give back memory that is kept for the next update, unless one is under way."""
@@ -192,9 +204,9 @@ class PublisherSession:
 
     def send(self, message: LinkMessage) -> None:
         """Send over the link; a publisher that has gone is noticed by the link itself."""
-        if self._link is not None:
+        if self._links:
             with contextlib.suppress(OSError):
-                self._link.send(message)
+                self._links[0].send(message)
 
     def receive_in_background(self, receive: Callable[[], None]) -> None:
         self._receiving = awaited_at_exit(receive, "weightcast-receive")
@@ -215,10 +227,10 @@ class PublisherSession:
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
-        if self._link is not None:
-            self._link.close()
         if self.receiver is not None:
             self.receiver.close()
+        for link in self._links:
+            link.close()
         # Views keep the transport's memory mapped; this object may be part of a cycle and live on until a collection.
         if self.install is not None:
             self.install.forget_views()

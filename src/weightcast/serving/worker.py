@@ -28,6 +28,7 @@ from weightcast.errors import (
     EngineTornError,
     IncompleteUpdateError,
     ManifestError,
+    PeerTimeoutError,
     StaleVersionError,
     UnsupportedError,
     UpdateAbortedError,
@@ -150,8 +151,7 @@ class Worker:
                 f"the publisher speaks protocol {info.protocol}, this engine speaks {PROTOCOL}: update one end"
             )
         try:
-            for address in (info.transport, *info.origins):
-                registry.transport(address)
+            registry.transport(info.transport)
         except (ValueError, ImportError) as exc:
             raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
         with self._init_lock:
@@ -439,6 +439,9 @@ class Worker:
             record = update.error or to_record(exc)
             session.send(Failed(number, record))
             logger.warning("version %d was not received: %s%s", number, record.message, trace_of(exc))
+            if isinstance(exc, PeerTimeoutError):
+                # A publisher that hangs lifts no pause, and its heartbeats may go on.
+                self._lift_pause(session)
             if session.ended is not None:
                 # Again: this thread may have had a bucket in hand, and have made views of it since.
                 session.close()

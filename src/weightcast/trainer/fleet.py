@@ -48,6 +48,7 @@ from weightcast.format.messages import (
     WeightInfo,
 )
 from weightcast.host.deadline import to_its_end
+from weightcast.host.descriptors import shortage_now
 from weightcast.links.link import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import ClientSender, EngineClient, ServesTraffic, TwoPhaseInstall
@@ -206,11 +207,13 @@ class FleetMember:
             # Twice in a row: workers of one engine that are asked in between may not agree yet.
             num_unheld = 0 if holder else num_unheld + 1
             if num_unheld > 1:
-                is_memory = init.transport.startswith("memory:")
                 raise ClosedError(
-                    f"{self.name} ended this publisher's session while it connected: it could not reach the publisher, "
-                    "was asked to end the transfer, or another run took it over and has ended too; its log says which"
-                    + ("; memory:// joins ends of one process only: use ipc://" if is_memory else "")
+                    f"{self.name} ended this publisher's session while it connected: "
+                    + (
+                        shortage_now()
+                        or "it could not reach the publisher, was asked to end the transfer, or another run took it "
+                        "over and has ended too; its log says which"
+                    )
                 )
 
         self.client.init(init)

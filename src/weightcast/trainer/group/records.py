@@ -53,7 +53,8 @@ class Specs(_Record, frozen=True):
 
 
 class Settings(_Record, frozen=True):
-    """The publishing rank's: what it takes to make the same plan. `url`: of its transport.
+    """The publishing rank's: what it takes to make the same plan, and to send to the same workers. `url`: of its
+    transport. `secret`, `lease_seconds`: of the workers' links.
 
     `maps_buckets`: ranks may pack into each other's buckets. `dtypes`: what tensors are cast to, by name, in the place
     of the specs' dtypes.
@@ -61,6 +62,8 @@ class Settings(_Record, frozen=True):
 
     run: RunId
     url: str
+    secret: str
+    lease_seconds: float
     bucket_size_bytes: int
     maps_buckets: bool
     dtypes: dict[str, str] = {}
@@ -81,7 +84,7 @@ class Mappable(_Record, frozen=True):
 
 
 class Agreed(_Record, frozen=True):
-    """Every rank's: the digest of the plan that it has made, and the address of its sender if it leads an origin."""
+    """Every rank's: the digest of the plan that it has made, and the address of its links if it sends to workers."""
 
     manifest_digest: str
     address: str = ""
