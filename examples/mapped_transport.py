@@ -11,10 +11,9 @@ from weightcast.format.bucket import Buffers
 from weightcast.format.messages import Count, ShortText
 from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Transport
-from weightcast.transports.linked import FromLinked, LinkedPeer, LinkedReceiver, LinkedSender, ToLinked
-from weightcast.transports.receiving import ArenaReceiver, MappedArena, PeerUpdate
-from weightcast.transports.records import BucketReady, Released, Size
-from weightcast.transports.sending import ArenaSender, ArenaUpdate, OwnedArena
+from weightcast.transports.receiving import ArenaReceiver, MappedArena
+from weightcast.transports.records import BucketReady, FromPeer, FromSender, Released, Size
+from weightcast.transports.sending import ArenaSender, OwnedArena
 
 
 class ArenaFile(msgspec.Struct, frozen=True, tag="arena_file", tag_field="kind"):
@@ -36,6 +35,9 @@ class OwnedFile(OwnedArena):
         os.close(descriptor)
         super().__init__(generation, torch.frombuffer(self._mapping, dtype=torch.uint8), torch.device("cpu"))
 
+    def announcement(self):
+        return ArenaFile(self.generation, self.path, self.size_bytes), None
+
     def close(self, *, free):
         os.unlink(self.path)
         del self._mapping
@@ -52,36 +54,24 @@ class MappedFile(MappedArena):
         self.buffers = Buffers(torch.frombuffer(mapping, dtype=torch.uint8))
 
 
-class MappedSender(LinkedSender[ArenaUpdate, LinkedPeer], ArenaSender[LinkedPeer, OwnedFile]):
+class MappedSender(ArenaSender[OwnedFile]):
     """Implements `Sender`."""
 
-    peer_type = LinkedPeer
-
-    def __init__(self, url, *, run, deadline_seconds=60.0, device=None):
-        super().__init__(url, run=run, deadline_seconds=deadline_seconds, records=FromLinked | Released)
+    def __init__(self, url, *, run, listener, deadline_seconds, device):
+        super().__init__(run, listener, deadline_seconds, Released | FromPeer)
 
     def _make_arena(self, generation, size_bytes, device):
         return OwnedFile(generation, size_bytes)
 
-    def _announce(self, peer, arena):
-        return self._post(peer, ArenaFile(arena.generation, arena.path, arena.size_bytes))
 
-    def _disconnect(self):
-        self._close_arena()
-
-
-class MappedReceiver(LinkedReceiver[PeerUpdate], ArenaReceiver):
+class MappedReceiver(ArenaReceiver):
     """Implements `Receiver`."""
 
-    def __init__(self, url, *, peer, run, deadline_seconds=60.0, device=None):
-        records = ToLinked | BucketReady | ArenaFile
-        super().__init__(url, peer=peer, run=run, deadline_seconds=deadline_seconds, records=records)
+    def __init__(self, url, *, run, peer, link, deadline_seconds, device):
+        super().__init__(run, link, deadline_seconds, ArenaFile | BucketReady | FromSender)
 
-    def _on_other(self, record):
-        if isinstance(record, ArenaFile):
-            self._use_arena(MappedFile(record))
-        else:
-            super()._on_other(record)
+    def _map(self, record, descriptor):
+        return MappedFile(record)
 
 
-TRANSPORT = Transport(sender=MappedSender, receiver=MappedReceiver, same_host=True)
+TRANSPORT = Transport(sender=MappedSender, receiver=MappedReceiver, same_host=False)

@@ -33,13 +33,7 @@ ROOMS_OF_LEAVES = ("sources", "engines", "transports", "integrations")
 SHARED_BY_LEAVES = (
     *("engines.gate", "integrations.handed", "integrations.plugin", "integrations.rollout"),
     "integrations.stock_directory",
-    *(
-        "transports.kept_memory",
-        "transports.linked",
-        "transports.receiving",
-        "transports.records",
-        "transports.sending",
-    ),
+    *("transports.kept_memory", "transports.receiving", "transports.records", "transports.sending"),
 )
 
 BLIND = ("serving", "trainer")

@@ -137,3 +137,14 @@ def _load(target: str) -> Any:
 def host(url: str) -> str:
     """Return the host of a transport's URL, without the port."""
     return urllib.parse.urlsplit(url).hostname or "127.0.0.1"
+
+
+def endpoint(url: str) -> tuple[str, int]:
+    """Host and port that `scheme://HOST:PORT` listens at; port 0 or none for a free one. Raises ValueError."""
+    try:
+        port = urllib.parse.urlsplit(url).port or 0
+    except ValueError as exc:
+        raise ValueError(f"{url!r}: {exc}") from exc
+    if host(url) in ("0.0.0.0", "::"):
+        raise ValueError(f"{url!r} names no address that engines can connect to: write this host's own")
+    return host(url), port

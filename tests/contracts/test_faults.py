@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from core.direct import DirectEngine
 
 from weightcast import TensorSource, registry
 from weightcast.engines.module import ModuleEngine
-from weightcast.errors import PublishError
+from weightcast.errors import PeerTimeoutError, PublishError
 from weightcast.host.deadline import Deadline
 from weightcast.testing import Corrupt, Drop, Duplicate, FaultyTransport, Kill, Reorder, Stall
 from weightcast.testing.faults import SCHEME, Fault, SenderFault
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, Background
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
@@ -36,7 +38,8 @@ def faulty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, leav
 class Fleet:
     """A trainer's tensors, two engines of their own, and a publisher over `faulty://`."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        options = {"bucket_size_bytes": 4096, "deadline_seconds": 2.0, **options}
         self.tensors = {f"t{i}": torch.zeros(1024) for i in range(NUM_BUCKETS)}
         self.modules = {name: self._module() for name in ("good", "bad")}
         self.engines = [DirectEngine(name, ModuleEngine(module)) for name, module in self.modules.items()]
@@ -44,7 +47,7 @@ class Fleet:
             TensorSource(self.tensors),
             transport=f"{SCHEME}://",
             engines=self.engines,
-            options=PublishOptions(bucket_size_bytes=4096, deadline_seconds=2.0),
+            options=PublishOptions(**options),
         )
 
     def _module(self) -> torch.nn.Module:
@@ -69,6 +72,11 @@ class Fleet:
     def can_generate(self, name: str) -> bool:
         gate = next(e for e in self.engines if e.name == name).gate
         return any(gate.is_open for _ in Deadline(5.0).polls(0.001, 0.05))
+
+    def is_given_up(self, name: str) -> bool:
+        """Return whether an update was begun there, and ended for want of buckets."""
+        failure = next(e for e in self.engines if e.name == name).worker.failure
+        return isinstance(failure, PeerTimeoutError) and "nothing of version" in str(failure)
 
     def close(self) -> None:
         self.publisher.close()
@@ -141,3 +149,23 @@ def test_a_receiver_that_raises(faulty: FaultyTransport, fleet: Fleet) -> None:
     assert fleet.held("bad") == {1.0}
     assert fleet.publish(3.0) == set()
     assert fleet.held("bad") == {3.0}
+
+
+def test_a_publisher_that_hangs_while_its_heartbeats_go_on_keeps_no_engine_waiting(faulty: FaultyTransport) -> None:
+    """Streaming, an engine is paused meanwhile: it gives the update up, and goes back to what it had."""
+    fleet = Fleet(install="streaming", undo=True, deadline_seconds=1.0, lease_seconds=2.0)
+    assert fleet.publish(1.0) == set()
+    (sender,), go_on = faulty.senders, threading.Event()
+    sender.fault = Stall(1, go_on)
+    publishing = Background(fleet.publish, 2.0)
+    try:
+        for name in ("good", "bad"):
+            assert any(fleet.is_given_up(name) for _ in Deadline(PATIENCE_SECONDS).polls(0.01, 0.05))
+            assert fleet.can_generate(name)
+            assert fleet.held(name) == {1.0}
+        assert all(link.is_alive for link in fleet.publisher._connections.listener.links())  # type: ignore[union-attr]
+    finally:
+        go_on.set()
+    assert publishing.result() == {"good", "bad"}
+    assert fleet.publish(3.0) == set()
+    fleet.close()

@@ -11,22 +11,30 @@ import msgspec
 import torch
 
 from core.direct import DirectEngine
-from weightcast import registry
 from weightcast.format.bucket import BucketBuffer, Layout, header_digest, narrow, root_digest
 from weightcast.format.geometry import Region, split, whole
 from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.format.messages import Abort, Accepted, InitInfo, InstallMode, Offer, Received, Seal
 from weightcast.format.plan import plan
 from weightcast.host.memory import host_identity
-from weightcast.links.link import LinkListener
 from weightcast.seams.transport import Sender
-from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, version, write_raw_header
+from weightcast.testing.transport_kit import (
+    PATIENCE_SECONDS,
+    RUN,
+    listener_of,
+    make_sender,
+    version,
+    write_raw_header,
+)
 
 SHAPES = {"rows": (64, 32), "columns": (48, 40), "first": (700,), "second": (3, 5), "q_a": (40, 30), "kv_a": (20, 30)}
 SPECS = [
     TensorSpec(name, "float32", shape, group="attention" if name.endswith("_a") else "")
     for name, shape in SHAPES.items()
 ]
+
+SECRET = "5e" * 32
+"""Of the links of all hosts."""
 
 Spoil = Callable[[BucketBuffer], object]
 
@@ -95,8 +103,8 @@ def fill_and_send(
 def drive(pipe: Connection, url: str, encoded: bytes, origin: int, install: InstallMode) -> None:
     """A trainer host of its own process: version 2 of `weights(2)`, from one origin, bucket by bucket as it is told."""
     manifest = Manifest.decode(encoded)
-    sender = registry.transport(url).sender(url, run=RUN, device=torch.device("cpu"), deadline_seconds=PATIENCE_SECONDS)
-    pipe.send(sender.address)
+    sender = make_sender(contextlib.ExitStack(), url, secret=SECRET)
+    pipe.send(listener_of(sender).address)
     pipe.recv()
     sender.open(manifest.of_origin(origin), version(2), peers=["a"], staged=install == "staged")
     pipe.send("open")
@@ -113,15 +121,12 @@ class Hosts:
         self.client = client
         self._url, self._stack = url, stack
         self.senders = [self._sender() for _ in range(num_origins)]
-        self._listener = LinkListener(RUN)
-        stack.callback(self._listener.close)
+        self._listener = listener_of(self.senders[0])
         stack.callback(client.close)
         self.connect()
 
     def _sender(self) -> Sender:
-        make = registry.transport(self._url).sender
-        sender = make(self._url, run=RUN, device=torch.device("cpu"), deadline_seconds=PATIENCE_SECONDS)
-        self._stack.callback(sender.close)
+        sender: Sender = make_sender(self._stack, self._url, secret=SECRET)
         return sender
 
     def replace(self, origin: int) -> None:
@@ -130,17 +135,17 @@ class Hosts:
         self.connect()
 
     def connect(self) -> None:
-        self.connect_to(dict(enumerate(sender.address for sender in self.senders)))
+        self.connect_to({origin: listener_of(sender).address for origin, sender in enumerate(self.senders)})
 
     def connect_to(self, addresses: Mapping[int, str]) -> None:
-        """Have the worker connect to the senders of these addresses, by origin."""
+        """Have the worker connect to the senders whose links have these addresses, by origin."""
         first, *others = (addresses[origin] for origin in sorted(addresses))
-        listener = self._listener
-        listener.end_links("the test connects again", self.client.name)
-        info = InitInfo(
-            RUN, self.client.name, first, listener.address, listener.secret, lease_seconds=60.0, origins=tuple(others)
-        )
+        self._listener.end_links("the test connects again", self.client.name)
+        info = InitInfo(RUN, self.client.name, self._url, first, SECRET, lease_seconds=60.0, origins=tuple(others))
         self.client.init(info)
+        if first != listener_of(self.senders[0]).address:
+            return
+        self._listener = listener = listener_of(self.senders[0])
         (self.link,) = listener.wait(self.client.name, 1, PATIENCE_SECONDS)
 
     def offer(
@@ -152,7 +157,7 @@ class Hosts:
         """
         offer = Offer(RUN, number, manifest.digest(), manifest, install=install, undo=undo)
         workers = {host_identity(): num_workers, "another host": 9}
-        self.client.update(msgspec.structs.replace(offer, secret=self._listener.secret, workers=workers))
+        self.client.update(msgspec.structs.replace(offer, secret=SECRET, workers=workers))
         self.link.wait(Accepted, number, PATIENCE_SECONDS)
 
     def open(self, manifest: Manifest, number: int, install: InstallMode) -> None:
@@ -199,10 +204,10 @@ class Hosts:
         self.client.finish(number)
 
     def seal(self, manifest: Manifest, number: int, root: str) -> None:
-        self.client.update(Seal(RUN, number, len(manifest.buckets), root, self._listener.secret))
+        self.client.update(Seal(RUN, number, len(manifest.buckets), root, SECRET))
 
     def give_up(self, number: int) -> None:
         """What a publisher does when one origin has failed: end the update on every one of them."""
         for sender in self.senders:
             sender.abort("another origin has failed")
-        self.client.update(Abort(RUN, number, "an origin has failed", self._listener.secret))
+        self.client.update(Abort(RUN, number, "an origin has failed", SECRET))

@@ -115,8 +115,7 @@ def test_a_lost_worker_costs_its_engine_the_version_and_nobody_else(victim: int)
 
 
 @pytest.mark.parametrize("end", ["sender's", "receiver's"])
-def test_a_receiver_that_lost_its_connection_between_publishes_is_connected_again(end: str) -> None:
-    """Nobody notices but the transport: the links of worker and publisher live on."""
+def test_a_worker_that_lost_its_link_between_publishes_is_connected_again(end: str) -> None:
     client = DirectEngine("a", RecordingEngine())
     with publishing([client]) as publisher:
         assert publisher.publish().ok
@@ -129,7 +128,7 @@ def test_a_receiver_that_lost_its_connection_between_publishes_is_connected_agai
         else:
             receiver._link._sock.shutdown(socket.SHUT_RDWR)
         wait_until(sender.condition, lambda: not link.is_alive)
-        wait_until(receiver._condition, lambda: receiver._ended)
+        wait_until(receiver._condition, lambda: receiver._link.over)
         assert publisher.publish().ok
         assert holds(client.engine, 0.0)
 
@@ -159,12 +158,13 @@ def test_a_link_lost_during_an_install_that_went_well_is_no_failure() -> None:
 
 
 def test_receivers_are_as_patient_as_the_publisher() -> None:
+    """For one of its steps, and a lease."""
     client = DirectEngine("a", RecordingEngine())
-    with publishing([client], deadline_seconds=300.0) as publisher:
+    with publishing([client], deadline_seconds=300.0, lease_seconds=7.0) as publisher:
         assert publisher.publish().ok
         assert client.worker._session is not None
         receiver: Any = client.worker._session.receiver
-        assert receiver._deadline_seconds == 300.0
+        assert receiver._deadline_seconds == 307.0
 
 
 @pytest.mark.parametrize("transport", ["gloo://127.0.0.1:0", "ipc://"])

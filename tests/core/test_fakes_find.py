@@ -152,7 +152,7 @@ def test_a2_the_next_step_writes_what_is_still_to_be_packed(
     if as_it_was:
         monkeypatch.setattr(host_device, "beside", beside)
     weights, bucket = gpu.tensor(torch.ones(8)), gpu.tensor(torch.zeros(8))
-    connections = publish_run.Connections(sender=Any, listener=Any, device=gpu.device)  # type: ignore[arg-type]
+    connections = publish_run.Connections("", sender=Any, listener=Any, device=gpu.device)  # type: ignore[arg-type]
     with connections.packing_stream():
         bucket.copy_(weights)
     weights.zero_()

@@ -240,7 +240,7 @@ def test_an_engine_gives_an_update_up_although_the_trainer_stands_still(
 def test_the_trainers_stream_goes_on_after_packing(gpu: LazyGpu) -> None:
     """Also where a publish raises before its sender has waited for what was queued."""
     weights, bucket = gpu.tensor(torch.ones(8)), gpu.tensor(torch.zeros(8))
-    connections = Connections(sender=Any, listener=Any, device=gpu.device)  # type: ignore[arg-type]
+    connections = Connections("", sender=Any, listener=Any, device=gpu.device)  # type: ignore[arg-type]
     with contextlib.suppress(KeyboardInterrupt), connections.packing_stream():
         bucket.copy_(weights)
         raise KeyboardInterrupt
@@ -277,6 +277,7 @@ def test_a_slot_is_packed_again_only_once_it_was_read(gpu: LazyGpu) -> None:
         assert sender._names_reading(0) == {"a"}
         over.set()
         next(buckets)
+        assert not sender.failures  # which takes in what the receiver has said
         assert not sender._names_reading(0)
 
 
@@ -530,8 +531,9 @@ def test_a_bucket_is_announced_once_it_is_packed_and_not_before(gpu: LazyGpu) ->
         over = gpu.hold(gpu.default_stream)
         with pytest.raises(PeerTimeoutError, match="bucket 0 was not packed within"):
             send(sender, manifest, 1, 0)
-        receiver._listen()
-        assert not receiver._incoming.ready
+        with receiver._condition:
+            receiver._listen()
+        assert not receiver._wanted.announced
         over.set()
 
 

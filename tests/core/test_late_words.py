@@ -50,7 +50,7 @@ class Lagging(DirectEngine):
 
 def _wait_for(link: Link, version: int) -> None:
     def has_come() -> bool:
-        return any(isinstance(message, Failed) and message.version == version for message in link._messages)
+        return any(isinstance(message, Failed) and message.version == version for message in link._verdicts)
 
     with link._condition:
         assert link._condition.wait_for(has_come, DEADLINE_SECONDS)

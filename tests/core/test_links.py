@@ -25,21 +25,19 @@ def test_a_hello_that_fails_closes_the_socket(monkeypatch: pytest.MonkeyPatch) -
     ours, theirs = socket.socketpair()
     theirs.close()
     monkeypatch.setattr(link, "connect", lambda address, timeout_seconds: ours)
-    with pytest.raises(PeerDiedError):
-        WorkerLink("unix:@gone", Hello("5a" * 16, "engine", 0, "s" * 64), lease_seconds=1.0, on_end=lambda reason: None)
+    worker = WorkerLink("unix:@gone", lease_seconds=1.0, deadline_seconds=1.0)
+    with contextlib.closing(worker), pytest.raises(PeerDiedError):
+        worker.open(Hello("5a" * 16, "engine", 0, "s" * 64))
     assert ours.fileno() == -1
 
 
 def test_a_link_that_the_publisher_ends_is_closed_at_once(leaves_nothing: None) -> None:
     """Not only with the listener, whose other links go on."""
     ended = threading.Event()
-    with contextlib.closing(LinkListener(RUN)) as listener:
-        hello = Hello(RUN, "engine", 0, listener.secret)
-        worker = WorkerLink(listener.address, hello, lease_seconds=600.0, on_end=lambda reason: ended.set())
-        with contextlib.closing(worker):
-            (publishers,) = listener.wait("engine", 1, PATIENCE_SECONDS)
-            publishers.end("the test ends it")
-            assert ended.wait(PATIENCE_SECONDS)
+    with contextlib.closing(LinkListener(RUN)) as listener, _worker(listener, on_end=lambda reason: ended.set()):
+        (publishers,) = listener.wait("engine", 1, PATIENCE_SECONDS)
+        publishers.end("the test ends it")
+        assert ended.wait(PATIENCE_SECONDS)
 
 
 def test_a_publisher_of_another_user_is_not_connected_to(leaves_nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +55,10 @@ def nobody_else_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _worker(listener: LinkListener, engine: str = "engine", **options: Any) -> contextlib.closing[WorkerLink]:
-    options = {"lease_seconds": 600.0, "on_end": lambda reason: None, **options}
-    return contextlib.closing(WorkerLink(listener.address, Hello(RUN, engine, 0, listener.secret), **options))
+    options = {"lease_seconds": 600.0, "deadline_seconds": PATIENCE_SECONDS, **options}
+    worker = WorkerLink(listener.address, **options)
+    worker.open(Hello(RUN, engine, 0, listener.secret))
+    return contextlib.closing(worker)
 
 
 def _wait_once(condition: ReadingCondition) -> None:
@@ -69,16 +69,18 @@ def _wait_once(condition: ReadingCondition) -> None:
 
 
 def test_a_worker_that_waits_reads_its_link_itself(leaves_nothing: None, nobody_else_reads: None) -> None:
-    condition, readers = ReadingCondition(), list[int]()
-    with contextlib.closing(LinkListener(RUN)) as listener:
-        worker = _worker(listener, condition=condition, on_message=lambda _: readers.append(threading.get_ident()))
-        with worker:
-            (publishers,) = listener.wait("engine", 1, PATIENCE_SECONDS)
-            for num_read in range(1, 4):
-                _wait_once(condition)
-                publishers.send(ReleaseMemory())
-                with condition:
-                    assert condition.wait_for(lambda expected=num_read: len(readers) == expected, PATIENCE_SECONDS)
+    readers = list[int]()
+    with (
+        contextlib.closing(LinkListener(RUN)) as listener,
+        _worker(listener, on_release=lambda: readers.append(threading.get_ident())) as worker,
+    ):
+        condition = worker.condition
+        (publishers,) = listener.wait("engine", 1, PATIENCE_SECONDS)
+        for num_read in range(1, 4):
+            _wait_once(condition)
+            publishers.send(ReleaseMemory())
+            with condition:
+                assert condition.wait_for(lambda expected=num_read: len(readers) == expected, PATIENCE_SECONDS)
     assert set(readers) == {threading.get_ident()}
 
 
@@ -127,15 +129,15 @@ def test_an_end_from_another_thread_wakes_those_that_wait(leaves_nothing: None, 
         links[0].end("the test ends it")
         with pytest.raises(PeerDiedError, match="the test ends it"):
             waits[0].result()
-        with worker._condition:
-            assert worker._condition.wait_for(lambda: worker.over, PATIENCE_SECONDS)
+        with worker.condition:
+            assert worker.condition.wait_for(lambda: worker.over, PATIENCE_SECONDS)
         listener.close()
         with pytest.raises(PeerDiedError, match="the publisher was closed"):
             waits[1].result()
 
 
 def test_heartbeats_are_sent_while_nobody_reads(leaves_nothing: None, nobody_else_reads: None) -> None:
-    with contextlib.closing(LinkListener(RUN, heartbeat_seconds=0.02)) as listener:
+    with contextlib.closing(LinkListener(RUN, lease_seconds=0.08)) as listener:
         _wait_once(listener.condition)
         with link.connect(listener.address, PATIENCE_SECONDS) as sock:
             sock.sendall(frame(Hello(RUN, "engine", 0, listener.secret, protocol=PROTOCOL)))
@@ -143,44 +145,65 @@ def test_heartbeats_are_sent_while_nobody_reads(leaves_nothing: None, nobody_els
             frames, beats = Frames(), list[object]()
             while len(beats) < 5:
                 beats += frames.feed(sock.recv(1 << 16))
-            assert set(beats) == {Heartbeat()}
+            assert set(beats) <= {Heartbeat(), Heartbeat(waits=True)}
 
 
 def test_what_comes_after_the_last_wait_is_read_in_the_background(leaves_nothing: None) -> None:
     readers, is_read = list[str](), threading.Event()
 
-    def on_message(message: object) -> None:
+    def on_release() -> None:
         readers.append(threading.current_thread().name)
         is_read.set()
 
-    with contextlib.closing(LinkListener(RUN)) as listener:
-        condition = ReadingCondition()
-        with _worker(listener, condition=condition, on_message=on_message):
-            (publishers,) = listener.wait("engine", 1, PATIENCE_SECONDS)
-            _wait_once(condition)
-            publishers.send(ReleaseMemory())
-            assert is_read.wait(PATIENCE_SECONDS)
+    with contextlib.closing(LinkListener(RUN)) as listener, _worker(listener, on_release=on_release) as worker:
+        (publishers,) = listener.wait("engine", 1, PATIENCE_SECONDS)
+        _wait_once(worker.condition)
+        publishers.send(ReleaseMemory())
+        assert is_read.wait(PATIENCE_SECONDS)
     assert readers == ["weightcast-link"]
 
 
 def test_a_publisher_that_falls_silent_ends_the_link_also_while_a_thread_waits(leaves_nothing: None) -> None:
-    ended, condition = threading.Event(), ReadingCondition()
-    with contextlib.closing(LinkListener(RUN, heartbeat_seconds=600.0)) as listener:
-        worker = _worker(listener, condition=condition, lease_seconds=0.3, on_end=lambda reason: ended.set())
+    ended = threading.Event()
+    with contextlib.closing(LinkListener(RUN, lease_seconds=2400.0)) as listener:
+        worker = _worker(listener, lease_seconds=0.3, on_end=lambda reason: ended.set())
         with worker as held:
-            with condition:
-                assert condition.wait_for(lambda: held.over, PATIENCE_SECONDS)
+            with held.condition:
+                assert held.condition.wait_for(lambda: held.over, PATIENCE_SECONDS)
             assert ended.wait(PATIENCE_SECONDS)
 
 
 def test_what_was_not_read_yet_is_no_silence(leaves_nothing: None, nobody_else_reads: None) -> None:
     """The link's own thread looks at what has come before it ends a link whose lease is over."""
-    ended, condition = list[str](), ReadingCondition()
-    with contextlib.closing(LinkListener(RUN, heartbeat_seconds=0.02)) as listener:
-        with _worker(listener, condition=condition, lease_seconds=0.5, on_end=ended.append) as worker:
-            _wait_once(condition)
+    ended = list[str]()
+    with contextlib.closing(LinkListener(RUN, lease_seconds=0.08)) as listener:
+        with _worker(listener, lease_seconds=0.5, on_end=ended.append) as worker:
+            _wait_once(worker.condition)
             first_heard_at = worker._heard_at
             while not ended and worker._heard_at < first_heard_at + 1.0:
                 assert worker.silent_seconds < PATIENCE_SECONDS
                 time.sleep(0.01)
         assert not ended
+
+
+def test_heartbeats_say_that_the_publisher_waits_only_while_one_of_its_threads_does(leaves_nothing: None) -> None:
+    """By these a worker knows a publisher that waits for another peer from one that hangs."""
+    with contextlib.closing(LinkListener(RUN, lease_seconds=0.2)) as listener, _worker(listener) as worker:
+        (publishers,) = listener.wait("engine", 1, PATIENCE_SECONDS)
+        waiting = Background(publishers.wait, Accepted, 1, PATIENCE_SECONDS)
+        for is_waited in (True, False):
+            start = worker._heard_at
+            while worker._heard_at < start + 1.0:
+                time.sleep(0.01)
+            assert (worker.worked_at > start + 0.5) is is_waited
+            worker.send(Accepted(1))
+            waiting.result()
+
+
+def test_a_link_that_was_closed_before_it_was_opened_is_never_opened(leaves_nothing: None) -> None:
+    with contextlib.closing(LinkListener(RUN)) as listener:
+        worker = WorkerLink(listener.address, lease_seconds=600.0, deadline_seconds=PATIENCE_SECONDS)
+        worker.close()
+        with pytest.raises(PeerDiedError, match="this end was closed"):
+            worker.open(Hello(RUN, "engine", 0, listener.secret))
+        assert not listener.links()

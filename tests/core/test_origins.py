@@ -39,6 +39,7 @@ from weightcast.testing.transport_kit import (
     Background,
     TransportEnds,
     check,
+    listener_of,
     numbered,
     version,
 )
@@ -222,7 +223,7 @@ def test_a_host_that_is_killed_half_way_leaves_the_old_version(
     child = stack.enter_context(Child(drive, url, manifest.encode(), origin, install))
     local = hosts.senders[1 - origin]
     hosts.senders[origin].close()
-    hosts.connect_to({origin: child.hear(), 1 - origin: local.address})
+    hosts.connect_to({origin: child.hear(), 1 - origin: listener_of(local).address})
     hosts.offer(manifest, 2, install, undo=True)
     child.pipe.send(None)
     local.open(manifest.of_origin(1 - origin), version(2), peers=["a"], staged=install == "staged")
@@ -286,9 +287,9 @@ def test_an_offer_of_more_origins_than_addresses_is_refused(install: InstallMode
     assert bits(model.state_dict()) == bits(weights(2))
 
 
-def test_a_transport_of_another_origin_that_is_unknown_is_refused_at_init() -> None:
+def test_a_transport_that_is_unknown_is_refused_at_init() -> None:
     client = DirectEngine("a", RecordingEngine())
-    info = InitInfo(RUN, "a", "memory://x", "unix:@nobody", "0" * 64, 5.0, origins=("memory://y", "pigeon://z"))
+    info = InitInfo(RUN, "a", "pigeon://z", "unix:@nobody", "0" * 64, 5.0)
     with pytest.raises(UnsupportedError, match="pigeon"):
         client.init(info)
     assert client.info().holder == ""
@@ -300,7 +301,10 @@ def test_an_origin_that_can_not_be_reached_ends_the_session_and_closes_the_other
     ends = TransportEnds()
     ends.url, ends.stack = "ipc://", stack
     sender = ends.sender()
-    client.init(InitInfo(RUN, "a", sender.address, "unix:@nobody", "0" * 64, 5.0, origins=("ipc://@nobody",)))
+    listener = listener_of(sender)
+    client.init(
+        InitInfo(RUN, "a", "ipc://", "unix:@nobody", listener.secret, 5.0, origins=(listener.address, "unix:@no"))
+    )
     session = client.worker._session
     if session is not None:
         session._connected.wait(PATIENCE_SECONDS)

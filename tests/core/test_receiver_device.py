@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -13,9 +14,9 @@ from core.direct import DirectEngine, RecordingEngine
 from weightcast import registry
 from weightcast.errors import UnsupportedError
 from weightcast.format.messages import InitInfo
+from weightcast.links.link import WorkerLink
 from weightcast.seams.transport import Receiver, Transport
 from weightcast.transports import collective
-from weightcast.transports.linked import Address
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 TRANSPORT: Transport
@@ -40,8 +41,9 @@ def test_the_worker_hands_on_what_its_engine_says(
     made: list[dict[str, Any]] = []
     is_made = threading.Event()
 
-    def receiver(url: str, *, run: str, peer: str, device: torch.device, deadline_seconds: float) -> Receiver:
-        made.append({"url": url, "run": run, "peer": peer, "device": device, "deadline_seconds": deadline_seconds})
+    def receiver(url: str, *, link: WorkerLink | None, **options: Any) -> Receiver:
+        assert link is not None
+        made.append({"url": url, "link": link.address, **options})
         is_made.set()
         raise UnsupportedError("enough was seen")
 
@@ -52,12 +54,14 @@ def test_the_worker_hands_on_what_its_engine_says(
     client.init(InitInfo("0" * 32, "a", "recording://x", "unix:@nobody", "0" * 64, 5.0, deadline_seconds=70.0))
     assert is_made.wait(30)
     client.close()
-    expected = {"url": "recording://x", "run": "0" * 32, "peer": "a", "device": device, "deadline_seconds": 70.0}
-    assert made == [expected]
+    expected = {"url": "recording://x", "link": "unix:@nobody", "run": "0" * 32, "peer": "a", "device": device}
+    assert made == [{**expected, "deadline_seconds": 75.0}]
 
 
 def test_over_nccl_an_engine_that_says_no_gpu_is_told_what_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightcast.process_group.require", lambda backend: None)
-    address = Address("nccl", "tcp:127.0.0.1:1", "0" * 64).url
-    with pytest.raises(UnsupportedError, match="property `devices`"):
-        collective.NCCL.receiver(address, run="0" * 32, peer="a", device=torch.device("cpu"), deadline_seconds=1.0)
+    link = WorkerLink("tcp:127.0.0.1:1", lease_seconds=1.0, deadline_seconds=1.0)
+    with contextlib.closing(link), pytest.raises(UnsupportedError, match="property `devices`"):
+        collective.NCCL.receiver(
+            "nccl://", run="0" * 32, peer="a", link=link, device=torch.device("cpu"), deadline_seconds=1.0
+        )

@@ -135,7 +135,7 @@ def test_a_changed_bit_is_found_by_the_rank_whose_share_it_is(
     inner = registry.transport(url)
     faulty = FaultyTransport(inner, url)
     # Receivers of the transport's own: what they share is what is tried.
-    made = dataclasses.replace(faulty.transport(), receiver=lambda url, **rest: inner.receiver(url[9:], **rest))
+    made = dataclasses.replace(faulty.transport(), receiver=lambda _, **rest: inner.receiver(url, **rest))
     monkeypatch.setattr(f"{__name__}.TRANSPORT", made)
     monkeypatch.setitem(registry.TRANSPORTS, SCHEME, f"{__name__}:TRANSPORT")
     source, engines = TensorSource(tensors(0)), [RecordingEngine(), RecordingEngine()]

@@ -89,9 +89,12 @@ def _fill_shards(model: nn.Module, content: int) -> None:
 
 class StoppingClient(weightcast.HttpEngine):
     stops: Stops
+    scheme: str
 
     def init(self, info: Any) -> None:
-        super().init(info)
+        # The engine's process does not have this wrapper's scheme.
+        url = info.transport.replace("stopping", self.scheme)
+        super().init(msgspec.structs.replace(info, transport=url))
         self.stops.reach("init")
 
     def update(self, info: Any) -> None:
@@ -114,7 +117,7 @@ class Senders:
     """Makes a transport's senders: they stop after buckets 0 and 1, send 1 corrupt once, and pack slowly."""
 
     def __init__(self, url: str, stops: Stops, pack_seconds: float) -> None:
-        self._scheme, _, rest = url.partition("://")
+        self.scheme, _, rest = url.partition("://")
         self._transport = registry.transport(url)
         self._stops = stops
         self._pack_seconds = pack_seconds
@@ -125,7 +128,7 @@ class Senders:
         globals()["stopping_transport"] = dataclasses.replace(self._transport, sender=self._make, origins="any")
 
     def _make(self, url: str, **options: Any) -> Any:
-        sender = self._transport.sender(url.replace("stopping", self._scheme), **options)
+        sender = self._transport.sender(url.replace("stopping", self.scheme), **options)
         send, buffer = sender.send, sender.buffer
 
         def slow_buffer(index: int) -> BucketBuffer:
@@ -174,7 +177,7 @@ class Trainer:
 
     def add(self, engine: str) -> None:
         self._clients[engine] = client = StoppingClient(engine, **self._access)
-        client.stops = self.stops
+        client.stops, client.scheme = self.stops, self.senders.scheme
         self.publisher.add_engine(client)
 
     def remove(self, engine: str) -> None:

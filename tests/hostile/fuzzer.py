@@ -144,23 +144,21 @@ TARGETS: dict[str, Target] = {
 
 _GOLDEN = {name: encode(message) for name, (message, _) in MESSAGES.items()}
 _IPC_SENDER = [
-    {"kind": "hello", "run": "a" * 32, "engine": "e", "engine_rank": 0, "secret": "b" * 64, "host": "h"},
-    {"kind": "opened", "version": 1, "opening": 1},
-    {"kind": "released", "update": 1, "generation": 1, "index": 0},
-    {"kind": "ended", "version": 1, "update": 1},
+    {"kind": "opened", "version": 1, "generation": 1},
+    {"kind": "released", "version": 1, "generation": 1, "index": 0},
+    {"kind": "ended", "version": 1},
 ]
 _IPC_RECEIVER = [
     {"kind": "shared_arena", "generation": 1, "size_bytes": 4096},
-    {"kind": "begin", "version": 1, "update": 1, "staged": True, "num_buckets": 2, "opening": 1},
-    {"kind": "ready", "update": 1, "generation": 1, "index": 0, "offset_bytes": 0, "num_bytes": 256},
-    {"kind": "aborted", "update": 1, "reason": "r"},
+    {"kind": "begin", "version": 1, "staged": True, "num_buckets": 2},
+    {"kind": "ready", "version": 1, "generation": 1, "index": 0, "offset_bytes": 0, "num_bytes": 256},
+    {"kind": "aborted", "version": 1, "reason": "r"},
 ]
 
 _COLLECTIVE_SENDER = [
-    {"kind": "hello", "run": "a" * 32, "engine": "e", "engine_rank": 0, "secret": "b" * 64, "host": "h"},
     {"kind": "joining", "epoch": 1, "memory": "1/2/0/weightcast-buckets-x"},
     {"kind": "join_failed", "epoch": 1, "reason": "r", "is_own": True},
-    {"kind": "progress", "epoch": 1, "update": 1, "num_received": 2, "num_awaited": 3},
+    {"kind": "progress", "epoch": 1, "version": 1, "num_received": 2, "num_awaited": 3},
 ]
 _COLLECTIVE_RECEIVER = [
     {
@@ -170,12 +168,12 @@ _COLLECTIVE_RECEIVER = [
         "group_size": 2,
         "host": "127.0.0.1",
         "port": 1,
-        "timeout_seconds": 3.0,
+        "deadline_seconds": 3.0,
         "is_read_along": True,
     },
     {"kind": "read_along", "epoch": 1, "memory": "1/2/0/weightcast-buckets-x"},
-    {"kind": "begin", "version": 1, "update": 1, "staged": True, "num_buckets": 2, "opening": 1},
-    {"kind": "arrived", "update": 1, "num_buckets": 2},
+    {"kind": "begin", "version": 1, "staged": True, "num_buckets": 2},
+    {"kind": "arrived", "version": 1, "num_buckets": 2},
 ]
 
 SEEDS: dict[str, list[bytes]] = {

@@ -6,13 +6,21 @@ it goes on when a line comes on stdin.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
-from weightcast import registry
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
-from weightcast.testing.transport_kit import RecoveringSender, write_raw_header
+from weightcast.testing.transport_kit import (
+    LinkAddress,
+    RecoveringSender,
+    address_of,
+    make_receiver,
+    make_sender,
+    write_raw_header,
+)
 
+URL = "gloo://127.0.0.1:0"
 BUCKET_BYTES = 32 << 20
 EXIT_STATUS = 7
 VERSION = WeightVersion("5a" * 16, 1)
@@ -26,9 +34,9 @@ def say(word: str) -> None:
 
 def send(deadline_seconds: float) -> None:
     """One bucket; then, whatever has become of the receiver, another one."""
-    make = registry.transport("gloo://").sender
-    sender = RecoveringSender(make("gloo://127.0.0.1:0", run=VERSION.run, deadline_seconds=deadline_seconds))
-    say(sender.address)
+    made = make_sender(contextlib.ExitStack(), URL, run=VERSION.run, deadline_seconds=deadline_seconds)
+    sender = RecoveringSender(made)
+    say(" ".join(address_of(sender, URL)))
     sender.open(MANIFEST, VERSION, peers=["a"], staged=True)
     for index in range(2):
         if index == 1:
@@ -38,7 +46,7 @@ def send(deadline_seconds: float) -> None:
 
 
 def receive(address: str) -> None:
-    receiver = registry.transport("gloo://").receiver(address, peer="a", run=VERSION.run)
+    receiver = make_receiver(contextlib.ExitStack(), LinkAddress(*address.split()), "a", run=VERSION.run)
     receiver.open(MANIFEST, VERSION, staged=True)
     print("open", flush=True)
     next(iter(receiver))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.connection
 import os
 import signal
@@ -12,8 +13,17 @@ import forking
 
 from weightcast.errors import WeightcastError
 from weightcast.host.deadline import Deadline
-from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, check, numbered, send, version
-from weightcast.transports.ipc import IpcReceiver, IpcSender
+from weightcast.testing.transport_kit import (
+    PATIENCE_SECONDS,
+    LinkAddress,
+    address_of,
+    check,
+    make_receiver,
+    make_sender,
+    numbered,
+    send,
+    version,
+)
 
 _context = forking.preloaded("torch", "transports.ipc_children", "weightcast.transports.ipc", "weightcast.testing")
 
@@ -65,14 +75,14 @@ def _state(pid: int) -> str:
 
 
 def receive(
-    pipe: multiprocessing.connection.Connection, address: str, peer: str, staged: bool, num_buckets: int
+    pipe: multiprocessing.connection.Connection, address: LinkAddress, peer: str, staged: bool, num_buckets: int
 ) -> None:
     """Take part in one update for each number that comes; report each bucket when it was checked, and the outcome.
 
     After each report, wait for a word before going on, so that the parent can stop this process at a known place.
     """
-    manifest = numbered(num_buckets)
-    receiver = IpcReceiver(address, peer=peer, run=RUN, deadline_seconds=PATIENCE_SECONDS)
+    manifest, stack = numbered(num_buckets), contextlib.ExitStack()
+    receiver = make_receiver(stack, address, peer)
     pipe.send("connected")
     while (number := pipe.recv()) is not None:
         held = []
@@ -91,14 +101,15 @@ def receive(
         except WeightcastError as exc:
             pipe.send(type(exc).__name__)
         receiver.end()
-    receiver.close()
+    stack.close()
 
 
 def publish_one_bucket(pipe: multiprocessing.connection.Connection, staged: bool) -> None:
     """Open an update for "engine", send one bucket of several, say so and wait for the end of time."""
-    manifest = numbered()
-    sender = IpcSender(run=RUN, deadline_seconds=PATIENCE_SECONDS)
-    pipe.send(sender.address)
+    manifest, stack = numbered(), contextlib.ExitStack()
+    sender = make_sender(stack, "ipc://")
+    pipe.send(address_of(sender, "ipc://"))
+    pipe.recv()
     sender.open(manifest, version(1), peers=["engine"], staged=staged)
     send(sender, manifest, 1, 0)
     pipe.send("sent")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import socket
 import threading
@@ -14,11 +13,9 @@ import msgspec
 import pytest
 import torch
 
-from weightcast import registry
 from weightcast.errors import (
     ClosedError,
     InsufficientMemoryError,
-    ManifestError,
     PeerDiedError,
     PeersLostError,
     PeerTimeoutError,
@@ -29,17 +26,26 @@ from weightcast.format.bucket import BucketBuffer, pages, slot_size_bytes
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
-from weightcast.links.link import Link, LinkListener, frame
+from weightcast.links.link import LinkListener, frame
 from weightcast.process_group import ProcessGroup, require
 from weightcast.seams.transport import Receiver
 from weightcast.testing.leftovers import nothing_left
-from weightcast.testing.transport_kit import Background, Reader, RecoveringSender, write_raw_header
+from weightcast.testing.transport_kit import (
+    Background,
+    LinkAddress,
+    Reader,
+    RecoveringSender,
+    address_of,
+    listener_of,
+    make_receiver,
+    make_sender,
+    write_raw_header,
+)
 from weightcast.transports.collective import group as collective_group
 from weightcast.transports.collective.buffers import BucketTarget, ReceiveBuffers
 from weightcast.transports.collective.group import BroadcastGroup, GroupSettings
 from weightcast.transports.collective.records import FromReceiver, JoinFailed, Joining, ReadAlong
 from weightcast.transports.collective.sender import CollectiveSender
-from weightcast.transports.linked import Address, parse_address, parse_endpoint
 
 RUN = "5a" * 16
 ENDPOINT = "gloo://127.0.0.1:0"
@@ -51,16 +57,13 @@ class Hall:
 
     def __init__(self, num_buckets: int = 12, *, deadline_seconds: float = DEADLINE_SECONDS) -> None:
         self.stack = contextlib.ExitStack()
-        self.sender = CollectiveSender(ENDPOINT, run=RUN, deadline_seconds=deadline_seconds)
-        self.stack.callback(self.sender.close)
+        self.sender: CollectiveSender = make_sender(self.stack, ENDPOINT, run=RUN, deadline_seconds=deadline_seconds)
         self.manifest = plan([TensorSpec(f"t{i}", "uint8", (4096,)) for i in range(num_buckets)], 4096)
         self.before_bucket: Callable[[int], object] = _nothing
 
     def receiver(self, peer: str) -> Receiver:
-        made: Receiver = registry.transport(self.sender.address).receiver(
-            self.sender.address, peer=peer, run=RUN, deadline_seconds=DEADLINE_SECONDS
-        )
-        self.stack.callback(made.close)
+        address = address_of(self.sender, ENDPOINT)
+        made: Receiver = make_receiver(self.stack, address, peer, run=RUN, deadline_seconds=DEADLINE_SECONDS)
         return made
 
     @property
@@ -270,19 +273,17 @@ def test_late_bytes_of_a_group_that_was_left_never_land_in_another_manifests_buc
 
 def test_a_worker_that_is_to_read_along_where_it_cannot_says_so_and_is_lost(hall: Hall) -> None:
     with nothing_left(), contextlib.ExitStack() as stack:
-        listener = LinkListener(RUN, host="127.0.0.1", messages=FromReceiver)
+        listener = LinkListener(RUN, host="127.0.0.1")
         stack.callback(listener.close)
-        address = Address("gloo", listener.address, listener.secret)
-        receiver: Receiver = registry.transport(address.url).receiver(
-            address.url, peer="e#1", run=RUN, deadline_seconds=DEADLINE_SECONDS
-        )
-        stack.callback(receiver.close)
+        listener.carry(FromReceiver)
+        address = LinkAddress(ENDPOINT, listener.address, listener.secret)
+        make_receiver(stack, address, "e#1", run=RUN, deadline_seconds=DEADLINE_SECONDS)
         (link,) = listener.links()
         for epoch, memory in enumerate(("nowhere", f"{os.getpid()}/0/0/weightcast-buckets-x"), 1):
             link.send(ReadAlong(epoch, memory))
             with listener.condition:
-                assert listener.condition.wait_for(lambda: link._messages, DEADLINE_SECONDS)
-            (answer,) = link.pop_messages()
+                assert listener.condition.wait_for(lambda: link.records, DEADLINE_SECONDS)
+            answer = link.records.popleft()
             assert isinstance(answer, JoinFailed)
             assert (answer.epoch, answer.is_own) == (epoch, True)
             assert "in one container" in answer.reason
@@ -450,7 +451,7 @@ class NeverWoken:
 
 
 def test_strangers_are_turned_away_and_disturb_nobody(hall: Hall) -> None:
-    port = parse_address(hall.sender.address).port
+    port = listener_of(hall.sender).port
     with contextlib.ExitStack() as stack:
         for words in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, frame(Joining(epoch=1)), b""):
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_SECONDS))
@@ -460,9 +461,9 @@ def test_strangers_are_turned_away_and_disturb_nobody(hall: Hall) -> None:
 
 
 def test_a_wrong_secret_opens_nothing(hall: Hall) -> None:
-    address = parse_address(hall.sender.address)._replace(secret="0" * 64)
+    address = address_of(hall.sender, ENDPOINT)._replace(secret="0" * 64)
     with pytest.raises(PeerDiedError, match="another run"):
-        registry.transport(address.url).receiver(address.url, peer="a", run=RUN, deadline_seconds=2.0)
+        make_receiver(hall.stack, address, "a", run=RUN)
 
 
 def test_a_version_that_does_not_fit_is_refused_when_it_is_opened(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,18 +477,19 @@ def test_a_port_in_use_is_the_callers_to_mend() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"127.0.0.1:{port} can.t be listened at: .*free port"):
-            CollectiveSender(f"gloo://127.0.0.1:{port}", run=RUN)
+            make_sender(contextlib.ExitStack(), f"gloo://127.0.0.1:{port}", run=RUN)
 
 
 def test_a_fixed_port_can_be_had_again_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     for _ in range(3):
-        sender = CollectiveSender(f"gloo://127.0.0.1:{port}", run=RUN)
-        receiver = registry.transport("gloo://").receiver(sender.address, peer="a", run=RUN)
-        assert parse_address(sender.address).port == port
-        sender.close()
-        receiver.close()
+        with contextlib.ExitStack() as stack:
+            sender = make_sender(stack, f"gloo://127.0.0.1:{port}", run=RUN)
+            make_receiver(stack, address_of(sender, "gloo://"), "a", run=RUN)
+            assert listener_of(sender).port == port
+            sender.close()
+            listener_of(sender).close()
 
 
 @pytest.mark.parametrize(
@@ -501,28 +503,16 @@ def test_a_fixed_port_can_be_had_again_at_once() -> None:
 )
 def test_endpoints_that_make_no_sense_say_so(url: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        parse_endpoint(url)
-
-
-def test_addresses_survive_and_garbage_does_not() -> None:
-    address = parse_address("gloo://[::1]:29600/" + "ab" * 32)
-    assert (address.link, address.port) == ("tcp:::1:29600", 29600)
-    assert parse_address(address.url) == address
-    for url in ("gloo://h:1/", "gloo://h/" + "ab" * 32, "gloo://h:1/" + "zz" * 32, "gloo://h:bad/" + "ab" * 32):
-        with pytest.raises(ManifestError, match="not the address"):
-            parse_address(url)
-    secret = "ab" * 32
-    with pytest.raises(ManifestError) as caught:
-        parse_address(f"gloo://h:bad/{secret}")
-    assert secret not in str(caught.value)
+        CollectiveSender(url, run=RUN, listener=Any)  # type: ignore[arg-type]
 
 
 def test_nccl_without_a_gpu_is_refused_with_the_reason() -> None:
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        CollectiveSender("nccl://127.0.0.1:0", run=RUN).close()
+        with contextlib.ExitStack() as stack:
+            make_sender(stack, "nccl://127.0.0.1:0", device=torch.device("cuda"))
         return
-    with pytest.raises(UnsupportedError, match="nccl"):
-        CollectiveSender("nccl://127.0.0.1:0", run=RUN)
+    with contextlib.ExitStack() as stack, pytest.raises(UnsupportedError, match="nccl"):
+        make_sender(stack, "nccl://127.0.0.1:0", run=RUN)
 
 
 def test_a_group_that_is_closed_before_its_thread_connects_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,7 +530,8 @@ def test_a_group_that_is_closed_before_its_thread_connects_ends_quietly(monkeypa
 
 def test_what_a_gpu_ends_without_a_word_is_looked_for_all_the_time() -> None:
     """It may end after it was asked for, and before the wait: no wait may then be long."""
-    with contextlib.closing(CollectiveSender(ENDPOINT, run=RUN, deadline_seconds=DEADLINE_SECONDS)) as sender:
+    with contextlib.ExitStack() as stack:
+        sender = make_sender(stack, ENDPOINT, run=RUN, deadline_seconds=DEADLINE_SECONDS)
         group = BroadcastGroup(1, sender._settings, {})
         sender._settings = sender._settings._replace(backend="nccl")
         waits: list[float] = []
@@ -592,21 +583,3 @@ def test_an_engine_that_was_lost_can_take_the_same_version_when_it_is_published_
     again = hall.update(1, {"a": hall.receiver("a")})["a"]
     assert not hall.sender.failures
     assert whole(again, hall.manifest, 1)
-
-
-def test_who_gave_a_version_up_and_opens_it_again_is_waited_for(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the next attempt begins before the sender has heard that it was opened again."""
-    receiver = hall.receiver("a")
-    receiver.open(hall.manifest, version(1), staged=True)
-    receiver.end()
-    hall.send(1, ["a"], staged=True)
-    assert isinstance(hall.sender.failures["a"], UpdateAbortedError)
-    take, num_calls = Link.pop_messages, itertools.count()
-
-    def take_late(link: Link) -> list[msgspec.Struct]:
-        return take(link) if next(num_calls) > 1 else []
-
-    monkeypatch.setattr(Link, "pop_messages", take_late)
-    readers = hall.update(1, {"a": receiver})
-    assert not hall.sender.failures
-    assert whole(readers["a"], hall.manifest, 1)

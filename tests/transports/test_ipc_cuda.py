@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.connection
 
 import pytest
@@ -14,9 +15,16 @@ from weightcast.format.bucket import Layout, check_bucket
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.plan import plan
 from weightcast.sources.tensors import TensorSource
-from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, pack_and_send, value_of, version
+from weightcast.testing.transport_kit import (
+    PATIENCE_SECONDS,
+    LinkAddress,
+    address_of,
+    make_receiver,
+    pack_and_send,
+    value_of,
+    version,
+)
 from weightcast.trainer.packer import Packer
-from weightcast.transports.ipc import IpcReceiver
 
 pytestmark = pytest.mark.gpu
 
@@ -29,11 +37,12 @@ def _value(number: int, index: int) -> int:
     return value_of(number, index) % 128
 
 
-def receive_on_gpu(pipe: multiprocessing.connection.Connection, address: str, peer: str, staged: bool) -> None:
+def receive_on_gpu(pipe: multiprocessing.connection.Connection, address: LinkAddress, peer: str, staged: bool) -> None:
     """Load each update into tensors on the GPU; report what bucket was loaded, then whether all values are right."""
     layout = Layout(MANIFEST)
     device = torch.device("cpu" if staged else "cuda")
-    receiver = IpcReceiver(address, peer=peer, run=RUN, deadline_seconds=PATIENCE_SECONDS)
+    stack = contextlib.ExitStack()
+    receiver = make_receiver(stack, address, peer, device=torch.device("cuda"))
     weights = [torch.zeros(512, 1024, dtype=torch.bfloat16, device="cuda") for _ in SPECS]
     pipe.send("connected")
     while (number := pipe.recv()) is not None:
@@ -50,7 +59,7 @@ def receive_on_gpu(pipe: multiprocessing.connection.Connection, address: str, pe
             pipe.send(bucket.index)
         pipe.send(all(bool((w == _value(number, i)).all()) for i, w in enumerate(weights)))
         receiver.end()
-    receiver.close()
+    stack.close()
     layout.forget_views()
 
 
@@ -61,8 +70,8 @@ def test_two_processes_on_one_gpu(ipc_ends: Ends, staged: bool) -> None:
     weights = {spec.name: torch.zeros(512, 1024, dtype=torch.bfloat16, device="cuda:0") for spec in SPECS}
     packer, stream = Packer(Layout(MANIFEST), TensorSource(weights).regions()), torch.cuda.Stream()
     with (
-        Child(receive_on_gpu, sender.address, "a", staged) as a,
-        Child(receive_on_gpu, sender.address, "b", staged) as b,
+        Child(receive_on_gpu, address_of(sender, "ipc://"), "a", staged) as a,
+        Child(receive_on_gpu, address_of(sender, "ipc://"), "b", staged) as b,
     ):
         for child in (a, b):
             assert child.hear() == "connected"
@@ -96,8 +105,8 @@ def test_a_lost_process_does_not_hold_the_others_up(ipc_ends: Ends, how: str) ->
         weight.fill_(_value(1, index))
     packer = Packer(Layout(MANIFEST), TensorSource(weights).regions())
     with (
-        Child(receive_on_gpu, sender.address, "victim", False) as victim,
-        Child(receive_on_gpu, sender.address, "lively", False) as lively,
+        Child(receive_on_gpu, address_of(sender, "ipc://"), "victim", False) as victim,
+        Child(receive_on_gpu, address_of(sender, "ipc://"), "lively", False) as lively,
     ):
         for child in (victim, lively):
             assert child.hear() == "connected"

@@ -30,8 +30,16 @@ from weightcast.format.plan import plan
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.host.device_memory import DeviceMemory
-from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, check, send, version
-from weightcast.transports.ipc import IpcReceiver, IpcSender
+from weightcast.testing.transport_kit import (
+    PATIENCE_SECONDS,
+    LinkAddress,
+    address_of,
+    check,
+    make_receiver,
+    make_sender,
+    send,
+    version,
+)
 from weightcast.transports.ipc.cuda import MappedCudaArena, OwnedCudaArena
 from weightcast.transports.ipc.records import CudaArena
 
@@ -60,7 +68,7 @@ def gpu_ends(gpu: LazyGpu, ipc_ends: Ends) -> Ends:
     return ipc_ends
 
 
-def receive(pipe: multiprocessing.connection.Connection, address: str, peer: str, what: str = "") -> None:
+def receive(pipe: multiprocessing.connection.Connection, address: LinkAddress, peer: str, what: str = "") -> None:
     """Take part in one update for each number that comes; report each bucket once it was checked, and the outcome.
 
     `what`: "writes" into its second bucket. After each report, wait for a word before going on. At the end, say
@@ -68,7 +76,8 @@ def receive(pipe: multiprocessing.connection.Connection, address: str, peer: str
     """
     with LazyGpu() as gpu:
         gpu.libcuda.supports_read_only = what != "old driver"
-        receiver = IpcReceiver(address, peer=peer, run=RUN, deadline_seconds=PATIENCE_SECONDS)
+        stack = contextlib.ExitStack()
+        receiver = make_receiver(stack, address, peer)
         pipe.send("connected")
         while (number := pipe.recv()) is not None:
             bucket = None
@@ -90,7 +99,7 @@ def receive(pipe: multiprocessing.connection.Connection, address: str, peer: str
                 pipe.send(type(exc).__name__)
             del bucket
             receiver.end()
-        receiver.close()
+        stack.close()
         del receiver
         gpu.synchronize(gpu.device)
         gc.collect()
@@ -99,8 +108,9 @@ def receive(pipe: multiprocessing.connection.Connection, address: str, peer: str
 
 def publish_one_bucket(pipe: multiprocessing.connection.Connection) -> None:
     with LazyGpu() as gpu:
-        sender = IpcSender(run=RUN, deadline_seconds=PATIENCE_SECONDS, device=gpu.device)
-        pipe.send(sender.address)
+        sender = make_sender(contextlib.ExitStack(), "ipc://", device=gpu.device)
+        pipe.send(address_of(sender, "ipc://"))
+        pipe.recv()
         sender.open(MANIFEST, version(1), peers=["engine"], staged=False)
         send(sender, MANIFEST, 1, 0)
         pipe.send("sent")
@@ -108,7 +118,7 @@ def publish_one_bucket(pipe: multiprocessing.connection.Connection) -> None:
 
 
 def joined(children: contextlib.ExitStack, sender: Any, peer: str, what: str = "", number: int = 1) -> Child:
-    child = children.enter_context(Child(receive, sender.address, peer, what))
+    child = children.enter_context(Child(receive, address_of(sender, "ipc://"), peer, what))
     assert child.hear() == "connected"
     child.pipe.send(number)
     assert child.hear() == "open"
@@ -192,9 +202,10 @@ def test_a_trainer_that_is_killed_leaves_an_engine_its_bytes_and_nothing_else(
     gpu: LazyGpu, children: contextlib.ExitStack
 ) -> None:
     trainer = children.enter_context(Child(publish_one_bucket))
-    receiver = IpcReceiver(trainer.hear(), peer="engine", run=RUN, deadline_seconds=PATIENCE_SECONDS)
-    with contextlib.closing(receiver):
+    with contextlib.ExitStack() as stack:
+        receiver = make_receiver(stack, trainer.hear(), "engine")
         receiver.open(MANIFEST, version(1), staged=False)
+        trainer.pipe.send("connected")
         assert trainer.hear() == "sent"
         buckets = iter(receiver)
         bucket = next(buckets)
@@ -298,7 +309,8 @@ def test_the_trainer_goes_on_in_new_memory_after_a_release(
         receiver.end()
         assert len(gpu.libcuda.mapped) == 2
         sender.release()
-        assert any(_is_clean(gpu) for _ in Deadline(PATIENCE_SECONDS).polls(0.001, 0.01)), "the engine hears of it"
+        receiver.release()
+        assert any(_is_clean(gpu) for _ in Deadline(PATIENCE_SECONDS).polls(0.001, 0.01)), "it is the trainer's"
 
 
 def _is_clean(gpu: LazyGpu) -> bool:

@@ -9,10 +9,19 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast import registry
 from weightcast.errors import WeightcastError
 from weightcast.host.deadline import Deadline
-from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Background, numbered, read_all, send, version
+from weightcast.testing.transport_kit import (
+    PATIENCE_SECONDS,
+    Background,
+    address_of,
+    make_receiver,
+    make_sender,
+    numbered,
+    read_all,
+    send,
+    version,
+)
 
 PEERS = ("a", "b")
 
@@ -25,7 +34,6 @@ class Step:
     num_sent: int
     staged: bool
     event: str
-    same_number: bool
 
 
 STEPS = st.lists(
@@ -35,7 +43,6 @@ STEPS = st.lists(
         num_sent=st.integers(0, 5),
         staged=st.booleans(),
         event=st.sampled_from(["none", "none", "abort", "end", "disconnect", "reconnect"]),
-        same_number=st.booleans(),
     ),
     min_size=1,
     max_size=6,
@@ -47,19 +54,16 @@ class Run:
 
     def __init__(self, scheme: str, stack: contextlib.ExitStack) -> None:
         self._stack = stack
-        self._pair = registry.transport(f"{scheme}://")
-        self._sender = self._pair.sender(f"{scheme}://", run=RUN, deadline_seconds=PATIENCE_SECONDS)
-        stack.callback(self._sender.close)
+        self._url = f"{scheme}://"
+        self._sender = make_sender(stack, self._url)
         self._receivers = {peer: self._connect(peer) for peer in PEERS}
         self._number = 0
 
     def _connect(self, peer: str) -> Any:
-        receiver = self._pair.receiver(self._sender.address, peer=peer, run=RUN, deadline_seconds=PATIENCE_SECONDS)
-        self._stack.callback(receiver.close)
-        return receiver
+        return make_receiver(self._stack, address_of(self._sender, self._url), peer)
 
     def play(self, step: Step) -> Any:
-        self._number += not step.same_number
+        self._number += 1
         manifest, number = numbered(step.num_buckets, 512), self._number
         readers = {}
         for peer, receiver in self._receivers.items():
@@ -91,7 +95,6 @@ class Run:
             self._receivers["a"].close()
             self._receivers["a"] = self._connect("a")
         if event != "none" and "a" in readers:
-            # By reference it is heard at once, from another process a little later.
             polls = Deadline(PATIENCE_SECONDS).polls(0.0001, 0.01)
             assert event == "abort" or any("a" in self._sender.failures for _ in polls)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 import re
 import signal
@@ -23,15 +22,15 @@ from weightcast.errors import ClosedError, PeerDiedError, PeerTimeoutError, Upda
 from weightcast.testing.transport_kit import (
     PATIENCE_SECONDS,
     Background,
+    address_of,
     check,
+    make_receiver,
     numbered,
     read_all,
     send,
     send_all,
     version,
 )
-from weightcast.transports import sending
-from weightcast.transports.ipc import IpcReceiver
 
 MODES = pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])
 NUM_BUCKETS = 6
@@ -48,7 +47,7 @@ def test_a_killed_receiver_is_named_and_the_others_go_on(
     ipc_ends: Ends, children: contextlib.ExitStack, staged: bool
 ) -> None:
     sender, manifest = ipc_ends.sender(), numbered(NUM_BUCKETS)
-    victim = children.enter_context(Child(receive, sender.address, "victim", staged, NUM_BUCKETS))
+    victim = children.enter_context(Child(receive, address_of(sender, "ipc://"), "victim", staged, NUM_BUCKETS))
     lively = ipc_ends.receiver(sender, "lively")
     assert victim.hear() == "connected"
     for number in (1, 2):
@@ -73,7 +72,7 @@ def test_a_stopped_receiver_is_dropped_and_never_sees_other_bytes(
     ipc_ends: Ends, children: contextlib.ExitStack, staged: bool
 ) -> None:
     sender, manifest = ipc_ends.sender(deadline_seconds=1.0), numbered(NUM_BUCKETS)
-    victim = children.enter_context(Child(receive, sender.address, "victim", staged, NUM_BUCKETS))
+    victim = children.enter_context(Child(receive, address_of(sender, "ipc://"), "victim", staged, NUM_BUCKETS))
     lively = ipc_ends.receiver(sender, "lively")
     assert victim.hear() == "connected"
     victim.pipe.send(1)
@@ -101,7 +100,7 @@ def test_a_stopped_receiver_is_dropped_and_never_sees_other_bytes(
 
 def test_a_receiver_that_was_dropped_comes_back_by_connecting(ipc_ends: Ends, children: contextlib.ExitStack) -> None:
     sender, manifest = ipc_ends.sender(deadline_seconds=0.5), numbered(NUM_BUCKETS)
-    victim = children.enter_context(Child(receive, sender.address, "engine", False, NUM_BUCKETS))
+    victim = children.enter_context(Child(receive, address_of(sender, "ipc://"), "engine", False, NUM_BUCKETS))
     assert victim.hear() == "connected"
     victim.pipe.send(1)
     assert victim.hear() == "open"
@@ -131,8 +130,10 @@ def test_a_killed_sender_wakes_its_receivers_and_leaves_nothing(
     publisher = children.enter_context(Child(publish_one_bucket, staged))
     pids = {str(os.getpid()), str(publisher.process.pid)}
     address = publisher.hear()
-    with contextlib.closing(IpcReceiver(address, peer="engine", run=version(1).run)) as receiver:
+    with contextlib.ExitStack() as stack:
+        receiver = make_receiver(stack, address, "engine")
         receiver.open(manifest, version(1), staged=staged)
+        publisher.pipe.send("connected")
         buckets = iter(receiver)
         held = next(buckets)
         assert publisher.hear() == "sent"
@@ -142,11 +143,11 @@ def test_a_killed_sender_wakes_its_receivers_and_leaves_nothing(
             following.result()
         check(held, manifest, 1)
         with pytest.raises(PeerDiedError):
-            IpcReceiver(address, peer="engine", run=version(1).run)
+            make_receiver(stack, address, "engine")
     # Named shared memory says which process made it: other programs of this host come and go, and so do earlier tests.
     made = set(os.listdir("/dev/shm")) - before
     assert not [name for name in made if pids & set(re.split(r"\D+", name))]
-    assert address.removeprefix("ipc://") not in Path("/proc/net/unix").read_text()
+    assert address.link.removeprefix("unix:@") not in Path("/proc/net/unix").read_text()
 
 
 def test_a_forked_child_does_not_keep_connections_up(ipc_ends: Ends) -> None:
@@ -190,17 +191,16 @@ def _usage() -> tuple[Counter[str], int, int]:
 
 
 def test_closing_ends_the_wait_of_another_thread(ipc_ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A keep-alive that is due would end the wait as well.
-    monkeypatch.setattr(sending, "_MAX_SIGN_SECONDS", math.inf)
     sender: Any = ipc_ends.sender(6 * PATIENCE_SECONDS)
     manifest, is_waiting, wait = numbered(NUM_BUCKETS), threading.Event(), sender.condition.wait
+    ipc_ends.receiver(sender, "silent")
 
     def waiting(seconds: float) -> None:
         is_waiting.set()
         wait(seconds)
 
     monkeypatch.setattr(sender.condition, "wait", waiting)
-    waits = Background(lambda: sender.open(manifest, version(1), peers=["absent"], staged=True))
+    waits = Background(lambda: sender.open(manifest, version(1), peers=["silent"], staged=True))
     assert is_waiting.wait(PATIENCE_SECONDS)
     Background(sender.close).result()
     with pytest.raises(ClosedError):

@@ -14,7 +14,7 @@ import torch
 from pretended.lazy_gpu import LazyGpu, LazyTensor
 from pretended.lazy_nccl import LazyNccl
 
-from weightcast import process_group, registry
+from weightcast import process_group
 from weightcast.errors import PeerDiedError, PeersLostError, PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.plan import plan
@@ -22,10 +22,21 @@ from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.integrations.sglang.stock.group import StockGroup
 from weightcast.process_group import Broadcast, ProcessGroup, join_store, serve_store
-from weightcast.testing.transport_kit import RUN, Background, Reader, RecoveringSender, send, value_of, version
+from weightcast.testing.transport_kit import (
+    Background,
+    Reader,
+    RecoveringSender,
+    address_of,
+    make_receiver,
+    make_sender,
+    send,
+    value_of,
+    version,
+)
 from weightcast.transports.collective.sender import CollectiveSender
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
+URL = "nccl://127.0.0.1:0"
 PATIENCE_SECONDS = 20.0
 SHORT_SECONDS = 0.3
 MANIFEST = plan([TensorSpec(f"t{number}", "uint8", (4096,)) for number in range(8)], 4096)
@@ -38,18 +49,14 @@ class Hall:
         self.gpu, self.nccl, self.stack = gpu, nccl, stack
 
     def sender(self, deadline_seconds: float = PATIENCE_SECONDS) -> CollectiveSender:
-        sender = CollectiveSender(
-            "nccl://127.0.0.1:0", run=RUN, device=self.gpu.device, deadline_seconds=deadline_seconds
+        sender: CollectiveSender = make_sender(
+            self.stack, URL, device=self.gpu.device, deadline_seconds=deadline_seconds
         )
-        self.stack.callback(sender.close)
         return sender
 
     def receiver(self, sender: CollectiveSender, peer: str) -> Any:
-        receiver = registry.transport(sender.address).receiver(
-            sender.address, run=RUN, peer=peer, device=self.gpu.device, deadline_seconds=PATIENCE_SECONDS
-        )
-        self.stack.callback(receiver.close)
-        return receiver
+        address = address_of(sender, URL)
+        return make_receiver(self.stack, address, peer, device=self.gpu.device, deadline_seconds=PATIENCE_SECONDS)
 
     def member(self, rank: int) -> Any:
         return next(group for group in self.nccl.groups if group.rank == rank)
@@ -159,7 +166,7 @@ def test_an_update_of_no_buckets_leaves_the_group_as_it_is(hall: Hall) -> None:
         receiver.end()
         receiver.open(plan([], 4096), version(number + 1), staged=False)
         sender.open(plan([], 4096), version(number + 1), peers=["a"], staged=False)
-        wait_until(lambda: receiver._incoming.begin.num_buckets == 0)
+        wait_until(lambda: receiver._wanted.begin is not None)
         receiver.end()
     assert sender.num_groups == 1
 

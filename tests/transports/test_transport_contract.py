@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from weightcast import registry
@@ -22,11 +20,13 @@ from weightcast.seams.transport import Bucket, Receiver
 from weightcast.testing import TransportContract
 from weightcast.testing.transport_kit import (
     OTHER_RUN,
-    RUN,
     SHORT_SECONDS,
     Background,
     Reader,
+    address_of,
     check,
+    make_receiver,
+    make_sender,
     numbered,
     read_all,
     send,
@@ -161,9 +161,6 @@ class SameHostContract(TransportContract):
         send_all(sender, manifest, 1)
         with pytest.raises(ValueError, match="bucket 2"):
             sender.buffer(2)
-        make_sender: Any = registry.transport(self.url).sender
-        with pytest.raises(ValueError, match="num_slots"):
-            make_sender(self.url, run=RUN, device=self.device, deadline_seconds=SHORT_SECONDS, num_slots=0)
         with pytest.raises((StaleVersionError, PeerDiedError), match="run"):
             self.receiver(sender, run=OTHER_RUN)
         with pytest.raises(UpdateAbortedError, match="open"):
@@ -171,14 +168,19 @@ class SameHostContract(TransportContract):
 
     def test_addresses(self) -> None:
         sender = self.sender()
-        make = type(self.receiver(sender))
-        assert sender.address.startswith(self.url)
-        with pytest.raises((PeerDiedError, ManifestError)):
-            make(sender.address + "0", peer="a", run=RUN)
-        with pytest.raises((ValueError, ManifestError), match="address"):
-            make("file:///tmp", peer="a", run=RUN)
-        with pytest.raises(ValueError, match="by itself"):
-            registry.transport(self.url).sender(f"{self.url}name", run=RUN)
+        address = address_of(sender, self.url)
+        with pytest.raises(PeerDiedError, match="no publisher answers"):
+            make_receiver(self.stack, address._replace(link=f"{address.link}0"), "a")
+        with pytest.raises(PeerDiedError, match="another run"):
+            make_receiver(self.stack, address._replace(secret="0" * 64), "a")
+        with pytest.raises(ValueError, match="pass"):
+            make_sender(self.stack, f"{self.url}name")
+
+    def test_a_receiver_without_a_link_is_refused(self) -> None:
+        """As of a follower, which no publisher has connected."""
+        make = registry.transport(self.url).receiver
+        with pytest.raises(ValueError, match="needs the link"):
+            make(self.url, run="", peer="a", link=None, device=self.device, deadline_seconds=SHORT_SECONDS)
 
 
 class TestMemory(SameHostContract):

@@ -50,7 +50,8 @@ class InitInfo(msgspec.Struct, frozen=True):
     `secret` is presented on the link, and in the publisher's offers, seals and aborts, so that strangers are refused.
     `token` is for engines whose control routes have none of their own (vLLM): the workers compare it with theirs.
     `deadline_seconds` is the publisher's: how long each of its steps may take.
-    `transport` is the address of origin 0's sender, `origins` those of the other origins' senders, in order.
+    `transport` is the address of the sender; `origins` are the links of the other origins' senders, in order, which
+    have the same secret.
     """
 
     run: RunId
@@ -67,9 +68,7 @@ class InitInfo(msgspec.Struct, frozen=True):
     origins: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_ORIGINS)] = ()
 
     def __repr__(self) -> str:
-        # A transport's address may end in a secret of its own.
-        transport = "/".join(self.transport.split("/")[:3])
-        return f"InitInfo(run={self.run!r}, engine={self.engine!r}, transport={transport!r}, link={self.link!r})"
+        return f"InitInfo(run={self.run!r}, engine={self.engine!r}, transport={self.transport!r}, link={self.link!r})"
 
 
 class LocalRanks(msgspec.Struct, frozen=True):
@@ -244,8 +243,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):
         return f"Hello(run={self.run!r}, engine={self.engine!r}, engine_rank={self.engine_rank})"
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", tag_field="kind"):
-    """Publisher to worker: the lease goes on."""
+class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat", tag_field="kind"):
+    """Publisher to worker: the lease goes on. `waits`: since the last one, the publisher has waited for a peer."""
+
+    waits: bool = False
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, tag="release_memory", tag_field="kind"):

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 cuda: Any = torch.cuda
 """The module torch.cuda, which `tests/pretended` replaces by a GPU without hardware."""
 
+POLL_SECONDS = 0.0005
+"""How often a GPU is asked whether something on it is over."""
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
 _INVALID_CONTEXT = 201

@@ -1,17 +1,20 @@
-"""A worker's connection to its publisher, from both ends: hello, verdicts, heartbeats. If it ends, the peer has gone.
+"""A worker's connection to its publisher, from both ends: hello, verdicts, heartbeats, a transport's records.
 
-A thread that waits for a message reads the link itself; a thread of the link reads while nobody waits.
+If it ends, the peer has gone. A thread that waits for a message reads the link itself; a thread of the link reads while
+nobody waits.
 
-Frames are a 4-byte big-endian length and one JSON record: of `format.messages`, or of a transport that keeps a link of
-its own. Invariants: nothing but a Hello with the run's secret opens a link; a link that ends (EOF, garbage, or silence
-past the lease) is closed for good and wakes every thread that waits on it; no wait is without a deadline.
+Frames are a 4-byte big-endian length and one JSON record: of `format.messages`, or of the transport that the link was
+handed to (`carry`). Invariants: nothing but a Hello with the run's secret opens a link; a link that ends (EOF, garbage,
+or silence past the lease) is closed for good and wakes every thread that waits on it; no wait is without a deadline.
 Addresses: `unix:@NAME` (abstract, one host, same user only) or `tcp:HOST:PORT`.
 """
 
 from __future__ import annotations
 
 import array
+import collections
 import contextlib
+import errno
 import hmac
 import logging
 import os
@@ -37,9 +40,19 @@ from weightcast.errors import (
     malformed,
 )
 from weightcast.format.manifest import PROTOCOL, decode, encode
-from weightcast.format.messages import MAX_LINK_MESSAGE_BYTES, Failed, Heartbeat, Hello, LinkMessage
+from weightcast.format.messages import (
+    MAX_LINK_MESSAGE_BYTES,
+    Accepted,
+    Failed,
+    Heartbeat,
+    Hello,
+    Installed,
+    LinkMessage,
+    Received,
+    ReleaseMemory,
+)
 from weightcast.host.closing import awaited_at_exit, close_in_child, on_failure
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import GRACE_SECONDS, Deadline
 from weightcast.host.descriptors import ACCEPT_RETRY_SECONDS, AcceptLog, shortage, shortage_now
 
 logger = logging.getLogger(__name__)
@@ -47,10 +60,9 @@ logger = logging.getLogger(__name__)
 _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")
 _READ_BYTES = 1 << 16
-_HELLO_SECONDS = 10.0
 _MAX_STRANGERS = 128
-_LOST_HOST_SECONDS = 30.0
 _ASK_SECONDS = 0.5
+_BEATS_PER_LEASE = 4
 _LINGER_SECONDS = 0.1
 """For so long after a wait the background thread leaves the sockets to the thread that waited: it comes back for the
 next bucket, and reads what has come by then."""
@@ -61,9 +73,10 @@ _ONE_HOST = (
 )
 
 M = TypeVar("M", bound=msgspec.Struct)
+_VERDICTS = (Accepted, Received, Installed, Failed)
 
 
-def _ignore(what: object) -> None:
+def _ignore(*_: object) -> None:
     """Ignore a message that nobody asked for, or an event or the end of a link that was closed."""
 
 
@@ -147,11 +160,18 @@ class ReadingCondition(threading.Condition):
         self._is_polled_in_background = False
         self._is_closed = False
         self._waited_at = 0.0
-        """When a thread other than the background one waited last."""
+        """When a thread other than the background one waited last, or looked at what has come."""
+        self._num_waiting = 0
         self._alert = threading.Event()
+
+    @property
+    def attended_at(self) -> float:
+        """When a thread other than the background one waited or read last; now, if one waits."""
+        return time.monotonic() if self._num_waiting else self._waited_at
 
     def read(self) -> None:
         """Read what has come by now. Does not wait; the caller holds the condition. Not to be called in `on_ready`."""
+        self._waited_at = time.monotonic()
         if not self._is_closed and (events := self.poller.poll(0)):
             # The wake-up is left for the thread that polls.
             self.on_ready(events)
@@ -159,20 +179,21 @@ class ReadingCondition(threading.Condition):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until something is read, or to be notified; may return earlier. The caller holds the condition once."""
-        self._waited_at = time.monotonic()
-        if self._is_closed or self._is_polled:
-            if self._is_polled_in_background:
-                os.eventfd_write(self._wake, 1)
-            return super().wait(timeout)
+        self._num_waiting += 1
         try:
+            if self._is_closed or self._is_polled:
+                if self._is_polled_in_background:
+                    os.eventfd_write(self._wake, 1)
+                return super().wait(timeout)
             self._poll(timeout)
+            return True
         finally:
+            self._num_waiting -= 1
             self._waited_at = time.monotonic()
-        return True
 
     def wait_unattended(self, seconds: float) -> None:
         """Wait in the one background thread, at most that long. The caller holds the condition once."""
-        if self._is_polled or time.monotonic() < self._waited_at + _LINGER_SECONDS:
+        if self._is_polled or time.monotonic() < self.attended_at + _LINGER_SECONDS:
             # Not on the condition, which is notified of every record.
             self.release()
             try:
@@ -234,82 +255,100 @@ class WorkerLink:
     """The worker's end. `on_end(reason)` is called once, from the link's own thread, when the publisher has gone:
     its process ended, it closed the link, or nothing came for `lease_seconds`. Not called after `close`.
 
-    `on_message(message)` is called for everything but heartbeats, by any thread that waits on the condition, which it
-    holds then, or by the link's own: it must not wait.
+    `on_release()` is called for each ReleaseMemory, and a transport's `on_record` (see `carry`) for each record of its,
+    by any thread that waits on the condition, which it holds then, or by the link's own: they must not wait.
     """
 
     def __init__(
         self,
         address: str,
-        hello: Hello,
         *,
         lease_seconds: float,
-        on_end: Callable[[str], None],
-        on_message: Callable[[Any], None] = _ignore,
-        messages: Any = LinkMessage,
-        connect_seconds: float = 30.0,
-        condition: ReadingCondition | None = None,
+        deadline_seconds: float,
+        on_end: Callable[[str], None] | None = None,
+        on_release: Callable[[], None] = _ignore,
     ) -> None:
-        """Connect and say hello. `connect_seconds`: also how long a message waits for room. `condition`: what the link
-        is read under, which it closes; by default one of its own.
-
-        Raises PeerDiedError if no process accepts at `address`.
-        """
+        """Connects to nothing yet. `deadline_seconds`: of connecting, and how long a message waits for room."""
+        self.address = address
+        self.condition = ReadingCondition()
+        """Held while records are handed out; closed with the link."""
+        self.worked_at = 0.0
+        """When the publisher sent a record last, or said that it waits for another peer."""
+        self.over = ""
+        """Why nothing is read any more, or empty; `on_end` follows."""
         self._lease_seconds = lease_seconds
-        self._room_seconds = min(lease_seconds, connect_seconds)
-        self._on_end = on_end
-        self._on_message = on_message
-        self._frames = Frames(messages)
+        self._deadline_seconds = deadline_seconds
+        self._on_end: Callable[[str], None] = on_end or _ignore
+        self._on_release = on_release
+        self._on_record: Callable[[Any], None] = _ignore
+        self._frames = Frames()
         self._sending = threading.Lock()
         self._closed = False
         self._is_welcome = False
-        self._heard_at = time.monotonic()
-        self.over = ""
-        """Why nothing is read any more, or empty; `on_end` follows."""
+        self._heard_at = 0.0
         self._descriptor: int | None = None
-        self._condition = condition or ReadingCondition()
-        with on_failure(self._condition.close):
-            try:
-                self._sock = connect(address, connect_seconds)
-                with on_failure(self._sock.close):
-                    self._sock.setblocking(False)
-                    self.send(hello)
-            except OSError as exc:
-                if short := shortage(exc):
-                    raise WeightcastError(f"the link to the publisher at {address} can't be opened: {short}") from exc
-                where = _ONE_HOST if address.startswith("unix:") else ""
-                raise PeerDiedError(f"no publisher answers at {address}: {exc}{where}", peer="trainer") from exc
-        self._condition.on_ready = self._read
-        self._condition.poller.register(self._sock, select.EPOLLIN)
+        self._sock: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    def carry(self, messages: Any, on_record: Callable[[Any], None]) -> None:
+        """Take records of the union `messages` from the publisher, too. Called before `open`."""
+        self._frames, self._on_record = Frames(LinkMessage | messages), on_record
+
+    def open(self, hello: Hello) -> None:
+        """Connect and say hello. Raises PeerDiedError if no process accepts at the address, or this was closed."""
+        try:
+            if self._closed:
+                raise OSError(errno.ENOTCONN, "this end was closed")
+            sock = connect(self.address, self._deadline_seconds)
+            with on_failure(sock.close):
+                sock.setblocking(False)
+                self._sock = sock
+                self.send(hello)
+        except OSError as exc:
+            if short := shortage(exc):
+                raise WeightcastError(f"the link to the publisher at {self.address} can't be opened: {short}") from exc
+            where = _ONE_HOST if self.address.startswith("unix:") else ""
+            raise PeerDiedError(f"no publisher answers at {self.address}: {exc}{where}", peer="trainer") from exc
+        self._heard_at = self.worked_at = time.monotonic()
+        self.condition.on_ready = self._read
+        self.condition.poller.register(sock, select.EPOLLIN)
         self._thread = awaited_at_exit(self._watch, "weightcast-link")
+
+    @property
+    def is_open(self) -> bool:
+        """True once it was opened, also when it has ended since."""
+        return self._thread is not None
 
     @property
     def local_host(self) -> str:
         """The address of this host that reaches the publisher; empty for a Unix socket."""
-        name = self._sock.getsockname()
-        return str(name[0]) if isinstance(name, tuple) else ""
+        name = () if self._sock is None else self._sock.getsockname()
+        return str(name[0]) if name and isinstance(name, tuple) else ""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one message. Raises OSError if the publisher has gone, or takes nothing for `connect_seconds`."""
-        data = memoryview(frame(message))
+        """Send one message. Raises OSError if the publisher has gone, or takes nothing for the deadline."""
+        data, sock = memoryview(frame(message)), self._sock
+        if sock is None:
+            raise OSError(errno.ENOTCONN, f"the link to {self.address} is not open")
         with self._sending:
             while data:
                 try:
-                    data = data[self._sock.send(data) :]
+                    data = data[sock.send(data) :]
                 except BlockingIOError:
                     poll = select.poll()
-                    poll.register(self._sock, select.POLLOUT)
-                    if not poll.poll(self._room_seconds * 1000):
-                        raise TimeoutError(f"the publisher took nothing for {self._room_seconds:g} s") from None
+                    poll.register(sock, select.POLLOUT)
+                    if not poll.poll(self._deadline_seconds * 1000):
+                        raise TimeoutError(f"the publisher took nothing for {self._deadline_seconds:g} s") from None
 
-    def await_welcome(self, timeout_seconds: float) -> None:
+    def await_welcome(self) -> None:
         """Wait until the publisher knows of this link. Raises PeerDiedError, PeerTimeoutError."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._is_welcome or self.over, timeout_seconds)
+        with self.condition:
+            self.condition.wait_for(lambda: self._is_welcome or self.over, self._deadline_seconds)
         if self.over and not self._is_welcome:
             raise PeerDiedError("the publisher ended the link at once: it may be of another run", peer="trainer")
         if not self._is_welcome:
-            raise PeerTimeoutError(f"no sign of the publisher {timeout_seconds:g} s after a hello", peer="trainer")
+            what = f"no sign of the publisher {self._deadline_seconds:g} s after a hello"
+            raise PeerTimeoutError(what, peer="trainer")
 
     @property
     def silent_seconds(self) -> float:
@@ -319,6 +358,8 @@ class WorkerLink:
     @property
     def has_ended(self) -> bool:
         """True once the publisher has closed the link; `on_end` may not have been called yet."""
+        if self._sock is None:
+            return False
         poll = select.poll()
         try:
             poll.register(self._sock, select.POLLRDHUP)
@@ -326,14 +367,10 @@ class WorkerLink:
             return True
         return bool(poll.poll(0))
 
-    def read(self) -> None:
-        """Hand out what has come by now, without waiting. The caller holds the condition."""
-        self._condition.read()
-
     def pop_descriptor(self) -> int | None:
         """The descriptor that came last over a Unix socket, once, to be closed by the caller; None if none did.
 
-        It comes with the message that is being handed out, so that this is to be called in `on_message`.
+        It comes with the message that is being handed out, so that this is to be called in `on_record`.
         """
         descriptor, self._descriptor = self._descriptor, None
         return descriptor
@@ -341,33 +378,35 @@ class WorkerLink:
     def leave(self) -> None:
         """End the link, by which the publisher knows that this end has gone. Does not wait; from any thread."""
         self._closed = True
-        _shut_down(self._sock)
+        if self._sock is not None:
+            _shut_down(self._sock)
 
     def close(self) -> None:
-        """Leave and free everything. Idempotent; from any thread, but not in `on_message`."""
+        """Leave and free everything. Idempotent; from any thread, but not in a callback for what was read."""
         self.leave()
-        with self._condition:
+        with self.condition:
             self._end("it was closed")
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=10)
-        self._condition.close()
-        self._sock.close()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join(GRACE_SECONDS)
+        self.condition.close()
+        if self._sock is not None:
+            self._sock.close()
         self._keep_descriptor(None)
         # They refer to the link's owner, which refers to the link: it would live on until a collection.
-        self._on_end = self._on_message = _ignore
+        self._on_end = self._on_release = self._on_record = _ignore
 
     def _watch(self) -> None:
-        with self._condition:
+        with self.condition:
             while not self.over:
                 remaining = self._lease_seconds - self.silent_seconds
                 if remaining > 0:
-                    self._condition.wait_unattended(remaining)
+                    self.condition.wait_unattended(remaining)
                     continue
                 # Only after a look at what has come: it may be this process that stood still.
-                self._condition.read()
+                self.condition.read()
                 if self.silent_seconds >= self._lease_seconds:
                     self._end(f"no heartbeat of the publisher for {self._lease_seconds:g} s")
-        if not self._closed:
+        if not self._closed and self._sock is not None:
             # A publisher that wakes up learns from it that this end has gone.
             _shut_down(self._sock)
             self._on_end(self.over)
@@ -377,9 +416,10 @@ class WorkerLink:
         if self.over:
             return
         self.over = reason
-        with contextlib.suppress(OSError, ValueError):  # In a child that was forked it was closed already.
-            self._condition.poller.unregister(self._sock)
-        self._condition.alert()
+        if self._sock is not None and self._thread is not None:
+            with contextlib.suppress(OSError, ValueError):  # In a child that was forked it was closed already.
+                self.condition.poller.unregister(self._sock)
+        self.condition.alert()
 
     def _read(self, events: list[tuple[int, int]]) -> None:
         try:
@@ -391,8 +431,12 @@ class WorkerLink:
                 self._heard_at = time.monotonic()
                 self._is_welcome = True
                 for message in self._frames.feed(data):
-                    if not isinstance(message, Heartbeat):
-                        self._on_message(message)
+                    if not isinstance(message, Heartbeat) or message.waits:
+                        self.worked_at = self._heard_at
+                    if isinstance(message, ReleaseMemory):
+                        self._on_release()
+                    elif not isinstance(message, Heartbeat):
+                        self._on_record(message)
         except BlockingIOError:
             return
         except Exception as exc:
@@ -400,6 +444,7 @@ class WorkerLink:
             self._end(f"the link broke: {shortage(exc) or exc}")
 
     def _receive(self) -> bytes:
+        assert self._sock is not None
         if self._sock.family != socket.AF_UNIX:
             return self._sock.recv(_READ_BYTES)
         # More descriptors than one at once are closed by the kernel.
@@ -431,7 +476,9 @@ class Link:
         self._sock = sock
         self._condition = condition
         self._frames = Frames(messages)
-        self._messages: list[Any] = []
+        self._verdicts: list[Any] = []
+        self.records = collections.deque[Any]()
+        """Records of the worker's end of the transport that the sender has not taken in yet."""
         self.ended = ""
         """Why the link ended, or empty."""
         self.has_left = False
@@ -465,7 +512,7 @@ class Link:
         """The first message of this kind or Failed about this version; None if the link or the time ends first."""
 
         def find() -> M | Failed | None:
-            for message in self._messages:
+            for message in self._verdicts:
                 if isinstance(message, (kind, Failed)) and getattr(message, "version", None) == version:
                     return message
             return None
@@ -478,14 +525,13 @@ class Link:
         """Return the errors that the worker has reported for this version, without waiting."""
         with self._condition:
             self._condition.read()
-            found = [message for message in self._messages if isinstance(message, Failed)]
+            found = [message for message in self._verdicts if isinstance(message, Failed)]
         return [message.error for message in found if message.version == version]
 
-    def pop_messages(self) -> list[Any]:
-        """Every message since the last `pop_messages`, in order, without waiting."""
+    def forget_verdicts(self) -> None:
+        """Drop what the worker has said of versions so far."""
         with self._condition:
-            messages, self._messages = self._messages, []
-        return messages
+            self._verdicts.clear()
 
     def send(self, message: msgspec.Struct) -> None:
         """Send one small message, without waiting. A worker that has no room for it reads no more: the link ends."""
@@ -499,8 +545,11 @@ class Link:
         """
         with self._condition:
             try:
-                rights = () if descriptor is None else (array.array("i", [descriptor]),)
-                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, right) for right in rights]
+                ancillary = (
+                    []
+                    if descriptor is None
+                    else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+                )
                 num_sent = self._sock.sendmsg([data], ancillary, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except OSError:
                 return False
@@ -537,17 +586,17 @@ class LinkListener:
         *,
         host: str | None = None,
         port: int = 0,
-        heartbeat_seconds: float = 5.0,
-        messages: Any = LinkMessage,
+        lease_seconds: float = 20.0,
+        secret: str = "",
     ) -> None:
         """Listen on an abstract Unix socket, or with `host` on a TCP port of that address (0: a free one).
 
-        `messages` is the union of what workers may send. Raises OSError if the address can't be had.
+        `secret`: what a hello must have; by default a new one. Raises OSError if the address can't be had.
         """
         self.run = run
-        self.secret = secrets.token_hex(32)
-        self._heartbeat_seconds = heartbeat_seconds
-        self._messages = messages
+        self.secret = secret or secrets.token_hex(32)
+        self.lease_seconds = lease_seconds
+        self._messages: Any = LinkMessage
         self._links: dict[tuple[str, int], Link] = {}
         self._open_links: dict[int, Link] = {}
         """Also those that have not said hello, by descriptor."""
@@ -566,12 +615,22 @@ class LinkListener:
         self._thread = threading.Thread(target=self._serve, name="weightcast-links", daemon=True)
         self._thread.start()
 
+    def carry(self, messages: Any) -> None:
+        """Take records of the union `messages` from workers, too. Called before any of them is told the address."""
+        self._messages = LinkMessage | messages
+
+    def release_memory(self) -> None:
+        """Have every worker give back memory. One that has no room for the message is stopped: its memory stays."""
+        message = frame(ReleaseMemory())
+        for link in self.links():
+            link.put(message)
+
     def links(self, engine: str | None = None) -> list[Link]:
         """The living links of an engine's workers, by engine rank; None: of all engines."""
         with self.condition:
             self.condition.read()
-            links = [self._links[key] for key in sorted(self._links)]
-            return [link for link in links if not link.ended and engine in (None, link.engine)]
+            found = sorted(self._links.items())
+            return [link for key, link in found if not link.ended and engine in (None, key[0])]
 
     def wait(
         self, engine: str, num_workers: int, deadline_seconds: float, *, ask: Callable[[], None] = lambda: None
@@ -580,21 +639,23 @@ class LinkListener:
 
         `ask` is called now and then meanwhile: it raises if they can't come any more.
         """
-        deadline = Deadline(deadline_seconds)
-        while True:
-            patience = min(deadline.remaining_seconds, _ASK_SECONDS)
+
+        def wait(seconds: float) -> None:
             with self.condition:
-                self.condition.wait_for(lambda: len(self.links(engine)) >= num_workers, patience)
-                links = self.links(engine)
+                self.condition.wait_for(lambda: len(self.links(engine)) >= num_workers, seconds)
+
+        links: list[Link] = []
+        for number, _ in enumerate(Deadline(deadline_seconds).polls(_ASK_SECONDS, _ASK_SECONDS, wait)):
+            links = self.links(engine)
             if len(links) >= num_workers:
                 return links
-            if deadline.has_passed:
-                raise PeerTimeoutError(
-                    f"{len(links)} of {num_workers} workers of {engine} connected to the link "
-                    f"{self.address} within {deadline_seconds:g} s: {shortage_now() or 'can they reach it?'}",
-                    peer=engine,
-                )
-            ask()
+            if number:
+                ask()
+        raise PeerTimeoutError(
+            f"{len(links)} of {num_workers} workers of {engine} connected to the link "
+            f"{self.address} within {deadline_seconds:g} s: {shortage_now() or 'can they reach it?'}",
+            peer=engine,
+        )
 
     def end_links(self, reason: str, engine: str | None = None) -> None:
         """End every link of an engine at once; None: of all engines. The thread goes on until `close`."""
@@ -616,7 +677,7 @@ class LinkListener:
                 while not self._is_closing:
                     now = time.monotonic()
                     if now >= next_beat:
-                        next_beat = now + self._heartbeat_seconds
+                        next_beat = now + self.lease_seconds / _BEATS_PER_LEASE
                         self._beat()
                     if self._accept_at and now >= self._accept_at:
                         self._accept_at = 0.0
@@ -630,12 +691,13 @@ class LinkListener:
             self._listener.close()
 
     def _beat(self) -> None:
-        heartbeat = frame(Heartbeat())
+        now = time.monotonic()
+        heartbeat = frame(Heartbeat(waits=self.condition.attended_at > now - self.lease_seconds / _BEATS_PER_LEASE))
         for link in list(self._open_links.values()):
             if link.engine:
                 # A full buffer means a stopped worker: its deadlines deal with that, not the heartbeat.
                 link.put(heartbeat)
-            elif time.monotonic() - link.opened_at > _HELLO_SECONDS:
+            elif now - link.opened_at > GRACE_SECONDS:
                 self._drop(link, "no hello")
 
     def _read(self, events: list[tuple[int, int]]) -> None:
@@ -662,7 +724,7 @@ class LinkListener:
                 check_same_user(sock)
             else:
                 # A host that vanished without a word is dead once nothing was acknowledged for as long.
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_LOST_HOST_SECONDS * 1000))
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.lease_seconds * 1000))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if len(self._open_links) - len(self._links) >= _MAX_STRANGERS:
                 raise PermissionError("too many connections without a hello")
@@ -672,18 +734,19 @@ class LinkListener:
 
     def _hear(self, link: Link) -> None:
         try:
-            data = link._sock.recv(_READ_BYTES)
-            if not data:
-                raise ConnectionResetError("its process ended or closed it")
-            for message in link._frames.feed(data):
-                self._on_message(link, message)
+            # To its end, if it has one.
+            while True:
+                if not (data := link._sock.recv(_READ_BYTES)):
+                    raise ConnectionResetError("its process ended or closed it")
+                for message in link._frames.feed(data):
+                    self._on_message(link, message)
         except BlockingIOError:
             return
         except (OSError, ManifestError) as exc:
             link.has_left = link.is_alive and isinstance(exc, OSError)
             self._drop(link, str(exc))
 
-    def _on_message(self, link: Link, message: LinkMessage) -> None:
+    def _on_message(self, link: Link, message: Any) -> None:
         if isinstance(message, Hello):
             if message.protocol != PROTOCOL or message.run != self.run or link.engine:
                 raise ManifestError(
@@ -704,8 +767,10 @@ class LinkListener:
             link.put(frame(Heartbeat()))
         elif not link.engine:
             raise ManifestError("the first message was no hello")
+        elif isinstance(message, _VERDICTS):
+            link._verdicts.append(message)
         else:
-            link._messages.append(message)
+            link.records.append(message)
 
     def _drop(self, link: Link, reason: str) -> None:
         link.end(reason)

@@ -27,6 +27,7 @@ import torch
 from weightcast.errors import WeightcastError
 from weightcast.format.bucket import BucketBuffer
 from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.links.link import LinkListener, WorkerLink
 from weightcast.seams.versions import VersionReader, VersionWriter
 
 
@@ -41,14 +42,12 @@ class Bucket:
 class Sender(VersionWriter, Protocol):
     """The publisher's end of a transport. One thread calls it. Every wait inside has a deadline.
 
-    `address` is the URL for receivers, "" for a sender that joins another one. `failures` has the error of each peer
+    `failures` has the error of each peer
     that was lost (that died, stalled or left) since the version was opened. If a loss disturbs others, `open`,
     `buffer` or `send` raises PeersLostError: each time with fewer survivors, or once in a row with the same ones, if
     nobody is to blame for what has broken. With `staged`, what was sent stays readable until every peer has ended the
     update.
     """
-
-    address: str
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]: ...
@@ -124,7 +123,7 @@ class Portion:
 
 
 class Receiver(VersionReader, Protocol):
-    """A worker's end of a transport. It connects when it is made (in the background thread of `init`)."""
+    """A worker's end of a transport. It opens no connection but a collective one its groups: it is handed a link."""
 
     def common_memory(self) -> str:
         """Return where the engine's other ranks here find memory of this end, to read versions into; "" for none."""
@@ -168,19 +167,34 @@ none, the first rank's host, or any host."""
 
 
 class MakeSender(Protocol):
-    """Makes the publisher's end for the URL that the user gave. `run`: the publisher's; `device`: of the weights."""
+    """Makes the publisher's end for the URL that the user gave. `run`: the publisher's; `device`: of the weights.
+
+    `listener`: of the links of the workers that this sender sends to, to which no worker is connected yet.
+    """
+
+    def __call__(
+        self, url: str, *, run: str, listener: LinkListener, device: torch.device, deadline_seconds: float
+    ) -> Sender: ...
+
+
+class MakeJoinedSender(Protocol):
+    """Makes the sender of another origin, which writes where the first one's does; workers don't connect to it."""
 
     def __call__(self, url: str, *, run: str, device: torch.device, deadline_seconds: float) -> Sender: ...
 
 
 class MakeReceiver(Protocol):
-    """Makes a worker's end for a sender's address, connected. Called in a background thread.
+    """Makes a worker's end for a sender's address. Called in a background thread.
 
     `run`: the publisher's, or empty for any, where the transport keeps versions. `peer`: how the sender calls this
-    receiver. `device`: of the engine rank that it works for; the thread's own current device means nothing.
+    receiver. `link`: to that sender, not open yet; None for one that follows versions, without a publisher. `device`:
+    of the engine rank that it works for; the thread's own current device means nothing. `deadline_seconds`: how long
+    nothing of an update may come.
     """
 
-    def __call__(self, url: str, *, run: str, peer: str, device: torch.device, deadline_seconds: float) -> Receiver: ...
+    def __call__(
+        self, url: str, *, run: str, peer: str, link: WorkerLink | None, device: torch.device, deadline_seconds: float
+    ) -> Receiver: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,6 +214,6 @@ class Transport:
     (`host.memory.SharedMemory`), as those of weights on a CPU must. Else each rank has a sender of its own."""
     keeps_versions: bool = False
     """True if its ends are a `VersionWriter` and a `VersionReader` that keep versions for readers that come later."""
-    joined_sender: MakeSender | None = None
-    """Makes the senders of other ranks' origins, where all write to one place. They have no addresses: a receiver gets
-    all from the publishing rank's."""
+    joined_sender: MakeJoinedSender | None = None
+    """Makes the senders of other ranks' origins, where all write to one place. A receiver gets all from the publishing
+    rank's."""

@@ -83,7 +83,9 @@ class Follower(ClosedOnExit):
         self._engine = engine
         # Versions are staged in host memory, also for an engine on a GPU.
         device, deadline_seconds = torch.device("cpu"), install_deadline_seconds
-        self._receiver = transport.receiver(url, run="", peer=label, device=device, deadline_seconds=deadline_seconds)
+        self._receiver = transport.receiver(
+            url, run="", peer=label, link=None, device=device, deadline_seconds=deadline_seconds
+        )
         self._undo = undo
         self._on_failure = on_failure
         self._install_deadline_seconds = install_deadline_seconds

@@ -19,10 +19,11 @@ from msgspec import UNSET
 from weightcast import registry
 from weightcast.errors import ClosedError, ErrorRecord, RefusedError, WeightcastError, from_record, malformed, to_record
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.format.messages import Failed, Hello, InitInfo, LinkMessage, ReleaseMemory, Secret, UpdateInfo
+from weightcast.format.messages import Failed, Hello, InitInfo, LinkMessage, Secret, UpdateInfo
 from weightcast.host import device as host_device
 from weightcast.host.closing import awaited_at_exit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS
+from weightcast.host.descriptors import shortage
 from weightcast.host.memory import host_identity
 from weightcast.links.link import WorkerLink
 from weightcast.seams.transport import Bucket, Portion, Receiver
@@ -56,7 +57,8 @@ class PublisherSession:
         """The install of the layout that was offered last."""
         self.receiver: Receiver | None = None
         self._keeps_versions = registry.transport(info.transport).keeps_versions
-        self._link: WorkerLink | None = None
+        self._links: list[WorkerLink] = []
+        """To the publisher, and to the trainer ranks that send other origins' buckets; empty until it connects."""
         self._began_at = datetime.datetime.now(datetime.UTC)
         self._began = time.monotonic()
         self._on_end = on_end
@@ -78,7 +80,7 @@ class PublisherSession:
 
     @property
     def _has_lost_its_publisher(self) -> bool:
-        return self._link is not None and self._link.has_ended
+        return bool(self._links) and self._links[0].has_ended
 
     def require_going_on(self) -> None:
         """Raise the error with which the session has ended, if it has."""
@@ -105,9 +107,9 @@ class PublisherSession:
         if self._has_lost_its_publisher:
             return f"{begin}; its publisher is gone, and the engine is free once the install in progress has ended"
         lives = "While that publisher's process lives, also if the publisher is not used, the lease does not end"
-        if self._link is None:
+        if not self._links or not self._links[0].is_open:
             return f"{begin}, and is still connecting. {lives}"
-        silent, lease = self._link.silent_seconds, info.lease_seconds
+        silent, lease = self._links[0].silent_seconds, info.lease_seconds
         return (
             f"{begin}; its publisher sent its last message {silent:.1f} s ago. {lives}; without another message it "
             f"ends in at most {max(0.0, lease - silent):.0f} s"
@@ -120,43 +122,53 @@ class PublisherSession:
         info, rank = self.info, self._engine_rank
         failure: str | None = None
         try:
-            # The receivers come first: a hello on the link means that this worker is ready for an offer.
             receivers: list[Receiver] = []
             with on_failure(lambda: _for_all([receiver.close for receiver in receivers])):
-                for address in (info.transport, *info.origins):
-                    receiver = registry.transport(address).receiver(
+                for address in (info.link, *info.origins):
+                    link = WorkerLink(
                         address,
+                        lease_seconds=info.lease_seconds,
+                        deadline_seconds=info.deadline_seconds,
+                        on_end=self._on_link_end if address == info.link else None,
+                        on_release=self._release_in_background,
+                    )
+                    self._links.append(link)
+                    receiver = registry.transport(info.transport).receiver(
+                        info.transport,
                         peer=f"{info.engine}#{rank}" if rank else info.engine,
                         run=info.run,
+                        link=link,
                         device=self.device,
-                        # At least this long, so that a publisher which waits for another peer times out first.
-                        deadline_seconds=max(info.deadline_seconds, 60.0),
+                        # A publisher that waits for an engine's answer sends nothing else until it has it.
+                        deadline_seconds=info.deadline_seconds + info.lease_seconds,
                     )
                     receivers.append(receiver)
             self.receiver = OriginReceivers(receivers) if info.origins else receivers[0]
             memory = "" if self._is_alone else self.receiver.common_memory()
+            hello = Hello(info.run, info.engine, rank, info.secret, host=host_identity(), memory=memory)
+            # The publisher's last: its hello means that this worker is ready for an offer.
+            for link in self._links[1:]:
+                link.open(hello)
+                link.await_welcome()
             if self.ended is None:
                 # Not after the session has ended: a late hello would be taken for that of the next session.
-                self._link = WorkerLink(
-                    info.link,
-                    Hello(info.run, info.engine, rank, info.secret, host=host_identity(), memory=memory),
-                    lease_seconds=info.lease_seconds,
-                    on_end=lambda reason: self._on_end(self, reason),
-                    on_message=self._on_message,
-                )
+                self._links[0].open(hello)
         except Exception as exc:
-            failure = str(exc) if isinstance(exc, WeightcastError) else f"{type(exc).__name__}: {exc}"
-            logger.warning("could not connect to the publisher of run %s: %s", info.run[:8], exc)
+            said = str(exc) if isinstance(exc, WeightcastError) else f"{type(exc).__name__}: {exc}"
+            failure = shortage(exc) or said
+            logger.warning("could not connect to the publisher of run %s: %s", info.run[:8], failure)
         if failure is not None:
             self._on_end(self, f"the connection to its publisher failed: {failure}")
         self._connected.set()
         if self.ended is not None:
             self.close()
 
-    def _on_message(self, message: LinkMessage) -> None:
-        if isinstance(message, ReleaseMemory):
-            # Not in the link's thread, since freeing GPU memory waits for all queued work.
-            awaited_at_exit(self.release, "weightcast-release")
+    def _on_link_end(self, reason: str) -> None:
+        self._on_end(self, reason)
+
+    def _release_in_background(self) -> None:
+        # Not in the link's thread, since freeing GPU memory waits for all queued work.
+        awaited_at_exit(self.release, "weightcast-release")
 
     def release(self) -> None:
         """Release the memory that is kept for the next update, unless an update is in progress."""
@@ -195,9 +207,9 @@ class PublisherSession:
 
     def send(self, message: LinkMessage) -> None:
         """Send over the link. Errors are ignored: the link itself notices that the publisher is gone."""
-        if self._link is not None:
+        if self._links:
             with contextlib.suppress(OSError):
-                self._link.send(message)
+                self._links[0].send(message)
 
     def receive_in_background(self, receive: Callable[[], None]) -> None:
         self._receiving = awaited_at_exit(receive, "weightcast-receive")
@@ -221,10 +233,10 @@ class PublisherSession:
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
-        if self._link is not None:
-            self._link.close()
         if self.receiver is not None:
             self.receiver.close()
+        for link in self._links:
+            link.close()
         # Views keep the transport's memory mapped, and this object may be part of a reference cycle.
         if self.install is not None:
             self.install.forget_views()

@@ -28,6 +28,7 @@ from weightcast.errors import (
     EngineTornError,
     IncompleteUpdateError,
     ManifestError,
+    PeerTimeoutError,
     StaleVersionError,
     UnsupportedError,
     UpdateAbortedError,
@@ -155,8 +156,7 @@ class Worker:
                 "version of weightcast in the trainer and the engine"
             )
         try:
-            for address in (info.transport, *info.origins):
-                registry.transport(address)
+            registry.transport(info.transport)
         except (ValueError, ImportError) as exc:
             raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
         with self._init_lock:
@@ -466,6 +466,9 @@ class Worker:
             record = update.error or to_record(exc)
             session.send(Failed(number, record))
             logger.warning("version %d was not received: %s%s", number, record.message, trace_of(exc))
+            if isinstance(exc, PeerTimeoutError):
+                # A publisher that hangs lifts no pause, and its heartbeats may go on.
+                self._lift_pause(session)
             if session.ended is not None:
                 # Closed again, since this thread may have made views of a bucket after the first close.
                 session.close()

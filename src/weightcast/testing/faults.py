@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
-
-import torch
+from typing import Any, TypeAlias
 
 from weightcast.errors import WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
@@ -88,7 +86,6 @@ class FaultySender(Sender):
     def __init__(self, inner: Sender, fault: SenderFault | None = None) -> None:
         self.inner = inner
         self.fault = fault
-        self.address = inner.address
         self._buffers: dict[int, BucketBuffer] = {}
         self._before: dict[int, BucketBuffer] = {}
 
@@ -231,19 +228,13 @@ class FaultyTransport:
     def transport(self) -> Transport:
         return dataclasses.replace(self._inner, sender=self._make_sender, receiver=self._make_receiver)
 
-    def _make_sender(self, url: str, *, run: str, device: torch.device, deadline_seconds: float) -> Sender:
-        inner = self._inner.sender(self._url, run=run, device=device, deadline_seconds=deadline_seconds)
-        sender = FaultySender(inner, self.sender_fault)
-        # Receivers must come by way of the wrapper as well.
-        sender.address = f"{SCHEME}://{sender.inner.address}"
+    def _make_sender(self, url: str, **options: Any) -> Sender:
+        sender = FaultySender(self._inner.sender(self._url, **options), self.sender_fault)
         self.senders.append(sender)
         return sender
 
-    def _make_receiver(
-        self, url: str, *, run: str, peer: str, device: torch.device, deadline_seconds: float
-    ) -> Receiver:
-        address = url.removeprefix(f"{SCHEME}://")
-        inner = self._inner.receiver(address, run=run, peer=peer, device=device, deadline_seconds=deadline_seconds)
+    def _make_receiver(self, url: str, *, peer: str, **options: Any) -> Receiver:
+        inner = self._inner.receiver(self._url, peer=peer, **options)
         self.receivers[peer] = FaultyReceiver(inner, self.receiver_faults.pop(peer, None))
         return self.receivers[peer]
 

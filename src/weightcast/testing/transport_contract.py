@@ -35,6 +35,9 @@ def failed(sender: Sender) -> dict[str, type[Exception]]:
 class TransportContract(VersionedTransportContract):
     """Tests for transports with peers: a peer that dies, stalls or leaves is named and never stops the others."""
 
+    number_after_an_abort = 2
+    """A version is offered once over a link."""
+
     def sender(self, deadline_seconds: float = PATIENCE_SECONDS, **options: object) -> Sender:
         return RecoveringSender(super().sender(deadline_seconds, **options))
 
@@ -150,7 +153,6 @@ class TransportContract(VersionedTransportContract):
         self.update(sender, receivers, manifest, 2, staged)
 
     def test_a_receiver_that_gave_the_version_up_before_it_began_is_not_waited_for(self) -> None:
-        """The same number once more: neither end takes the first attempt for the second."""
         sender, manifest = self.sender(), numbered()
         receiver = self.receiver(sender)
         receiver.open(manifest, version(1), staged=False)
@@ -158,15 +160,17 @@ class TransportContract(VersionedTransportContract):
         sender.open(manifest, version(1), peers=["a"], staged=False)
         send_all(sender, manifest, 1)
         assert failed(sender) == {"a": UpdateAbortedError}
-        self.update(sender, {"a": receiver}, manifest, 1, False)
+        self.update(sender, {"a": receiver}, manifest, 2, False)
 
-    def test_a_peer_that_never_comes_is_named_at_the_deadline(self, staged: bool) -> None:
+    def test_a_peer_that_is_not_connected_or_opens_nothing_is_named(self, staged: bool) -> None:
+        """The one at once, the other at the deadline."""
         sender, manifest = self.sender(SHORT_SECONDS), numbered(3)
         reader = Reader(self.receiver(sender), manifest, version(1), staged=staged)
-        sender.open(manifest, version(1), peers=["a", "nobody"], staged=staged)
+        self.receiver(sender, "opens nothing")
+        sender.open(manifest, version(1), peers=["a", "nobody", "opens nothing"], staged=staged)
         send_all(sender, manifest, 1)
         assert len(reader.result()) == 3
-        assert failed(sender) == {"nobody": PeerTimeoutError}
+        assert failed(sender) == {"nobody": PeerDiedError, "opens nothing": PeerTimeoutError}
 
     def test_a_peer_that_left_fails_at_once_and_comes_back_by_connecting(self) -> None:
         sender, manifest = self.sender(), numbered()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,17 +16,93 @@ from weightcast import registry
 from weightcast.errors import IntegrityError, PeersLostError, WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, RAW, BucketBuffer, Layout, check_bucket, queued_digest, write_header
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.messages import Hello
 from weightcast.format.plan import plan
 from weightcast.host.closing import on_failure
+from weightcast.host.memory import host_identity
+from weightcast.links.link import LinkListener, WorkerLink
 from weightcast.seams.transport import Bucket, Receiver, Sender
 from weightcast.testing.payloads import DTYPES, Payload, region_slices
 from weightcast.trainer.packer import Fill, Packer, pack
+from weightcast.trainer.publish_run import listen
 
 RUN, OTHER_RUN = "5e" * 16, "a7" * 16
 PATIENCE_SECONDS = 60.0
 SHORT_SECONDS = 0.5
 
 T = TypeVar("T")
+
+
+class LinkAddress(NamedTuple):
+    """Address that a receiver of the transport `url` connects to, and the secret that it shows there."""
+
+    url: str
+    link: str
+    secret: str
+
+
+_listeners: weakref.WeakKeyDictionary[Sender, LinkListener] = weakref.WeakKeyDictionary()
+
+
+def make_sender(
+    stack: contextlib.ExitStack,
+    url: str,
+    *,
+    run: str = RUN,
+    device: torch.device | None = None,
+    deadline_seconds: float = PATIENCE_SECONDS,
+    secret: str = "",
+    **options: Any,
+) -> Any:
+    """A sender of the registered transport, with a listener of its own; leaving `stack` closes both."""
+    listener = listen(url, run, lease_seconds=4 * SHORT_SECONDS, secret=secret)
+    stack.callback(listener.close)
+    make: Any = registry.transport(url).sender
+    device = device or torch.device("cpu")
+    sender = make(url, run=run, listener=listener, device=device, deadline_seconds=deadline_seconds, **options)
+    stack.callback(sender.close)
+    _listeners[sender] = listener
+    return sender
+
+
+def listener_of(sender: Any) -> LinkListener:
+    """The listener of a sender that `make_sender` made, or of a wrapper's `inner` one."""
+    while sender not in _listeners:
+        sender = sender.inner
+    return _listeners[sender]
+
+
+def address_of(sender: Any, url: str) -> LinkAddress:
+    listener = listener_of(sender)
+    return LinkAddress(url, listener.address, listener.secret)
+
+
+def make_receiver(
+    stack: contextlib.ExitStack,
+    address: LinkAddress,
+    peer: str,
+    *,
+    run: str = RUN,
+    device: torch.device | None = None,
+    deadline_seconds: float = PATIENCE_SECONDS,
+) -> Any:
+    """A receiver that is connected by a link of its own; leaving `stack` closes both. Raises as `WorkerLink.open`."""
+    transport = registry.transport(address.url)
+    link = WorkerLink(address.link, lease_seconds=PATIENCE_SECONDS, deadline_seconds=deadline_seconds)
+    stack.callback(link.close)
+    receiver = transport.receiver(
+        address.url,
+        run=run,
+        peer=peer,
+        link=link,
+        device=device or torch.device("cpu"),
+        deadline_seconds=deadline_seconds,
+    )
+    stack.callback(receiver.close)
+    engine, _, rank = peer.partition("#")
+    link.open(Hello(run, engine, int(rank or 0), address.secret, host=host_identity()))
+    link.await_welcome()
+    return receiver
 
 
 class TransportEnds:
@@ -39,18 +116,17 @@ class TransportEnds:
     stack: contextlib.ExitStack
 
     def sender(self, deadline_seconds: float = PATIENCE_SECONDS) -> Sender:
-        make = registry.transport(self.url).sender
-        sender = make(self.url, run=RUN, device=self.device, deadline_seconds=deadline_seconds)
-        self.stack.callback(sender.close)
-        return sender
+        made: Sender = make_sender(self.stack, self.url, device=self.device, deadline_seconds=deadline_seconds)
+        return made
 
     def receiver(
         self, sender: Sender, peer: str = "a", *, run: str = RUN, deadline_seconds: float = PATIENCE_SECONDS
     ) -> Receiver:
-        make = registry.transport(sender.address).receiver
-        receiver = make(sender.address, run=run, peer=peer, device=self.device, deadline_seconds=deadline_seconds)
-        self.stack.callback(receiver.close)
-        return receiver
+        address = address_of(sender, self.url)
+        made: Receiver = make_receiver(
+            self.stack, address, peer, run=run, device=self.device, deadline_seconds=deadline_seconds
+        )
+        return made
 
 
 def version(number: int) -> WeightVersion:
@@ -109,7 +185,6 @@ class RecoveringSender(Sender):
 
     def __init__(self, inner: Sender) -> None:
         self.inner = inner
-        self.address = inner.address
         self._buffer: BucketBuffer | None = None
         self._sent: list[torch.Tensor] = []
 

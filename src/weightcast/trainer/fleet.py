@@ -48,6 +48,7 @@ from weightcast.format.messages import (
     WeightInfo,
 )
 from weightcast.host.deadline import to_its_end
+from weightcast.host.descriptors import shortage_now
 from weightcast.links.link import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import ClientSender, EngineClient, ServesTraffic, TwoPhaseInstall
@@ -203,12 +204,13 @@ class FleetMember:
             # Only the second answer in a row counts: one engine's workers may not have agreed when the first came.
             num_unheld = 0 if holder else num_unheld + 1
             if num_unheld > 1:
-                is_memory = init.transport.startswith("memory:")
                 raise ClosedError(
-                    f"{self.name} ended this publisher's session while its workers connected: they could not reach the "
-                    "publisher, the engine was asked to end the transfer, or another run took the engine over and has "
-                    "ended since; see the engine's log"
-                    + ("; memory:// works only within one process: use ipc://" if is_memory else "")
+                    f"{self.name} ended this publisher's session while its workers connected: "
+                    + (
+                        shortage_now()
+                        or "they could not reach the publisher, the engine was asked to end the transfer, or another "
+                        "run took the engine over and has ended since; see the engine's log"
+                    )
                 )
 
         self.client.init(init)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from msgspec import UNSET
 
+from weightcast import registry
 from weightcast.errors import (
     IntegrityError,
     PeerDiedError,
@@ -42,10 +43,10 @@ from weightcast.format.bucket import (
     root_digest,
 )
 from weightcast.format.manifest import MAX_VERSION, WeightVersion
-from weightcast.format.messages import Abort, InitInfo, Offer, ReleaseMemory, Seal
+from weightcast.format.messages import Abort, InitInfo, Offer, Seal
 from weightcast.host import device as host_device
 from weightcast.host.deadline import GRACE_SECONDS, Deadline
-from weightcast.links.link import LinkListener, frame
+from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, SenderContext
 from weightcast.seams.source import Regions
@@ -62,11 +63,18 @@ logger = logging.getLogger(__name__)
 OnProgress = Callable[[int, int], None]
 
 
+def listen(url: str, run: str, lease_seconds: float, secret: str = "") -> LinkListener:
+    """Listen for workers where the transport's URL says. Raises ValueError, OSError."""
+    host, port = (None, 0) if registry.transport(url).same_host else registry.endpoint(url)
+    return LinkListener(run, host=host, port=port, lease_seconds=lease_seconds, secret=secret)
+
+
 class Connections:
     """A publisher's connections: the listener for workers' links, its sender, and the senders of engines' clients."""
 
     def __init__(
         self,
+        url: str,
         sender: Sender,
         listener: LinkListener,
         device: torch.device,
@@ -74,7 +82,8 @@ class Connections:
         keeps_versions: bool = False,
         has_several_ranks: bool = False,
     ) -> None:
-        """`keeps_versions`: see `Transport`. `has_several_ranks`: see `SenderContext`."""
+        """`url`: the transport's. `keeps_versions`: see `Transport`. `has_several_ranks`: see `SenderContext`."""
+        self.url = url
         self.sender = sender
         self.keeps_versions = keeps_versions
         self.listener = listener
@@ -82,7 +91,7 @@ class Connections:
         self.has_several_ranks = has_several_ranks
         self.client_senders: list[ClientSender] = []
         self.origins: tuple[str, ...] = ()
-        """Addresses of the other trainer ranks' senders, one for each origin."""
+        """Addresses of the links of other trainer ranks, one for each further origin."""
         self._senders_lock = threading.Lock()
         self._stream = host_device.stream(device) if device.type == "cuda" else None
 
@@ -106,17 +115,14 @@ class Connections:
     def release(self) -> None:
         """Release the transport's memory, and have workers release theirs."""
         self.sender.release()
-        message = frame(ReleaseMemory())
-        for link in self.listener.links():
-            # A worker that is stopped does not read: if its link is full, it keeps its memory for now.
-            link.put(message)
+        self.listener.release_memory()
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
-            # Close every sender, also after one has raised.
+            # Close every sender, also after one has raised; the listener last: readers' last records come over it.
+            stack.callback(self.listener.close)
             for sender in (*self.client_senders, self.sender):
                 stack.callback(sender.close)
-            self.listener.close()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,7 +240,7 @@ class FleetRoute:
             lost = [error for error in lost if isinstance(error, PeerError) or self.is_brought]
             if lost:
                 if isinstance(lost[0], PeerDiedError):
-                    # A lost receiver's worker may have reported why: that comes over its link.
+                    # A worker that has lost another origin's link reports that on this one.
                     for link in member.links:
                         link.wait_for_failure(member.version, GRACE_SECONDS)
                 member.fail(lost[0])
@@ -316,7 +322,7 @@ class PublishRun:
                 fleet.each(self._join_member, [member for member in newcomers if member.result.error is None])
                 for member in fleet:
                     for link in member.links:
-                        link.pop_messages()  # of former versions
+                        link.forget_verdicts()
                 if isinstance(fill, StreamPacker):
                     self._fail_other_routes()
                 if manifest.origins:
@@ -475,11 +481,11 @@ class PublishRun:
 
     def _join_member(self, member: FleetMember) -> None:
         options, connections = self._options, self._connections
-        address, listener = connections.sender.address, connections.listener
+        url, listener = connections.url, connections.listener
         info = InitInfo(
             run=self._run,
             engine=member.name,
-            transport=address,
+            transport=url,
             link=listener.address,
             secret=listener.secret,
             lease_seconds=options.lease_seconds,
@@ -490,7 +496,7 @@ class PublishRun:
         )
         member.join(listener, info)
         context = SenderContext(
-            address,
+            url,
             self._run,
             connections.device,
             options.deadline_seconds,

@@ -34,7 +34,6 @@ from weightcast.host import device as host_device
 from weightcast.host.closing import Closeable, ClosedOnExit, awaited_at_exit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS, run_into
 from weightcast.host.descriptors import shortage
-from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, EngineClient
 from weightcast.seams.source import Regions, Source, StreamSource, TensorStream, casts_to_engines
@@ -46,7 +45,14 @@ from weightcast.trainer.finite import require_finite
 from weightcast.trainer.fleet import EngineState, Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import PackPlan, held_shards
-from weightcast.trainer.publish_run import Connections, OnProgress, PublishedVersion, PublishInputs, PublishRun
+from weightcast.trainer.publish_run import (
+    Connections,
+    OnProgress,
+    PublishedVersion,
+    PublishInputs,
+    PublishRun,
+    listen,
+)
 from weightcast.trainer.stream_packer import StreamPacker
 
 if TYPE_CHECKING:
@@ -656,16 +662,18 @@ class Publisher(ClosedOnExit):
         if self._connections is None:
             seconds = self._options.deadline_seconds
             try:
-                sender = self._transport.sender(self._url, run=self.run, device=device, deadline_seconds=seconds)
-                with on_failure(sender.close):
-                    host = None if self._transport.same_host else registry.host(self._url)
-                    listener = LinkListener(self.run, host=host, heartbeat_seconds=self._options.lease_seconds / 4)
+                listener = listen(self._url, self.run, self._options.lease_seconds)
+                with on_failure(listener.close):
+                    sender = self._transport.sender(
+                        self._url, run=self.run, listener=listener, device=device, deadline_seconds=seconds
+                    )
             except OSError as exc:
                 if reason := shortage(exc):
                     raise OSError(exc.errno, reason) from exc
                 raise
             keeps_versions = self._transport.keeps_versions
             self._connections = Connections(
+                self._url,
                 sender,
                 listener,
                 device,

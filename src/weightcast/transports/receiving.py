@@ -11,10 +11,12 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -31,26 +33,22 @@ from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Buffers
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.deadline import MAX_SECONDS
+from weightcast.links.link import WorkerLink
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports import records
 
+logger = logging.getLogger(__name__)
+
 PUBLISHER = "trainer"
-CONNECT_SECONDS = 15.0
-_POLL_SECONDS = 0.0005
-"""How often a GPU is asked whether a bucket was read."""
-
-
-B = TypeVar("B")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class WantedUpdate(Generic[B]):
-    """An update that the worker waits for. `begun`: what the sender has begun of it. `is_done`: all was iterated."""
+class WantedUpdate:
+    """An update that the worker waits for. `is_done`: all was iterated."""
 
     manifest: Manifest
     version: WeightVersion
     staged: bool
-    begun: B | None = None
     num_read: int = 0
     is_done: bool = False
 
@@ -59,7 +57,7 @@ class WantedUpdate(Generic[B]):
         return len(self.manifest.buckets)
 
 
-W = TypeVar("W", bound=WantedUpdate[Any])
+W = TypeVar("W", bound=WantedUpdate)
 T = TypeVar("T")
 
 
@@ -67,15 +65,14 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
     """Iterates, ends and closes. A transport says how it hears of buckets and how it releases them."""
 
     def __init__(self, run: str | None, deadline_seconds: float, condition: threading.Condition | None = None) -> None:
-        """`run`: the only one to be received, or None for all. The condition guards all state and is notified."""
+        """`run`: the only one to be received, or None for all. The condition guards all state and is notified.
+
+        `deadline_seconds`: how long nothing of an update may come.
+        """
         self._run = run
         self._deadline_seconds = deadline_seconds
         self._condition = condition or threading.Condition()
-        self._publisher = "the publisher"
         self._wanted: W | None = None
-        self._ended = ""
-        """Why the connection is of no more use."""
-        self._heard_at = 0.0
         self._closed = False
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -100,8 +97,9 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
         """Disconnect; wakes an iteration, which raises ClosedError. Idempotent, from any thread."""
         with self._condition:
             if not self._closed:
-                self._closed, self._wanted = True, None
+                self._closed = True
                 self._disconnect()
+                self._wanted = None
                 self._condition.notify_all()
 
     # --- what a transport adds; but for `_release`, the caller holds the condition ---
@@ -123,6 +121,14 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
 
     def _listen(self) -> None:
         """Take in what the sender has done by now, where no thread does. Does not wait."""
+        return
+
+    def _heard_at(self) -> float:
+        """When the sender has shown last that it goes on, where that can be known."""
+        return 0.0
+
+    def _check_sender(self, wanted: W) -> None:
+        """Raises if the sender has ended the update, or has gone."""
         return
 
     def _wait(self, wanted: W, seconds: float) -> None:
@@ -153,22 +159,17 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
             found = find()
             if found is not None:
                 return found
-            patience = self._patience_seconds(wanted)
-            remaining = max(start, self._heard_at) + patience - time.monotonic()
+            remaining = max(start, self._heard_at()) + self._deadline_seconds - time.monotonic()
             if remaining <= 0:
-                raise PeerTimeoutError(self._silence(wanted, patience), peer=PUBLISHER)
+                raise PeerTimeoutError(self._silence(wanted, self._deadline_seconds), peer=PUBLISHER)
             self._wait(wanted, min(remaining, self._longest_wait_seconds(wanted)))
-
-    def _patience_seconds(self, wanted: W) -> float:
-        """Before an update begins the sender may itself wait for somebody else, up to its deadline."""
-        return self._deadline_seconds * (2 if wanted.begun is None else 1)
 
     def _longest_wait_seconds(self, wanted: W) -> float:
         """After that long something is looked for that wakes nobody; at most as long as poll(2) can wait."""
         return MAX_SECONDS
 
     def _silence(self, wanted: W, seconds: float) -> str:
-        return f"nothing was heard of the publisher for {seconds:g} s"
+        return f"nothing of version {wanted.version.number} came from the publisher for {seconds:g} s"
 
     def _check_live(self, wanted: W) -> None:
         """Raises if the update is over for any reason."""
@@ -178,12 +179,6 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
             raise UpdateAbortedError(f"{what}, before all of it had come: end() was called")
         self._listen()
         self._check_sender(wanted)
-
-    def _check_sender(self, wanted: W) -> None:
-        """Raises if the sender has ended the update, or has gone."""
-        if self._ended:
-            what = f"{self._publisher} has gone or dropped this receiver: {self._ended}"
-            raise PeerDiedError(what, peer=PUBLISHER)
 
     def _require_open(self, version: WeightVersion | None = None) -> None:
         """Raises ClosedError, ValueError for a version of another run."""
@@ -215,45 +210,39 @@ class MappedArena:
         """Let go of it; the memory stays as long as a tensor needs it."""
 
 
-ReadyBucket: TypeAlias = tuple[records.BucketReady, MappedArena]
-
-
 @dataclasses.dataclass(slots=True, eq=False)
-class IncomingUpdate:
-    """An update that the sender has begun. `is_over`: this end has done with it. `aborted`: why the sender has.
+class PeerUpdate(WantedUpdate):
+    """`begin`: once the sender has begun it; `is_unlike` what was offered. `aborted`: why the sender has given it up.
 
-    `ready`: buckets in an arena that were not handed out yet, each with its arena: the sender may announce another one.
+    In an arena: `announced` are buckets that were not handed out yet, and arenas before the first bucket in them, each
+    with the descriptor that came with it. `given`: the bucket that was handed out last. `unreleased`: the one before
+    that, on a GPU, with what was queued when the next was asked for.
     """
 
-    begin: records.BeginUpdate
-    ready: collections.deque[ReadyBucket] = dataclasses.field(default_factory=collections.deque)
+    begin: records.BeginUpdate | None = None
+    is_unlike: bool = False
     aborted: str | None = None
-    is_over: bool = False
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class PeerUpdate(WantedUpdate[IncomingUpdate]):
-    """`given`: the bucket in an arena that was handed out last. `unreleased`: the one before that, on a GPU, with what
-    was queued when the next was asked for.
-    """
-
-    given: ReadyBucket | None = None
+    announced: collections.deque[tuple[Any, int | None]] = dataclasses.field(default_factory=collections.deque)
+    given: records.BucketReady | None = None
     unreleased: tuple[records.BucketReady, host_device.Event | None] | None = None
-
-    @property
-    def number(self) -> int:
-        """The sender's own number of the update; 0 before it has begun."""
-        return 0 if self.begun is None else self.begun.begin.update
 
 
 V = TypeVar("V", bound=PeerUpdate)
 
 
 class PeerReceiver(ReceivingEnd[V]):
-    """Matches what the sender begins with what is wanted here. A transport says how records travel, and bytes."""
+    """Hears its sender over the session's link, in the thread that waits, or in the link's own.
 
-    _incoming: IncomingUpdate | None = None
-    _opening = 0
+    A transport says how bytes move. Whatever is about another version than the one that is wanted is dropped.
+    """
+
+    def __init__(self, run: str, link: WorkerLink | None, deadline_seconds: float, messages: Any) -> None:
+        """`link`: the session's, not open yet; it is closed by its owner. `messages`: the union of what may come."""
+        if link is None:
+            raise ValueError("this transport has peers: its receiver needs the link of a publisher's session")
+        super().__init__(run, deadline_seconds, link.condition)
+        self._link = link
+        link.carry(messages, self._on_record)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         """Wait for `version` from now on. Raises PeerDiedError if the sender has gone, InsufficientMemoryError."""
@@ -262,27 +251,13 @@ class PeerReceiver(ReceivingEnd[V]):
         with self._condition:
             self._require_open()
             wanted = self._want(manifest, version, staged)
-            self._heard_at = time.monotonic()
             self._listen()
             self._check_sender(wanted)
             self._wanted = wanted
-            self._opening += 1
-            self._tell(records.Opened(version.number, self._opening))
-            self._match()
+            self._tell(records.Opened(version.number, self._mapped_generation()))
             self._condition.notify_all()
 
-    def end(self) -> None:
-        with self._condition:
-            if self._wanted is not None:
-                with contextlib.suppress(WeightcastError):
-                    self._listen()
-            super().end()
-
     # --- what a transport adds; the caller holds the condition ---
-
-    @abc.abstractmethod
-    def _tell(self, record: msgspec.Struct) -> None:
-        """Send the sender a record, if it is there. Does not wait, and raises nothing."""
 
     @abc.abstractmethod
     def _want(self, manifest: Manifest, version: WeightVersion, staged: bool) -> V:
@@ -290,89 +265,69 @@ class PeerReceiver(ReceivingEnd[V]):
 
     @abc.abstractmethod
     def _on_other(self, record: Any) -> None:
-        """A record of the transport's own. Raises ManifestError for one that can't be."""
+        """A record of the transport's own. Must not wait."""
+
+    def _mapped_generation(self) -> int:
+        """That of the sender's arena that is mapped here; 0 for none."""
+        return 0
 
     def _on_begun(self, wanted: V) -> None:
         """The sender has begun what is wanted, or after a loss has begun it again."""
 
-    def _on_over(self) -> None:
-        """The sender's update has ended here without an `end`: it was given up, or is not what is wanted."""
+    def _on_aborted(self, wanted: V) -> None:
+        """The sender has given up what is wanted."""
 
     # --- records ---
 
+    def _listen(self) -> None:
+        self._link.condition.read()
+
+    def _heard_at(self) -> float:
+        return self._link.worked_at
+
+    def _tell(self, record: msgspec.Struct) -> None:
+        # A sender that has gone is noticed by the link.
+        with contextlib.suppress(OSError):
+            self._link.send(record)
+
     def _on_record(self, record: Any) -> None:
-        """Handle a record; one about another update, or about an update that is over here, is ignored."""
-        self._heard_at = time.monotonic()
-        incoming = None if self._incoming is None or self._incoming.is_over else self._incoming
-        match record:
-            case records.BeginUpdate():
-                self._on_begin(record, incoming)
-            case records.UpdateAborted():
-                if incoming is not None and incoming.begin.update == record.update:
-                    incoming.aborted = record.reason
-                    self._on_over()
-            case records.KeepAlive():
-                pass
-            case _:
-                self._on_other(record)
-
-    def _on_begin(self, begin: records.BeginUpdate, incoming: IncomingUpdate | None) -> None:
         wanted = self._wanted
-        if incoming is not None and incoming.begin.update == begin.update:
-            incoming.begin = begin
-            if wanted is not None and wanted.begun is incoming:
-                self._on_begun(wanted)
-            return
-        former, self._incoming = self._incoming, IncomingUpdate(begin)
-        if former is not None and former.aborted is None:
-            former.aborted = f"the publisher went on to version {begin.version}"
-        self._match()
-
-    def _match(self) -> None:
-        """Join what the sender has begun with what is wanted; what isn't wanted is declined at once."""
-        wanted, incoming = self._wanted, self._incoming
-        if wanted is None or wanted.begun is not None or incoming is None or incoming.is_over:
-            return
-        if incoming.begin.opening != self._opening or incoming.aborted is not None:
-            self._be_done(incoming)
-            # One of no buckets was whole at once, wherever it was wanted: the sender has gone on.
-            if incoming.aborted is None and incoming.begin.num_buckets:
-                self._on_over()
-            return
-        wanted.begun = incoming
-        if _is_unlike(wanted, incoming.begin):
-            self._on_over()
-        else:
-            self._on_begun(wanted)
-
-    def _be_done(self, incoming: IncomingUpdate) -> None:
-        if not incoming.is_over:
-            incoming.is_over = True
-            incoming.ready.clear()
-            self._tell(records.UpdateEnded(incoming.begin.version, incoming.begin.update))
+        if not isinstance(record, records.BeginUpdate | records.UpdateAborted):
+            self._on_other(record)
+        elif wanted is not None and record.version == wanted.version.number:
+            if isinstance(record, records.UpdateAborted):
+                wanted.aborted = record.reason
+                self._on_aborted(wanted)
+            else:
+                wanted.begin = record
+                wanted.is_unlike = (record.num_buckets, record.staged) != (wanted.num_buckets, wanted.staged)
+                if not wanted.is_unlike:
+                    self._on_begun(wanted)
+            self._condition.notify_all()
 
     def _leave(self, wanted: V) -> None:
-        if wanted.begun is None:
-            self._tell(records.UpdateEnded(wanted.version.number, 0))
-        else:
-            self._be_done(wanted.begun)
+        self._tell(records.UpdateEnded(wanted.version.number))
 
     def _check_sender(self, wanted: V) -> None:
-        if wanted.begun is not None and wanted.begun.aborted is not None:
-            raise UpdateAbortedError(wanted.begun.aborted)
-        if wanted.begun is not None and _is_unlike(wanted, begin := wanted.begun.begin):
+        if wanted.aborted is not None:
+            raise UpdateAbortedError(wanted.aborted)
+        if wanted.is_unlike and (begin := wanted.begin):
             found, expected = (begin.num_buckets, begin.staged), (wanted.num_buckets, wanted.staged)
             raise ManifestError(f"the publisher sends (buckets, staged) = {found}, the offer said {expected}")
-        super()._check_sender(wanted)
+        if self._link.over:
+            what = f"the publisher at {self._link.address} has gone or dropped this receiver: {self._link.over}"
+            raise PeerDiedError(what, peer=PUBLISHER)
 
-
-def _is_unlike(wanted: PeerUpdate, begin: records.BeginUpdate) -> bool:
-    """Return whether the update that the sender has begun differs from the one that was offered."""
-    return (begin.num_buckets, begin.staged) != (wanted.num_buckets, wanted.staged)
+    def _disconnect(self) -> None:
+        """Leave: the sender knows by the end of the link."""
+        self._link.leave()
 
 
 class ArenaReceiver(PeerReceiver[PeerUpdate]):
-    """Implements `Receiver`: reads the sender's arena in place. Memory: none of its own."""
+    """Implements `Receiver`: reads the sender's arena in place. Memory: none of its own.
+
+    Arenas are mapped by the thread that iterates: that of the link only keeps what it hears.
+    """
 
     _arena: MappedArena | None = None
 
@@ -382,45 +337,60 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
             return self._arena is not None and self._arena.reread(bucket.buffer)
 
     def release(self) -> None:
-        """Let go of memory that the sender has closed since: all of it is the sender's. See `Receiver.release`."""
+        """Let go of the arena, which is the sender's memory; it is announced again. See `Receiver.release`."""
         with self._condition:
-            if not self._closed and self._wanted is None:
-                self._listen()
+            if self._wanted is None:
+                self._use_arena(None)
+
+    # --- what a transport adds ---
+
+    @abc.abstractmethod
+    def _map(self, record: Any, descriptor: int | None) -> MappedArena:
+        """Map the arena of the transport's record, whose descriptor it owns from now on. Raises WeightcastError."""
+
+    # --- the arena ---
+
+    def _mapped_generation(self) -> int:
+        return 0 if self._arena is None else self._arena.generation
 
     def _want(self, manifest: Manifest, version: WeightVersion, staged: bool) -> PeerUpdate:
         return PeerUpdate(manifest, version, staged)
 
-    def _use_arena(self, arena: MappedArena) -> None:
-        """The next buckets lie in this one."""
+    def _use_arena(self, arena: MappedArena | None) -> None:
         former, self._arena = self._arena, arena
         if former is not None:
             former.close()
 
     def _on_other(self, record: Any) -> None:
-        incoming = self._incoming
-        if isinstance(record, records.ArenaClosed):
-            if self._arena is not None and self._arena.generation == record.generation:
-                self._arena.close()
-                self._arena = None
-            return
-        if not isinstance(record, records.BucketReady):
-            raise ManifestError(f"the publisher sent {type(record).__name__}, which has no place here", fault="type")
-        if incoming is None or incoming.is_over or incoming.begin.update != record.update:
-            return
-        if self._arena is None or record.generation != self._arena.generation:
-            where = f"arena {record.generation}, which is not known here"
-            raise ManifestError(f"bucket {record.index} lies in {where}")
-        incoming.ready.append((record, self._arena))
+        wanted, is_bucket = self._wanted, isinstance(record, records.BucketReady)
+        descriptor = None if is_bucket else self._link.pop_descriptor()
+        # What is left of a former update comes before this one has begun: its arena is announced again.
+        if (
+            wanted is not None
+            and wanted.begin is not None
+            and (not is_bucket or record.version == wanted.begin.version)
+        ):
+            wanted.announced.append((record, descriptor))
+        elif descriptor is not None:
+            os.close(descriptor)
 
     def _next_bucket(self, wanted: PeerUpdate) -> Bucket | None:
         """Raises ManifestError if the bytes that the sender speaks of aren't the next bucket's."""
-        incoming, index = wanted.begun, wanted.num_read
-        if incoming is None or not incoming.ready:
+        index, ready = wanted.num_read, None
+        while wanted.announced and ready is None:
+            record, descriptor = wanted.announced.popleft()
+            if isinstance(record, records.BucketReady):
+                ready = record
+            else:
+                self._use_arena(self._map(record, descriptor))
+        if ready is None:
             self._release_read(wanted)
             return None
-        ready, arena = wanted.given = incoming.ready.popleft()
+        wanted.given, arena = ready, self._arena
         size_bytes = wanted.manifest.buckets[index]
         largest, payload = HEADER_BYTES + size_bytes, ready.offset_bytes + HEADER_BYTES
+        if arena is None or ready.generation != arena.generation:
+            raise ManifestError(f"bucket {ready.index} lies in arena {ready.generation}, which is not known here")
         if ready.index != index:
             raise ManifestError(f"bucket {ready.index} was announced, bucket {index} is the next")
         if not HEADER_BYTES <= ready.num_bytes <= largest:
@@ -436,12 +406,12 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
         """On a GPU what reads the bucket is only queued: it is released when that is over, at the latest with the next
         one, whose check has waited for as much.
         """
-        if wanted.staged or wanted.given is None:
+        ready, arena = wanted.given, self._arena
+        if wanted.staged or ready is None or arena is None:
             return
-        ready, arena = wanted.given
         read = host_device.recorded(arena.device) if arena.device.type == "cuda" else None
         former = None if wanted.unreleased is None else wanted.unreleased[1]
-        # Not under the condition, which a sender in this process may need.
+        # Not under the condition, which the link's thread needs.
         for event in (former, read if index + 1 == wanted.num_buckets else None):
             if event is not None and not event.query():
                 event.synchronize()
@@ -458,25 +428,32 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
         if read is None or read.query():
             wanted.unreleased = None
             if self._wanted is wanted:
-                self._tell(records.Released(ready.update, ready.generation, ready.index))
+                self._tell(records.Released(ready.version, ready.generation, ready.index))
 
     def _longest_wait_seconds(self, wanted: PeerUpdate) -> float:
         """The sender may wait for a bucket that is still being read here."""
-        return super()._longest_wait_seconds(wanted) if wanted.unreleased is None else _POLL_SECONDS
+        return super()._longest_wait_seconds(wanted) if wanted.unreleased is None else host_device.POLL_SECONDS
 
     def _leave(self, wanted: PeerUpdate) -> None:
+        _forget(wanted)
         if self._arena is not None and not wanted.is_done:
             try:
                 self._arena.reset()
             except WeightcastError as exc:
-                self._give_up(f"it was disconnected: {exc}")
+                logger.warning("the publisher's arena was let go: %s", exc)
+                self._use_arena(None)
         super()._leave(wanted)
 
-    def _give_up(self, reason: str) -> None:
-        """Mark the connection as of no more use. A transport also ends it, by which the sender knows."""
-        self._ended = reason
-
     def _disconnect(self) -> None:
-        if self._arena is not None:
-            self._arena.close()
-        self._arena = self._incoming = None
+        super()._disconnect()
+        if self._wanted is not None:
+            _forget(self._wanted)
+        self._use_arena(None)
+
+
+def _forget(wanted: PeerUpdate) -> None:
+    """Close what came with arenas that were not mapped."""
+    while wanted.announced:
+        _, descriptor = wanted.announced.popleft()
+        if descriptor is not None:
+            os.close(descriptor)

@@ -1,20 +1,23 @@
 """Common base of the publisher's ends of all transports with peers: updates, peers, and arenas that peers read.
 
+Peers are workers whose links the sender was handed; it opens no connection. Links are read under their listener's
+condition, by any thread that waits on it or by the listener's own, so that all of this happens under it.
+
 Invariants: a peer that dies, stalls, leaves or sends what it must not is out of the update, with the reason in
-`failures`; every wait ends by the deadline, lets newcomers in, and sends the peers signs of life meanwhile. A
-slot of an arena is rewritten only when each receiver that was told of its content has released it or has died; if one
-may still be reading (it made no progress for a deadline), the arena is abandoned to it and a new one takes its place,
-also in the middle of an update. Nothing is copied but by the caller.
+`failures`; every wait ends by the deadline, and lets newcomers in. A slot of an arena is rewritten only when each
+receiver that was told of its content has released it or has died; if one may still be reading (it made no progress for
+a deadline), the arena is abandoned to it and a new one takes its place, also in the middle of an update. Nothing is
+copied but by the caller.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import logging
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -24,19 +27,16 @@ from weightcast.errors import ClosedError, PeerDiedError, PeerTimeoutError, Upda
 from weightcast.format.bucket import HEADER_BYTES, ArenaLayout, BucketBuffer, Buffers, arena_layout_of
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
-from weightcast.host.deadline import Deadline
-from weightcast.host.descriptors import shortage_now
+from weightcast.host.deadline import GRACE_SECONDS, Deadline
+from weightcast.links.link import Link, LinkListener, frame
 from weightcast.seams.transport import Sender
 from weightcast.transports import records
 
 logger = logging.getLogger(__name__)
 
 MAX_REASON_CHARACTERS = 4096
-_MAX_SIGN_SECONDS = 5.0
-"""Well under a receiver's own deadline, however patient the sender is."""
-_FIRST_POLL_SECONDS = 0.00005
-_LONGEST_POLL_SECONDS = 0.002
-"""Between two questions to a GPU whether a bucket was packed."""
+_NUM_SLOTS = 2
+"""One is packed while the other is read."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -47,7 +47,6 @@ class SentUpdate:
     opened again for the others.
     """
 
-    number: int
     version: WeightVersion
     manifest: Manifest
     staged: bool
@@ -66,33 +65,28 @@ class SentUpdate:
     def is_done(self) -> bool:
         return self.next >= self.num_buckets
 
-    def begin(self, peer: ConnectedPeer) -> records.BeginUpdate:
-        """The answer to the peer's last opening."""
-        peer.opened = None
-        return records.BeginUpdate(self.version.number, self.number, self.staged, self.num_buckets, peer.opening)
+    @property
+    def begin(self) -> records.BeginUpdate:
+        return records.BeginUpdate(self.version.number, self.staged, self.num_buckets)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ConnectedPeer:
-    """A receiver that is connected. `progress_at`: when it said something last. `opened`: the version it waits for;
-    `opening`: which of its updates that is or was; `declined`: the version that it gave up before it began.
-    `generation`: of the sender's arena that it was told of.
+    """A worker that is connected; one that connects again has another link, and is another peer.
+
+    `progress_at`: when it said something last. `opened`, `ended`: the last version that it has opened, and that it was
+    done with or has given up; -1 for none. `generation`: of the sender's arena that it has mapped; 0 for none.
     """
 
-    name: str
+    link: Link
     progress_at: float = dataclasses.field(default_factory=time.monotonic, kw_only=True)
-    opened: int | None = dataclasses.field(default=None, kw_only=True)
-    opening: int = dataclasses.field(default=0, kw_only=True)
-    declined: int | None = dataclasses.field(default=None, kw_only=True)
-    generation: int = dataclasses.field(default=-1, kw_only=True)
+    opened: int = dataclasses.field(default=-1, kw_only=True)
+    ended: int = dataclasses.field(default=-1, kw_only=True)
+    generation: int = dataclasses.field(default=0, kw_only=True)
 
-    def died(self, reason: object) -> PeerDiedError:
-        return PeerDiedError(f"the receiver of {self.name} has gone: {reason}", peer=self.name)
-
-
-def sign_seconds(deadline_seconds: float) -> float:
-    """How often a sender gives signs of life."""
-    return min(deadline_seconds / 4, _MAX_SIGN_SECONDS)
+    @property
+    def name(self) -> str:
+        return self.link.peer
 
 
 def check_length(manifest: Manifest, index: int, num_bytes: int) -> None:
@@ -129,35 +123,31 @@ P = TypeVar("P", bound=ConnectedPeer)
 
 
 class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
-    """Opens, aborts and closes; knows the peers and who fails. A transport says how records travel, and bytes."""
+    """Opens, aborts and closes; knows the peers and who fails. A transport says which records travel, and bytes.
 
-    address: str
+    `peer_type`: made for each worker that connects.
+    """
 
-    def __init__(self, run: str, deadline_seconds: float, condition: threading.Condition | None = None) -> None:
-        self.condition = condition or threading.Condition()
-        """Held in every call; a transport whose peers are other processes needs nobody else to hold it."""
+    peer_type: type[P]
+
+    def __init__(self, run: str, listener: LinkListener, deadline_seconds: float, messages: Any) -> None:
+        """`listener`: of the links of the peers, closed by its owner. `messages`: the union of what peers may send."""
         super().__init__(run)
+        self._listener = listener
+        listener.carry(messages)
+        self.condition = listener.condition
+        """Held in every call."""
         self._deadline_seconds = deadline_seconds
-        self._sign_seconds = sign_seconds(deadline_seconds)
         self._peers: dict[str, P] = {}
-        self._left: set[str] = set()
-        self._waiting: Iterable[str] = ()
-        """The peers that are told now and then that the sender lives, while it waits for another."""
-        self._next_sign_at = 0.0
         self._failures: dict[str, WeightcastError] = {}
         self._update: U | None = None
-        self._num_updates = 0
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
-        """Those who were dropped, or have gone, since the version was opened: as of now. Does not wait.
-
-        Who asks keeps the peers waiting: they are told that the sender lives.
-        """
+        """Those who were dropped, or have gone, since the version was opened: as of now. Does not wait."""
         with self.condition:
             if not self._closed:
                 self._listen()
-                self._give_signs()
             return dict(self._failures)
 
     def connected(self, peers: Sequence[str]) -> list[str]:
@@ -176,81 +166,60 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
                 self._on_aborted(update)
 
     def close(self) -> None:
-        """Disconnect all peers and free everything. Idempotent."""
+        """End the links of all peers and free everything. Idempotent."""
         with self.condition:
             if not self._closed:
                 self.abort("the publisher was closed")
+                # Memory that the last readers have left by now is freed at once.
+                self._listen()
                 self._closed = True
+                for peer in self._peers.values():
+                    peer.link.end("the publisher was closed")
+                self._peers.clear()
                 self._disconnect()
                 self.condition.notify_all()
 
     # --- what a transport adds; the caller holds the condition ---
 
     @abc.abstractmethod
-    def _post(self, peer: P, record: msgspec.Struct, *, wait: bool = True) -> bool:
-        """Send a peer a record, waiting for room up to the deadline, or not at all; False if the peer is lost then.
-
-        A record that is not waited for may be sent later, in its turn.
-        """
-
-    def _listen(self) -> None:
-        """Take in who has come and what peers have said by now, unless they are heard as they speak. Does not wait."""
-
-    def _wait(self, seconds: float) -> None:
-        """Wait at most that long until a peer does something, and take in what it does; give signs of life.
-
-        Raises ClosedError if another thread has closed this.
-        """
-        self._give_signs()
-        self.condition.wait(min(seconds, self._sign_seconds))
-        self._require_open()
-        self._listen()
-
-    @abc.abstractmethod
     def _disconnect(self) -> None:
-        """Nothing is sent any more: disconnect everybody, free all memory."""
-
-    def _give_sign(self, peer: P) -> None:
-        """Tell a peer that the sender lives. Does not wait."""
-        self._post(peer, records.KeepAlive(), wait=False)
+        """Nothing is sent any more: free all memory."""
 
     def _on_other(self, peer: P, record: Any) -> None:
         """A record of the transport's own."""
 
-    def _on_aborted(self, update: U) -> None:
-        """The update was given up: tell its peers."""
-        self._listen()
-        for name in sorted(update.peers):
-            # A peer that has no room for it is told later, or disconnected, from which it learns as much.
-            if name in self._peers:
-                self._post(self._peers[name], records.UpdateAborted(update.number, update.aborted or ""), wait=False)
-        update.peers.clear()
-
     # --- what peers do ---
 
-    def _on_connected(self, peer: P) -> None:
-        """Let a receiver in; one of the same name is replaced."""
-        former = self._peers.get(peer.name)
-        if former is not None:
-            error = PeerDiedError(f"{peer.name} connected again in the middle of an update", peer=peer.name)
-            self._drop(former, error, may_be_reading=True)
-        self._left.discard(peer.name)
-        self._peers[peer.name] = peer
+    def _listen(self) -> None:
+        """Take in who has come and what peers have said by now. Does not wait."""
+        for link in self._listener.links():
+            former = self._peers.get(link.peer)
+            if former is None or former.link is not link:
+                if former is not None:
+                    self._hear(former)
+                self._peers[link.peer] = self.peer_type(link)
+        for peer in list(self._peers.values()):
+            if peer.link.records or peer.link.ended:
+                self._hear(peer)
+
+    def _hear(self, peer: P) -> None:
+        """Take in what a peer has said, and its end."""
+        link = peer.link
+        while link.records:
+            self._on_record(peer, link.records.popleft())
+        if link.ended:
+            gone = PeerDiedError(f"the receiver of {peer.name} has gone: {link.ended}", peer=peer.name)
+            self._drop(peer, gone, may_be_reading=not link.has_left)
 
     def _on_record(self, peer: P, record: Any) -> None:
         update, peer.progress_at = self._update, time.monotonic()
         match record:
             case records.Opened():
-                peer.opened, peer.opening, peer.declined = record.version, record.opening, None
+                peer.opened, peer.generation = record.version, record.generation
             case records.UpdateEnded():
-                took_part, ended = False, (record.version, record.update)
-                if not record.update:
-                    peer.opened = None
-                if update is not None and ended in ((update.version.number, n) for n in (0, update.number)):
-                    took_part = peer.name in update.peers
+                peer.ended = record.version
+                if update is not None and record.version == update.version.number:
                     self._on_ended(peer, update)
-                if not record.update and not took_part:
-                    peer.declined = record.version
             case _:
                 self._on_other(peer, record)
 
@@ -261,11 +230,19 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
             self._lose(peer.name, UpdateAbortedError(what))
         update.peers.discard(peer.name)
 
+    def _on_aborted(self, update: U) -> None:
+        """The update was given up: tell its peers. One that has no room for the record reads no more: its link ends."""
+        self._listen()
+        for name in sorted(update.peers):
+            if name in self._peers:
+                self._peers[name].link.send(records.UpdateAborted(update.version.number, update.aborted or ""))
+        update.peers.clear()
+
     def _drop(self, peer: P, error: WeightcastError, *, may_be_reading: bool) -> None:
-        """The peer is disconnected. `may_be_reading`: its process may live, and read what it was given."""
+        """The peer's link ends. `may_be_reading`: its process may live, and read what it was given."""
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
-            self._left.add(peer.name)
+            peer.link.end(f"the publisher gave this receiver up: {error}")
             if self._update is not None and peer.name in self._update.peers:
                 logger.warning("%s", error)
                 self._lose(peer.name, error)
@@ -278,14 +255,33 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
     # --- for transports ---
 
-    def _give_signs(self) -> None:
-        """To be called in every wait."""
-        now = time.monotonic()
-        if now >= self._next_sign_at:
-            self._next_sign_at = now + self._sign_seconds
-            for name in list(self._waiting):
-                if name in self._peers:
-                    self._give_sign(self._peers[name])
+    def _post(self, peer: P, record: msgspec.Struct, descriptor: int | None = None) -> bool:
+        """Send a peer a record, and wait for room up to the deadline; False if the peer is lost then."""
+        data = frame(record)
+        if not peer.link.put(data, descriptor):
+            self._await_room(peer, data, descriptor)
+        return self._peers.get(peer.name) is peer
+
+    def _await_room(self, peer: P, data: bytes, descriptor: int | None) -> None:
+        deadline = Deadline(self._deadline_seconds)
+        while self._peers.get(peer.name) is peer and not peer.link.put(data, descriptor):
+            if deadline.has_passed:
+                self._drop(peer, self._timed_out(peer.name, "took no record"), may_be_reading=True)
+                return
+            peer.link.wake_for_room(True)
+            try:
+                self._wait(deadline.remaining_seconds)
+            finally:
+                peer.link.wake_for_room(False)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait at most that long until a peer does something, and take in what it does.
+
+        Raises ClosedError if another thread has closed this.
+        """
+        self.condition.wait(seconds)
+        self._require_open()
+        self._listen()
 
     def _begin_open(self, version: WeightVersion, peers: Sequence[str]) -> U | None:
         """Give the former update up; but return it if it is interrupted and of this version: then it goes on.
@@ -293,7 +289,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         Raises ClosedError, ValueError for a version of another run.
         """
         self._require_open(version)
-        self._waiting, former = tuple(peers), self._update
+        former = self._update
         is_interrupted = former is not None and former.is_open and former.is_interrupted
         # If nobody was left, peers that are named now connected later: the version is begun for them.
         if former is not None and is_interrupted and former.version == version and (former.peers or not peers):
@@ -308,34 +304,30 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         self._listen()
         return None
 
-    def _await_connected(self, names: Sequence[str], version: WeightVersion) -> set[str]:
-        """Wait until all wait for the version or have failed; who does not by the deadline, or has gone, is a failure.
+    def _await_opened(self, names: Sequence[str], version: WeightVersion) -> set[str]:
+        """Wait until all have opened the version or have failed; who does not by the deadline is a failure.
 
-        Returns the others, without those that gave the version up already.
+        Returns the others. One that is not connected, or has given the version up already, is a failure at once.
         """
 
         def is_missing(name: str) -> bool:
             peer = self._peers.get(name)
-            if peer is not None and peer.declined != version.number:
-                return peer.opened != version.number
-            return not (name in self._failures or peer is not None or name in self._left)
+            return peer is not None and max(peer.opened, peer.ended) < version.number
 
         deadline = Deadline(self._deadline_seconds)
         while any(map(is_missing, names)) and not deadline.has_passed:
             self._wait(deadline.remaining_seconds)
         for name in names:
-            if is_missing(name):
-                waited, short = f"within {self._deadline_seconds:g} s", shortage_now()
-                what = f"waited for version {version.number}" if name in self._peers else "connected"
-                what = f"{name} has not {what} {waited}" + (f": {short}" if short else "")
+            if name in self._failures:
+                continue
+            if name not in self._peers:
+                self._failures[name] = PeerDiedError(f"{name} is not connected: its receiver has gone", peer=name)
+            elif is_missing(name):
+                what = f"{name} has not opened version {version.number} within {self._deadline_seconds:g} s"
                 self._failures[name] = PeerTimeoutError(what, peer=name)
-            elif name not in self._failures and name not in self._peers:
-                self._failures[name] = PeerDiedError(f"the receiver of {name} has gone and is not back", peer=name)
-            elif name not in self._failures and self._peers[name].declined == version.number:
+            elif self._peers[name].ended >= version.number:
                 what = f"{name} gave version {version.number} up before it began"
                 self._failures[name] = UpdateAbortedError(what)
-                # Once: when it opens the version again, the next attempt may begin before that is heard.
-                self._peers[name].declined = None
         return {name for name in names if name not in self._failures}
 
     def _require_update(self, index: int) -> U:
@@ -354,7 +346,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 # --- senders whose receivers read the sender's own memory ---
 
 
-class OwnedArena:
+class OwnedArena(abc.ABC):
     """The sender's end of memory that peers read. `generation`: its number among the sender's arenas."""
 
     def __init__(self, generation: int, whole: torch.Tensor, device: torch.device) -> None:
@@ -362,6 +354,10 @@ class OwnedArena:
         self.size_bytes = whole.numel()
         self.device = device
         self.buffers = Buffers(whole)
+
+    @abc.abstractmethod
+    def announcement(self) -> tuple[msgspec.Struct, int | None]:
+        """Return what a receiver needs to map it: a record, and a descriptor that travels with it."""
 
     def await_memory(self, end_bytes: int, seconds: float) -> float:
         """Wait, at most that long, until the first `end_bytes` cost no time to be had; return how long that took.
@@ -383,27 +379,25 @@ class ArenaUpdate(SentUpdate):
 A = TypeVar("A", bound=OwnedArena)
 
 
-class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
-    """Implements `Sender`. A loss never disturbs the others.
+class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
+    """Implements `Sender`. A loss never disturbs the others. A transport says what its arenas are.
 
-    Memory: streaming, `num_slots` buckets, one more on a GPU; staged, the whole version; kept for the next update. With
+    Memory: streaming, two buckets, one more on a GPU; staged, the whole version; kept for the next update. With
     a CUDA `device` streaming buckets lie in that device's memory; staged ones are in host memory always. A bucket on a
     GPU is announced once its packing is over, so that nothing that a receiver waits for can end with this process.
     """
 
+    peer_type = ConnectedPeer
+
     def __init__(
         self,
         run: str,
-        *,
+        listener: LinkListener,
         deadline_seconds: float,
-        num_slots: int = 2,
+        messages: Any,
         device: torch.device | str | None = None,
-        condition: threading.Condition | None = None,
     ) -> None:
-        if num_slots < 1:
-            raise ValueError(f"num_slots is {num_slots}; it must be at least 1, and 2 to overlap packing with reading")
-        super().__init__(run, deadline_seconds, condition)
-        self._num_slots = num_slots
+        super().__init__(run, listener, deadline_seconds, messages)
         self._device = torch.device(device or "cpu")
         self._arena: A | None = None
         self._generation = 0
@@ -424,8 +418,8 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
                 self._replace_arena(arena_layout.size_bytes, device)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Begin an update. Waits until the former one's buckets are released and `peers` are connected; those who fail
-        in that, or were connected and have gone, are in `failures`. Raises InsufficientMemoryError.
+        """Begin an update. Waits until the former one's buckets are released and `peers` have opened it; those who fail
+        in that, or have gone, are in `failures`. Raises InsufficientMemoryError.
         """
         with self.condition:
             self._begin_open(version, peers)
@@ -439,14 +433,11 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
                 self._await_memory(arena, 0)
             elif arena_layout.size_bytes:
                 self._replace_arena(arena_layout.size_bytes, device)
-            taking_part = self._await_connected(peers, version)
-            self._num_updates += 1
-            number = self._num_updates
-            update = ArenaUpdate(number, version, manifest, staged, arena_layout, taking_part, device=device)
-            self._update, self._waiting = update, update.peers
+            taking_part = self._await_opened(peers, version)
+            self._update = update = ArenaUpdate(version, manifest, staged, arena_layout, taking_part, device=device)
             for name in sorted(update.peers):
                 if name in update.peers:
-                    self._post(peer := self._peers[name], update.begin(peer))
+                    self._post(self._peers[name], update.begin)
         return 0
 
     def buffer(self, index: int) -> BucketBuffer:
@@ -477,13 +468,13 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
             assert arena is not None
             update.next = index + 1
             slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.headers[index]
-            ready = records.BucketReady(update.number, arena.generation, index, offset_bytes, num_bytes)
+            ready = records.BucketReady(update.version.number, arena.generation, index, offset_bytes, num_bytes)
             for name in sorted(update.peers):
                 peer = self._peers.get(name)
                 if peer is None or name not in update.peers:
                     continue
                 if peer.generation != arena.generation:
-                    if not self._announce(peer, arena):
+                    if not self._post(peer, *arena.announcement()):
                         continue
                     peer.generation = arena.generation
                 if self._post(peer, ready) and name in update.peers:
@@ -494,25 +485,25 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
         with self.condition:
             self._require_open()
             self._await_released()
-            arena = self._arena
-            if arena is None:
-                return
             self._close_arena()
-            for peer in list(self._peers.values()):
-                if peer.generation == arena.generation:
-                    self._post(peer, records.ArenaClosed(arena.generation), wait=False)
 
     def _await_packed(self, index: int, packed: host_device.Event) -> None:
-        for _ in Deadline(self._deadline_seconds).polls(_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS, self._pause):
-            self._require_open()
-            if packed.query():
-                return
-        what = f"bucket {index} was not packed within {self._deadline_seconds:g} s"
-        raise PeerTimeoutError(f"{what}: the trainer's GPU does something else", peer="trainer")
+        polls = Deadline(self._deadline_seconds).polls(host_device.POLL_SECONDS, host_device.POLL_SECONDS)
+        with self._unlocked():
+            is_packed = any(packed.query() for _ in polls)
+        self._require_update(index)
+        if not is_packed:
+            what = f"bucket {index} was not packed within {self._deadline_seconds:g} s"
+            raise PeerTimeoutError(f"{what}: the trainer's GPU does something else", peer="trainer")
 
-    def _pause(self, seconds: float) -> None:
-        # A wait for peers takes a millisecond at least, about as long as a bucket takes to be packed.
-        time.sleep(seconds) if seconds < _LONGEST_POLL_SECONDS else self._wait(seconds)
+    @contextlib.contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        """Nothing of the links is waited for: heartbeats need the condition meanwhile, which is held once."""
+        self.condition.release()
+        try:
+            yield
+        finally:
+            self.condition.acquire()
 
     # --- what a transport adds ---
 
@@ -520,25 +511,24 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
     def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> A:
         """Raises InsufficientMemoryError."""
 
-    @abc.abstractmethod
-    def _announce(self, peer: P, arena: A) -> bool:
-        """Tell a peer of the arena that the next bucket lies in; False if the peer is lost then."""
+    def _disconnect(self) -> None:
+        self._close_arena()
 
     # --- what peers do ---
 
-    def _on_other(self, peer: P, record: Any) -> None:
+    def _on_other(self, peer: ConnectedPeer, record: Any) -> None:
         update, arena = self._update, self._arena
         if not isinstance(record, records.Released) or update is None or arena is None:
             return
-        is_meant = (record.update, record.generation) == (update.number, arena.generation)
+        is_meant = (record.version, record.generation) == (update.version.number, arena.generation)
         if is_meant and record.index < update.num_buckets:
             self._readers.get(update.arena_layout.slots[record.index], set()).discard(peer.name)
 
-    def _on_ended(self, peer: P, update: ArenaUpdate) -> None:
+    def _on_ended(self, peer: ConnectedPeer, update: ArenaUpdate) -> None:
         self._forget_reader(peer.name)
         super()._on_ended(peer, update)
 
-    def _drop(self, peer: P, error: WeightcastError, *, may_be_reading: bool) -> None:
+    def _drop(self, peer: ConnectedPeer, error: WeightcastError, *, may_be_reading: bool) -> None:
         if self._peers.get(peer.name) is not peer:
             return
         held = self._forget_reader(peer.name)
@@ -576,12 +566,15 @@ class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
     def _layout(self, manifest: Manifest, *, staged: bool) -> tuple[torch.device, ArenaLayout]:
         device = torch.device("cpu") if staged else self._device
         # On a GPU a reader releases a bucket only when it has the next one.
-        num_slots = self._num_slots + (device.type == "cuda")
+        num_slots = _NUM_SLOTS + (device.type == "cuda")
         return device, arena_layout_of(manifest, num_slots=num_slots, staged=staged)
 
     def _await_memory(self, arena: A, end_bytes: int) -> None:
-        """Wait for the first bytes of the arena, but not so long that peers think that this process has died."""
-        self._memory_seconds += arena.await_memory(end_bytes, self._sign_seconds)
+        """Wait a while for the first bytes of the arena; those that are slow to come are written to all the same."""
+        with self._unlocked():
+            seconds = arena.await_memory(end_bytes, GRACE_SECONDS)
+        self._require_open()
+        self._memory_seconds += seconds
 
     def _replace_arena(self, size_bytes: int, device: torch.device) -> None:
         self._close_arena()

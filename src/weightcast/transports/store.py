@@ -31,6 +31,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.closing import awaited_at_exit
 from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS
 from weightcast.host.memory import SharedMemory
+from weightcast.links.link import LinkListener, WorkerLink
 from weightcast.seams.transport import Bucket, Portion, Transport
 from weightcast.seams.versions import StoredVersion
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
@@ -59,16 +60,20 @@ class _BufferedSender(RunSender, Generic[W]):
     """
 
     writer_type: type[W]
-    has_address = True
 
     def __init__(
-        self, url: str, *, run: str, deadline_seconds: float = 60.0, device: torch.device | str | None = None
+        self,
+        url: str,
+        *,
+        run: str,
+        listener: LinkListener | None = None,
+        deadline_seconds: float = 60.0,
+        device: torch.device | str | None = None,
     ) -> None:
-        """Raises as the writer."""
+        """`listener` changes nothing: readers need no link. Raises as the writer."""
         address = StoreAddress.parse(url)
         num_threads = address.num_threads
         self._directory = address.directory
-        self.address = url if self.has_address else ""
         super().__init__(run)
         self._max_buffers = 1 if num_threads == 1 else min(num_threads + 1, MAX_BUFFERS)
         self._num_buffers = 1
@@ -247,11 +252,10 @@ class StoreSender(_BufferedSender[StoreWriter]):
 class JoinedStoreSender(_BufferedSender[OriginWriter]):
     """Implements `Sender` for one origin: writes its files beside another rank's `StoreSender`, which it joins.
 
-    Nothing is opened before it has joined. It has no address: readers find all by the other rank's.
+    Nothing is opened before it has joined.
     """
 
     writer_type = OriginWriter
-    has_address = False
 
     def join(self, manifest: Manifest, origin: int, place: str) -> None:
         """Open the origin's files where the publishing rank has begun. Raises as `OriginWriter.begin`."""
@@ -270,8 +274,8 @@ class JoinedStoreSender(_BufferedSender[OriginWriter]):
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class StoreUpdate(WantedUpdate[PinnedVersion]):
-    """`begun` when it is pinned. `attempt`: the writer's last one when it was opened.
+class StoreUpdate(WantedUpdate):
+    """`pinned`: once it is. `attempt`: the writer's last one when it was opened.
 
     `num_ahead`: how many buckets are read while one is taken. `arena`: where they are read to. `portion`: those whose
     payload this rank reads; None for all.
@@ -281,6 +285,7 @@ class StoreUpdate(WantedUpdate[PinnedVersion]):
     portion: Portion | None
     attempt: int
     num_ahead: int
+    pinned: PinnedVersion | None = None
     reads: collections.deque[Future[None]] = dataclasses.field(default_factory=collections.deque)
     pause_seconds: float = 0.001
 
@@ -294,15 +299,23 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
     """
 
     def __init__(
-        self, url: str, *, peer: str, run: str = "", deadline_seconds: float = 60.0, device: torch.device | None = None
+        self,
+        url: str,
+        *,
+        peer: str,
+        run: str = "",
+        link: WorkerLink | None = None,
+        deadline_seconds: float = 60.0,
+        device: torch.device | None = None,
     ) -> None:
         """`run`: the only one to be read, or empty for all, also of a directory that is not there yet.
 
-        `device` changes nothing: versions are read into host memory.
+        `link` and `device` change nothing: versions are read into host memory.
 
         Raises PeerDiedError if there is no store, StaleVersionError if another run writes it.
         """
-        super().__init__(run or None, deadline_seconds)
+        # All of a version is packed and written before any of it can be read.
+        super().__init__(run or None, 2 * deadline_seconds)
         address = StoreAddress.parse(url)
         self._directory = directory = address.directory
         self._reader = StoreReader(directory, label=peer)
@@ -377,7 +390,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
                 manifest, version, staged, arena=arena, portion=portion, attempt=attempt, num_ahead=num_ahead
             )
             if self._newest is not None and self._newest.stored.version == version:
-                self._newest, wanted.begun = None, self._newest
+                self._newest, wanted.pinned = None, self._newest
             self._let_go()
 
     def end(self) -> None:
@@ -412,7 +425,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             self._arena = KeptMemory(*_READ_INTO)
         elif reads:
             self._await_shared_reads(reads)
-        pinned = wanted.begun
+        pinned = wanted.pinned
         if pinned is not None and reads:
             awaited_at_exit(functools.partial(_close_after, reads, pinned), "weightcast-store-end")
         elif pinned is not None:
@@ -464,14 +477,14 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         return None
 
     def _next_bucket(self, wanted: StoreUpdate) -> Bucket | None:
-        if wanted.begun is None:  # else it was pinned by `newest`
+        if wanted.pinned is None:  # else it was pinned by `newest`
             with self._unlocked():
                 found = self._pin(wanted)
             if found is not None and self._wanted is not wanted:
                 found.close()
             self._check_live(wanted)
-            wanted.begun = found
-        pinned = wanted.begun
+            wanted.pinned = found
+        pinned = wanted.pinned
         if pinned is None:
             return None
         number, order = wanted.num_read, wanted.manifest.rounds

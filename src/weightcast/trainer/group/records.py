@@ -53,13 +53,17 @@ class Specs(_Record, frozen=True):
 
 
 class Settings(_Record, frozen=True):
-    """The publishing rank's settings, from which every rank makes the same plan. `url`: its transport.
+    """The publishing rank's settings, from which every rank makes the same plan and sends to the same workers.
+
+    `url`: its transport. `secret`, `lease_seconds`: of the workers' links.
 
     `maps_buckets`: ranks may pack into each other's buckets. `dtypes`: by name, the dtype that a tensor is cast to.
     """
 
     run: RunId
     url: str
+    secret: str
+    lease_seconds: float
     bucket_size_bytes: int
     maps_buckets: bool
     dtypes: dict[str, str] = {}
@@ -80,7 +84,7 @@ class Mappable(_Record, frozen=True):
 
 
 class Agreed(_Record, frozen=True):
-    """Digest of the plan that a rank has made, and the address of its sender, if it leads an origin."""
+    """Digest of the plan that a rank has made, and the address of its links, if it sends to workers."""
 
     manifest_digest: str
     address: str = ""

@@ -13,6 +13,7 @@ disconnected, and then they join again; a sender is kept, with its connected wor
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import urllib.parse
@@ -28,6 +29,8 @@ from weightcast.errors import PeersLostError, PublishReport, WeightcastError, fr
 from weightcast.format.bucket import RAW, BucketBuffer, Digest, as_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
+from weightcast.host.closing import on_failure
+from weightcast.links.link import LinkListener
 from weightcast.seams.source import Source
 from weightcast.seams.transport import Sender
 from weightcast.trainer.background import Turn
@@ -35,22 +38,21 @@ from weightcast.trainer.group import records
 from weightcast.trainer.group.group import is_any_busy
 from weightcast.trainer.group.rank import Rank
 from weightcast.trainer.packer import finish
-from weightcast.trainer.publish_run import PublishInputs, PublishRun
+from weightcast.trainer.publish_run import PublishInputs, PublishRun, listen
 from weightcast.trainer.sent_digests import SentDigests
 
 
 class PublishingRank(Rank, Sender):
     """Group rank 0. Implements `Fill` and `Sender` for the publish run, and so hides the other ranks from it.
 
-    It represents the senders of all origins. It owns and closes that of this rank; the other ranks own
-    theirs. `address`: of this rank's sender, empty before there is one.
+    It represents the senders of all origins. It owns and closes that of this rank; the other ranks own theirs.
     """
 
     _sender: Sender
 
     def __init__(self, trainer_group: Any, source: Source, deadline_seconds: float) -> None:
         super().__init__(trainer_group, source, deadline_seconds)
-        self.address = ""
+        self._has_sender = False
         self.sent: SentDigests | None = None
         self._settings: records.Settings | None = None
         self._others: Sequence[int] = ()
@@ -116,8 +118,16 @@ class PublishingRank(Rank, Sender):
 
     def _settings_of(self, prepared: PublishInputs) -> records.Settings:
         dtypes = {} if prepared.engine_dtypes is None else dict(prepared.engine_dtypes.by_name)
-        bucket_size_bytes = prepared.pack_plan.bucket_size_bytes
-        return records.Settings(self.run, prepared.url, bucket_size_bytes, prepared.maps_buckets(), dtypes)
+        bucket_size_bytes, listener = prepared.pack_plan.bucket_size_bytes, prepared.connections.listener
+        return records.Settings(
+            self.run,
+            prepared.url,
+            listener.secret,
+            listener.lease_seconds,
+            bucket_size_bytes,
+            prepared.maps_buckets(),
+            dtypes,
+        )
 
     def _is_agreed(self, prepared: PublishInputs) -> bool:
         """Return whether all ranks have agreed on these settings and this plan."""
@@ -138,7 +148,7 @@ class PublishingRank(Rank, Sender):
             self._settings = settings
         plan.use(prepared.regions, self)
         if connections.sender is not self:
-            self._sender, self.address = connections.sender, connections.sender.address
+            self._sender, self._has_sender = connections.sender, True
             connections.sender = self
         self._is_own_sent = False
 
@@ -274,13 +284,13 @@ class PublishingRank(Rank, Sender):
 
     def release(self) -> None:
         """Release the memory of this rank's sender, if there is one."""
-        if self.address:
+        if self._has_sender:
             self._sender.release()
 
     def close(self) -> None:
         """Disconnect from the other ranks and close this rank's sender. Idempotent."""
         super().close()
-        if self.address:
+        if self._has_sender:
             self._sender.close()
 
 
@@ -298,6 +308,7 @@ class FollowingRank(Rank):
         super().__init__(trainer_group, source, deadline_seconds)
         self._turn = turn
         self._sender: Sender | None = None
+        self._listener: LinkListener | None = None
         self._calls = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-origin")
         self._call: futures.Future[None] | None = None
         """The last call of the sender."""
@@ -387,11 +398,19 @@ class FollowingRank(Rank):
         if is_leading and self._sender is None:
             device, run, seconds = self._device(), settings.run, self._deadline_seconds
             transport = registry.transport(settings.url)
-            make = transport.joined_sender or transport.sender
-            self._sender = make(_own_url(settings.url), run=run, device=device, deadline_seconds=seconds)
+            if transport.joined_sender is not None:
+                self._sender = transport.joined_sender(settings.url, run=run, device=device, deadline_seconds=seconds)
+            else:
+                url = _own_url(settings.url)
+                listener = listen(url, run, settings.lease_seconds, settings.secret)
+                with on_failure(listener.close):
+                    self._sender = transport.sender(
+                        url, run=run, listener=listener, device=device, deadline_seconds=seconds
+                    )
+                self._listener = listener
             self._stream = host_device.stream(device)
         self._sent = SentDigests(self._assignment.layout, {})
-        return "" if self._sender is None else self._sender.address
+        return "" if self._listener is None else self._listener.address
 
     def _open(self, sender: Sender, opening: records.Open) -> None:
         """Open the update, or open it again, unless this origin has sent all of it."""
@@ -460,6 +479,8 @@ class FollowingRank(Rank):
             self._buffer = None
             self.forget_views()
             self._calls.submit(self._sender.release).result()
+            if self._listener is not None:
+                self._listener.release_memory()
 
     def close(self) -> None:
         """Disconnect and free everything, after the sender's pending calls. Idempotent."""
@@ -471,8 +492,11 @@ class FollowingRank(Rank):
         sender, self._sender, self._buffer = self._sender, None, None
         if self._call is not None:
             futures.wait([self._call])
-        if sender is not None:
-            sender.close()
+        with contextlib.ExitStack() as stack:
+            for part in (self._listener, sender):
+                if part is not None:
+                    stack.callback(part.close)
+        self._listener = None
 
 
 def _own_url(url: str) -> str:
@@ -481,7 +505,7 @@ def _own_url(url: str) -> str:
     The port is the same, so that one port is to be opened on all hosts. Raises OSError if that host can't be resolved.
     """
     scheme, transport = registry.scheme(url), registry.transport(url)
-    if transport.same_host or transport.joined_sender is not None:
+    if transport.same_host:
         return url
     host, port = registry.host(url), urllib.parse.urlsplit(url).port or 0
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

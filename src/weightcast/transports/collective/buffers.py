@@ -16,6 +16,7 @@ import torch
 from weightcast.errors import PeerTimeoutError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, arena_layout_of
 from weightcast.format.manifest import Manifest
+from weightcast.host.deadline import GRACE_SECONDS
 from weightcast.host.memory import SharedMemory
 from weightcast.transports.kept_memory import KeptMemory, allocate
 
@@ -25,7 +26,6 @@ NUM_SLOTS = 1 + NUM_UNDER_WAY
 """Streaming: one that is read, and those that arrive."""
 _HOST_MEMORY = torch.device("cpu")
 _WHAT = "receiving this update"
-_STREAM_END_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class ReceiveBuffers:
     def _await_target(self, index: int) -> BucketBuffer:
         self._left = [stream for stream in self._left if not stream.has_ended(0)]
         if self._memory.shared is not None:
-            if not all(stream.has_ended(_STREAM_END_SECONDS) for stream in self._left):
+            if not all(stream.has_ended(GRACE_SECONDS) for stream in self._left):
                 raise PeerTimeoutError("a broadcast of a former group is still under way", peer=self._peer)
             return self._memory.target(index)
         buffer = self.buffer(index)

@@ -16,18 +16,11 @@ import torch
 
 from weightcast.errors import PeerDiedError, to_record
 from weightcast.host.closing import awaited_at_exit
-from weightcast.host.deadline import MAX_SECONDS
 from weightcast.process_group import Broadcast, ProcessGroup, Store, serve_store
 from weightcast.transports.collective import records
-from weightcast.transports.linked import LinkedPeer
+from weightcast.transports.sending import ConnectedPeer
 
 _ALL = 1 << 62
-_RECEIVERS_PATIENCE = 3.0
-"""Timeout of a receive, in multiples of the sender's deadline: the sender may be waiting for another receiver.
-
-A receiver's link says whether the sender is alive. But gloo does not wake a receive whose connection broke in the
-middle of a message: its thread, sockets and buffer live until this timeout.
-"""
 
 
 def engine_of(name: str) -> str:
@@ -36,7 +29,7 @@ def engine_of(name: str) -> str:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class GroupMember(LinkedPeer):
+class GroupMember(ConnectedPeer):
     """`joining`, `left`: its last word on the group that it was invited to. `progress`: of the present update in it."""
 
     joining: records.Joining = dataclasses.field(default_factory=lambda: records.Joining(epoch=0))
@@ -90,7 +83,7 @@ class BroadcastGroup:
                 group_size=len(self.joined) + 1,
                 host=self._settings.host,
                 port=self._port,
-                timeout_seconds=min(self._settings.deadline_seconds * _RECEIVERS_PATIENCE, MAX_SECONDS),
+                deadline_seconds=self._settings.deadline_seconds,
                 is_read_along=bool(self.readers[member]),
             )
             member.link.send(join)

@@ -10,25 +10,25 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-import time
 import weakref
 from typing import Any
 
 import torch
 from torch.distributed import Work
 
-from weightcast import process_group
+from weightcast import process_group, registry
 from weightcast.errors import UnsupportedError, WeightcastError, to_record
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.closing import awaited_at_exit, close_at_exit
 from weightcast.host.copy import copy_all
+from weightcast.host.deadline import MAX_SECONDS
+from weightcast.links.link import WorkerLink
 from weightcast.process_group import ProcessGroup, join_store
 from weightcast.seams.transport import Bucket
 from weightcast.transports.collective import records
 from weightcast.transports.collective.buffers import NUM_SLOTS, NUM_UNDER_WAY, BucketTarget, ReceiveBuffers, Writing
-from weightcast.transports.linked import LinkedReceiver, parse_address
-from weightcast.transports.receiving import PeerUpdate
+from weightcast.transports.receiving import PeerReceiver, PeerUpdate
 from weightcast.transports.sending import MAX_REASON_CHARACTERS
 
 
@@ -49,7 +49,7 @@ _receivers: weakref.WeakSet[CollectiveReceiver] = weakref.WeakSet()
 _receivers_lock = threading.Lock()
 
 
-class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
+class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
     """Implements `Receiver`.
 
     Memory: staged, the whole version, in host memory, once for all workers of the engine on this host; streaming, three
@@ -58,13 +58,17 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
     """
 
     def __init__(
-        self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0, device: torch.device | None = None
+        self,
+        url: str,
+        *,
+        peer: str,
+        run: str,
+        link: WorkerLink | None,
+        deadline_seconds: float = 60.0,
+        device: torch.device | None = None,
     ) -> None:
-        """Connect to a sender's address, as `peer`. `device`: where NCCL's broadcasts arrive, a GPU.
-
-        Raises PeerDiedError, UnsupportedError, ManifestError.
-        """
-        self.backend = parse_address(url).scheme
+        """`device`: where NCCL's broadcasts arrive, a GPU. Raises UnsupportedError."""
+        self.backend = registry.scheme(url)
         process_group.require(self.backend)
         if self.backend == "nccl" and (device is None or device.type != "cuda"):
             raise UnsupportedError(
@@ -76,7 +80,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         self._stream: BroadcastStream | None = None
         self._epoch = 0
         """Of the group that this worker was invited to last."""
-        super().__init__(url, peer=peer, run=run, deadline_seconds=deadline_seconds, records=records.ToReceiver)
+        super().__init__(run, link, deadline_seconds, records.ToReceiver)
         close_at_exit(self)
         with _receivers_lock:
             _receivers.add(self)
@@ -102,10 +106,11 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         if stream is not None and stream.num_received < wanted.num_buckets:
             self._leave_group()
 
-    def _on_over(self) -> None:
+    def _on_aborted(self, wanted: BroadcastUpdate) -> None:
         self._leave_group()
 
     def _disconnect(self) -> None:
+        super()._disconnect()
         self._leave_group()
         self._buffers.close()
 
@@ -123,10 +128,6 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
                 wanted.reads[index % NUM_SLOTS] = read
             wanted.num_released = index + 1
             self._condition.notify_all()
-
-    def _patience_seconds(self, wanted: BroadcastUpdate) -> float:
-        """The sender may at any time wait for somebody, a trainer rank say, before it packs."""
-        return 2 * self._deadline_seconds
 
     # --- what the sender says, in the thread that reads the link ---
 
@@ -153,7 +154,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
                     self._stream.start()
             case records.Arrived(number, num_buckets):
                 wanted = self._wanted
-                if wanted is not None and wanted.number == number and self._stream is None:
+                if wanted is not None and wanted.version.number == number and self._stream is None:
                     wanted.num_received = max(wanted.num_received, num_buckets)
                     self._tell_read_along(wanted)
 
@@ -166,12 +167,13 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             memory = buffers.lend() if invitation.is_read_along else buffers.keep_alone()
             self._stream = BroadcastStream(self, invitation, self._link.local_host)
         wanted = self._wanted
-        if wanted is not None and wanted.begun is None:
+        if wanted is not None and wanted.begin is None:
             buffers.prepare(wanted.manifest, staged=wanted.staged)
         return records.Joining(invitation.epoch, memory)
 
     def _tell_read_along(self, wanted: BroadcastUpdate) -> None:
-        self._tell(records.Progress(self._epoch, wanted.number, wanted.num_received, wanted.num_buckets))
+        number = wanted.version.number
+        self._tell(records.Progress(self._epoch, number, wanted.num_received, wanted.num_buckets))
 
     def _leave_group(self) -> None:
         stream, self._stream = self._stream, None
@@ -221,7 +223,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
 
     def _has_room(self, stream: BroadcastStream) -> bool:
         wanted, index = self._wanted, stream.position
-        if wanted is None or wanted.begun is None or index is None or index >= wanted.num_buckets:
+        if wanted is None or wanted.begin is None or index is None or index >= wanted.num_buckets:
             return False
         return wanted.staged or index < wanted.num_released + NUM_SLOTS
 
@@ -230,7 +232,6 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             wanted = self._wanted
             if stream.is_left or wanted is None:
                 return
-            self._heard_at = time.monotonic()
             stream.num_received = target.index + 1
             wanted.num_received = max(wanted.num_received, stream.num_received)
             self._tell(stream.progress(wanted))
@@ -263,7 +264,7 @@ class BroadcastStream(Writing):
     group: ProcessGroup | None = None
 
     def progress(self, wanted: BroadcastUpdate) -> records.Progress:
-        return records.Progress(self.join.epoch, wanted.number, self.num_received, self.position or 0)
+        return records.Progress(self.join.epoch, wanted.version.number, self.num_received, self.position or 0)
 
     def start(self) -> None:
         """Connect, and take what is broadcast. Idempotent."""
@@ -279,14 +280,17 @@ class BroadcastStream(Writing):
     def _run(self) -> None:
         try:
             join = self.join
+            # The link says whether the sender lives. But gloo does not wake a receive whose connection broke in the
+            # middle of a message: its thread, sockets and buffer live until then.
+            timeout_seconds = min(join.deadline_seconds + self.receiver._deadline_seconds, MAX_SECONDS)
             # The engine's default stream must never wait for a broadcast.
             with host_device.own_stream(self.receiver.device):
                 self.group = ProcessGroup(
                     self.receiver.backend,
-                    join_store(join.host, join.port, join.timeout_seconds),
+                    join_store(join.host, join.port, timeout_seconds),
                     rank=join.group_rank,
                     size=join.group_size,
-                    timeout_seconds=join.timeout_seconds,
+                    timeout_seconds=timeout_seconds,
                     host=self.host,
                     device=self.receiver.device,
                     is_left=self._was_left,

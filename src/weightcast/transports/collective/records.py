@@ -10,8 +10,9 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from weightcast.format.manifest import VersionNumber
 from weightcast.format.messages import MAX_DEADLINE_SECONDS, Count, ShortText
-from weightcast.transports.linked import FromLinked, ToLinked
+from weightcast.transports.records import FromPeer, FromSender
 
 Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
@@ -22,7 +23,8 @@ Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 class Join(msgspec.Struct, frozen=True, tag="join", tag_field="kind"):
     """Be of group `epoch`, whose store is at `host` and `port`, and connect when told to; leave the former group.
 
-    `is_read_along`: other workers of the same engine and host read what this one receives.
+    `deadline_seconds`: for so long the sender waits for another member, at most. `is_read_along`: other workers of the
+    same engine and host read what this one receives.
     """
 
     epoch: Count
@@ -30,7 +32,7 @@ class Join(msgspec.Struct, frozen=True, tag="join", tag_field="kind"):
     group_size: Rank
     host: ShortText
     port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
-    timeout_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_SECONDS)]
+    deadline_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_SECONDS)]
     is_read_along: bool = False
 
 
@@ -48,13 +50,13 @@ class ReadAlong(msgspec.Struct, frozen=True, tag="read_along", tag_field="kind")
 
 
 class Arrived(msgspec.Struct, frozen=True, tag="arrived", tag_field="kind"):
-    """To those who read along: the first `num_buckets` of `update` lie in the memory."""
+    """To those who read along: the first `num_buckets` of the update lie in the memory."""
 
-    update: Count
+    version: VersionNumber
     num_buckets: Count
 
 
-ToReceiver: TypeAlias = Join | Connect | ReadAlong | Arrived | ToLinked
+ToReceiver: TypeAlias = Join | Connect | ReadAlong | Arrived | FromSender
 
 
 # --- receiver -> sender -----------------------------------------------------------------------
@@ -79,14 +81,14 @@ class JoinFailed(msgspec.Struct, frozen=True, tag="join_failed", tag_field="kind
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="kind"):
-    """Of `update` the first `num_received` buckets have come in group `epoch`, and it waits for all before
+    """Of the update the first `num_received` buckets have come in group `epoch`, and it waits for all before
     `num_awaited`: those may be broadcast.
     """
 
     epoch: Count = 0
-    update: Count = 0
+    version: VersionNumber = 0
     num_received: Count = 0
     num_awaited: Count = 0
 
 
-FromReceiver: TypeAlias = Joining | JoinFailed | Progress | FromLinked
+FromReceiver: TypeAlias = Joining | JoinFailed | Progress | FromPeer

@@ -10,12 +10,13 @@ fails twice with nobody to blame is given up.
 from __future__ import annotations
 
 import dataclasses
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-from weightcast import process_group
+from weightcast import process_group, registry
 from weightcast.errors import (
     PeerDiedError,
     PeerError,
@@ -31,20 +32,16 @@ from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, arena_layout_of
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.closing import close_at_exit
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import GRACE_SECONDS, Deadline
 from weightcast.host.descriptors import shortage, shortage_now
+from weightcast.links.link import LinkListener
 from weightcast.transports.collective import records
 from weightcast.transports.collective.group import BroadcastGroup, GroupMember, GroupSettings, engine_of
 from weightcast.transports.kept_memory import MemoryToSend
-from weightcast.transports.linked import LinkedSender, parse_endpoint
 from weightcast.transports.records import UpdateAborted
-from weightcast.transports.sending import MAX_REASON_CHARACTERS, SentUpdate
+from weightcast.transports.sending import MAX_REASON_CHARACTERS, SendingEnd, SentUpdate
 
 _NUM_SLOTS = 2
-_MAX_WORD_SECONDS = 5.0
-"""For the word of a member that has failed, or the end of its link, once its group was seen to break."""
-_POLL_SECONDS = 0.002
-"""How often a GPU is asked whether a broadcast is over; on a CPU it says so itself."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -54,7 +51,7 @@ class GroupUpdate(SentUpdate):
     num_fruitless: int = 0
 
 
-class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
+class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
     """Implements `Sender`. Memory: two buckets, on the GPU with NCCL, kept for the next update.
 
     `deadline_seconds` bounds each wait, and each broadcast from its beginning to its end.
@@ -63,15 +60,23 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
     peer_type = GroupMember
 
     def __init__(
-        self, url: str, *, run: str, deadline_seconds: float = 60.0, device: torch.device | str | None = None
+        self,
+        url: str,
+        *,
+        run: str,
+        listener: LinkListener,
+        deadline_seconds: float = 60.0,
+        device: torch.device | str | None = None,
     ) -> None:
-        """Listen at the URL's host and port. Raises ValueError, UnsupportedError, OSError."""
-        backend, host, _ = parse_endpoint(url)
+        """Groups meet at the URL's host. Raises ValueError, UnsupportedError."""
+        backend, (host, _) = registry.scheme(url), registry.endpoint(url)
+        if url.partition("://")[2].strip("/") != urllib.parse.urlsplit(url).netloc.rpartition("@")[2]:
+            raise ValueError(f"{url!r} is not the endpoint of a sender; write {backend}://HOST:PORT")
         process_group.require(backend)
         device = torch.device((device or "cuda") if backend == "nccl" else "cpu")
         if backend == "nccl" and device.type != "cuda":
             raise UnsupportedError(f"nccl moves no memory of {device}: use gloo:// or ipc://")
-        super().__init__(url, run=run, deadline_seconds=deadline_seconds, records=records.FromReceiver)
+        super().__init__(run, listener, deadline_seconds, records.FromReceiver)
         self.num_groups = 0
         self._group: BroadcastGroup | None = None
         """Kept from update to update while its members stay."""
@@ -94,9 +99,8 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
             update = self._begin_open(version, peers)
             if update is None:
                 arena_layout = arena_layout_of(manifest, num_slots=_NUM_SLOTS, staged=False)
-                taking_part = self._await_connected(peers, version)
-                self._num_updates += 1
-                update = GroupUpdate(self._num_updates, version, manifest, staged, arena_layout, taking_part)
+                taking_part = self._await_opened(peers, version)
+                update = GroupUpdate(version, manifest, staged, arena_layout, taking_part)
                 self._update = update
             update.next = 0
             update.peers &= set(peers)
@@ -108,8 +112,8 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
             self._slots.prepare(update.arena_layout)
             if group is not None:
                 for member in group.members:
-                    member.progress = records.Progress(group.number, update.number)
-                    self._post(member, update.begin(member))
+                    member.progress = records.Progress(group.number, update.version.number)
+                    self._post(member, update.begin)
             if update.is_done:
                 update.peers.clear()
             return 0
@@ -180,7 +184,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
                 if record.is_own and is_meant and update is not None and peer.name in update.peers:
                     self._lose(peer.name, peer.failure())
             case records.Progress(epoch, number, num_received) if group is not None:
-                if (epoch, number) == (peer.progress.epoch, peer.progress.update):
+                if (epoch, number) == (peer.progress.epoch, peer.progress.version):
                     peer.progress = record
                     for reader in group.readers.get(peer, ()):
                         reader.link.send(records.Arrived(number, num_received))
@@ -203,7 +207,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         for lost, why in [(name, error), *((other, UpdateAbortedError(reason)) for other in others)]:
             super()._lose(lost, why)
             if update is not None and lost in self._peers:
-                self._peers[lost].link.send(UpdateAborted(update.number, str(why)[:MAX_REASON_CHARACTERS]))
+                self._peers[lost].link.send(UpdateAborted(update.version.number, str(why)[:MAX_REASON_CHARACTERS]))
 
     # --- the group ---
 
@@ -277,7 +281,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         `late`: for whom everybody has waited then, and `what` they have done wrong.
         """
         deadline = Deadline(self._deadline_seconds)
-        poll_seconds = _POLL_SECONDS if self._settings.backend == "nccl" else self._deadline_seconds
+        poll_seconds = host_device.POLL_SECONDS if self._settings.backend == "nccl" else self._deadline_seconds
         self._listen()
         while not (self._is_in_trouble(update, group) or is_done()):
             if deadline.has_passed:
@@ -307,7 +311,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
             # In a group that was connected, all fail with the one that broke it.
             return [] if group.is_connected else [m for m in group.members if m.left.epoch == group.number]
 
-        deadline = Deadline(min(_MAX_WORD_SECONDS, self._deadline_seconds))
+        deadline = Deadline(min(GRACE_SECONDS, self._deadline_seconds))
         self._listen()
         while update.peers == group.names and not failed() and not deadline.has_passed:
             self._wait(deadline.remaining_seconds)

@@ -1,4 +1,4 @@
-"""Records of the ipc transport's sender, beside those of every transport: the memory that buckets lie in."""
+"""Records of the ipc transport beside those of every transport: what its buckets lie in."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from weightcast.format.messages import Count, ShortText
-from weightcast.transports.linked import FromLinked, ToLinked
-from weightcast.transports.records import BucketReady, Released, Size
+from weightcast.transports.records import BucketReady, FromPeer, FromSender, Released, Size
 
 
 class SharedArena(msgspec.Struct, frozen=True, tag="shared_arena", tag_field="kind"):
@@ -26,5 +25,5 @@ class CudaArena(msgspec.Struct, frozen=True, tag="cuda_arena", tag_field="kind")
     device: ShortText
 
 
-ToReceiver: TypeAlias = SharedArena | CudaArena | BucketReady | ToLinked
-FromReceiver: TypeAlias = Released | FromLinked
+ToReceiver: TypeAlias = SharedArena | CudaArena | BucketReady | FromSender
+FromReceiver: TypeAlias = Released | FromPeer
