@@ -17,6 +17,7 @@ from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.format.messages import Abort, Accepted, InitInfo, InstallMode, Offer, Received, Seal
 from weightcast.format.plan import plan
 from weightcast.host.memory import host_identity
+from weightcast.links.link import Link
 from weightcast.seams.transport import Sender
 from weightcast.testing.transport_kit import (
     PATIENCE_SECONDS,
@@ -138,11 +139,15 @@ class Hosts:
         self.connect_to({origin: listener_of(sender).address for origin, sender in enumerate(self.senders)})
 
     def connect_to(self, addresses: Mapping[int, str]) -> None:
-        """Have the worker connect to the senders whose links have these addresses, by origin."""
+        """Have the worker connect to the senders whose links have these addresses, by origin.
+
+        `link` is None where origin 0, which hears the worker's verdicts, is another process.
+        """
         first, *others = (addresses[origin] for origin in sorted(addresses))
         self._listener.end_links("the test connects again", self.client.name)
         info = InitInfo(RUN, self.client.name, self._url, first, SECRET, lease_seconds=60.0, origins=tuple(others))
         self.client.init(info)
+        self.link: Link | None = None
         if first != listener_of(self.senders[0]).address:
             return
         self._listener = listener = listener_of(self.senders[0])
@@ -158,7 +163,8 @@ class Hosts:
         offer = Offer(RUN, number, manifest.digest(), manifest, install=install, undo=undo)
         workers = {host_identity(): num_workers, "another host": 9}
         self.client.update(msgspec.structs.replace(offer, secret=SECRET, workers=workers))
-        self.link.wait(Accepted, number, PATIENCE_SECONDS)
+        if self.link is not None:
+            self.link.wait(Accepted, number, PATIENCE_SECONDS)
 
     def open(self, manifest: Manifest, number: int, install: InstallMode) -> None:
         for origin, _ in enumerate(manifest.spans):

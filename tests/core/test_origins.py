@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import InitInfo, InstallMode, Received
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
+from weightcast.host.deadline import Deadline
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.serving.session import OriginReceivers
 from weightcast.testing.payloads import PAYLOADS, Payload, item, raw_bytes
@@ -234,12 +236,19 @@ def test_a_host_that_is_killed_half_way_leaves_the_old_version(
             assert child.hear() == index
         else:
             hosts.send(manifest, weights(2), 2, index)
-    with failing(hosts, 2, (PeerDiedError,), "gone"):
-        child.kill()
-        if origin:
+    if origin:
+        with failing(hosts, 2, (PeerDiedError,), "gone"):
+            child.kill()
             # The worker may wait for the other one's bucket first, or have left the update by now.
             with contextlib.suppress(PeersLostError):
                 hosts.send(manifest, weights(2), 2, manifest.rounds[4])
+    else:
+        # The publisher's own link ends, and with it the session.
+        child.kill()
+        deadline = Deadline(PATIENCE_SECONDS)
+        while hosts.client.info().holder:
+            assert not deadline.has_passed
+            time.sleep(0.01)
     assert bits(model.state_dict()) == bits(weights(1))
     assert hosts.client.gate.version == version(1)
     assert hosts.client.gate.is_open
