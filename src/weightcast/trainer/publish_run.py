@@ -328,7 +328,7 @@ class PublishRun:
                 if manifest.origins:
                     self._fail_brought_routes()
                 sender, keeps_versions = self._connections.sender, self._connections.keeps_versions
-                found = [member.info.version for member in self._fleet if member.info is not None]
+                found = [member.serves for member in self._fleet]
                 found.append(sender.newest_version() if keeps_versions else None)
                 newest = max((number for number in found if number is not None), default=-1)
                 if again is not None:
