@@ -1,7 +1,21 @@
 """Records of the collective transport's sender and receivers, beside the broadcasts and every transport's records.
 
-A bucket is broadcast only once every receiver has said that it waits for it, so that a receiver that keeps the others
-waiting is known. The plan of the offer lists what is broadcast.
+The link listens at the URL's HOST:PORT, at which groups meet, too.
+
+- After `begin`, group rank 0 broadcasts buckets 0, 1, ... of the offered plan, each one flat broadcast of header
+  and payload, and each only once every receiver has said that it waits for it. Its length is what the plan says,
+  which is that of codec `raw`: a sender MUST NOT broadcast another, since receivers wait for that many bytes. A
+  receiver posts broadcast k + 1 as soon as it has room for it.
+- A group is never mended. After any loss the sender closes it; when the publisher has opened the update again for
+  the survivors, they are invited to the next `epoch`, with a store of its own; then comes `begin` of the same
+  `version`, and all buckets once more. A receiver that has a bucket MUST take its broadcast and drop it.
+- A receiver MUST NOT hand out memory that a broadcast of a closed group may still write to.
+- Those who read along are workers of one engine on one host in a staged update. `memory` is `PID/DESCRIPTOR/NAME`:
+  anonymous memory of that process, sealed against shrinking, which they map privately.
+
+The store and the data connections of torch.distributed are neither authenticated nor encrypted. The store listens on
+the sender's address only, while its group lives. Who can reach it can spoil a broadcast, which the bucket's digest
+finds unless the damage was made to match it: use a network that you trust.
 """
 
 from __future__ import annotations
