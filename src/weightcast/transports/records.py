@@ -4,9 +4,9 @@ They travel on the session's link, which is of one run, and in which a version i
 update carries its `version`, so that nothing of a former one is taken for its successor; whatever speaks of bytes in an
 arena carries the arena's `generation`, which counts from 1.
 
-A sender MUST NOT begin a version before a receiver has opened it, and each end MUST ignore what is about another version
-than the one it is at. A receiver gives an update up if nothing of it comes for the publisher's deadline and a lease:
-neither a record, nor a heartbeat with `waits`. So an engine does not stay paused for a publisher that hangs.
+A sender MUST NOT begin a version before a receiver has opened it, and each end MUST ignore what is about another
+version than the one it is at. A receiver gives an update up if nothing of it comes for the publisher's deadline and a
+lease: neither a record, nor a heartbeat with `waits`. So an engine does not stay paused for a publisher that hangs.
 """
 
 from __future__ import annotations
