@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from weightcast.format.messages import Offer
 from weightcast.host import memory as host_memory
 from weightcast.host.deadline import Deadline
 from weightcast.seams.client import EngineClient
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, Background
 from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -293,6 +295,21 @@ def test_a_publisher_that_was_prepared_publishes_from_that_memory(install: str) 
         report = publisher.publish()
         assert report.ok
         assert 0.0 < report.seconds.memory < report.seconds.send
+
+
+@pytest.mark.parametrize("transport", ["memory://", "ipc://"])
+def test_a_release_does_not_wait_for_what_engines_have_said_already(transport: str) -> None:
+    """The link's own thread has read, before the release, that the engine is done with every bucket."""
+    options: dict[str, Any] = {"transport": transport, "deadline_seconds": 600.0}
+    with fleet(TensorSource(TENSORS), RecordingEngine(), **options) as (publisher, _):
+        assert publisher.publish().ok
+        assert publisher._connections is not None
+        (link,) = publisher._connections.listener.links()
+        deadline = Deadline(PATIENCE_SECONDS)
+        while not link.records and not deadline.has_passed:
+            time.sleep(0.01)
+        Background(publisher.release).result()
+        assert publisher.publish().ok
 
 
 def test_what_can_not_be_prepared_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,4 +265,4 @@ def test_a_megatron_that_was_not_tested_is_named_with_the_one_that_was(
         monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(ValueError, match="call initialize_model_parallel first"):
         MegatronSource(model, hf_config)
-    assert (f"this is Megatron-core {version}" in caplog.text) is is_named
+    assert (f"found Megatron-core {version}" in caplog.text) is is_named

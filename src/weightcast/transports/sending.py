@@ -190,17 +190,21 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
     # --- what peers do ---
 
-    def _listen(self) -> None:
-        """Take in who has come and what peers have said by now. Does not wait."""
+    def _listen(self) -> bool:
+        """Take in who has come and what peers have said by now; return whether there was anything. Does not wait."""
+        has_heard = False
         for link in self._listener.links():
             former = self._peers.get(link.peer)
             if former is None or former.link is not link:
                 if former is not None:
                     self._hear(former)
                 self._peers[link.peer] = self.peer_type(link)
+                has_heard = True
         for peer in list(self._peers.values()):
             if peer.link.records or peer.link.ended:
                 self._hear(peer)
+                has_heard = True
+        return has_heard
 
     def _hear(self, peer: P) -> None:
         """Take in what a peer has said, and its end."""
@@ -277,11 +281,13 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
     def _wait(self, seconds: float) -> None:
         """Wait at most that long until a peer does something, and take in what it does.
 
+        Does not wait if a peer has done something already that was not taken in: nothing wakes this for it again.
         Raises ClosedError if another thread has closed this.
         """
-        self.condition.wait(seconds)
-        self._require_open()
-        self._listen()
+        if not self._listen():
+            self.condition.wait(seconds)
+            self._require_open()
+            self._listen()
 
     def _begin_open(self, version: WeightVersion, peers: Sequence[str]) -> U | None:
         """Give the former update up; but return it if it is interrupted and of this version: then it goes on.
