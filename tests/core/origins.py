@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -11,11 +12,13 @@ import msgspec
 import torch
 
 from core.direct import DirectEngine
+from weightcast.errors import ClosedError
 from weightcast.format.bucket import BucketBuffer, Layout, header_digest, narrow, root_digest
 from weightcast.format.geometry import Region, split, whole
 from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.format.messages import Abort, Accepted, InitInfo, InstallMode, Offer, Received, Seal
 from weightcast.format.plan import plan
+from weightcast.host.deadline import Deadline
 from weightcast.host.memory import host_identity
 from weightcast.links.link import Link
 from weightcast.seams.transport import Sender
@@ -216,4 +219,12 @@ class Hosts:
         """What a publisher does when one origin has failed: end the update on every one of them."""
         for sender in self.senders:
             sender.abort("another origin has failed")
-        self.client.update(Abort(RUN, number, "an origin has failed", SECRET))
+        with contextlib.suppress(ClosedError):  # the session has ended with origin 0's link
+            self.client.update(Abort(RUN, number, "an origin has failed", SECRET))
+
+    def await_free(self) -> None:
+        """Wait until the worker's session has ended, as it does with origin 0's link."""
+        deadline = Deadline(PATIENCE_SECONDS)
+        while self.client.info().holder:
+            assert not deadline.has_passed
+            time.sleep(0.01)

@@ -59,21 +59,20 @@ def engine_main(pipe: Connection, port: int, width: int, options: dict[str, Any]
 
 
 def cut(connection: str, info: Any, server_port: int) -> None:
-    """Break connections to the publisher as the network would: "link", "control" (the transport's), "data" (all else).
+    """Break connections to the publisher as the network would: its "link", or "data" (all else).
 
     At least one is there.
     """
-    peers = {name: _name(address) for name, address in (("link", info.link), ("control", info.transport))}
-    num_cut = 0
+    link, num_cut = _name(info.link), 0
     for number in os.listdir("/proc/self/fd"):
         # Descriptors come and go meanwhile, and are of all kinds.
         with contextlib.suppress(OSError), _socket(int(number)) as sock:
             peer, local = _name(sock.getpeername()), _name(sock.getsockname())
-            is_data = sock.family == socket.AF_INET and peer not in peers.values() and local != server_port
-            if is_data if connection == "data" else peer == peers[connection]:
+            is_data = sock.family == socket.AF_INET and peer != link and local != server_port
+            if is_data if connection == "data" else peer == link:
                 sock.shutdown(socket.SHUT_RDWR)
                 num_cut += 1
-    assert num_cut, f"no connection of the {connection} to {peers}"
+    assert num_cut, f"no connection of the {connection}; the link's is {link}"
 
 
 def _socket(number: int) -> socket.socket:

@@ -357,7 +357,7 @@ def a_local_tensor_of_another_shape_is_refused() -> None:
     else:
         _refused(
             lambda: ModuleSource(model),
-            "'weight' [5, 3]",
+            "'weight' of shape [5, 3]",
             "must have the local shape [2, 3] at (1,)",
             "this rank has [3, 3]",
         )
