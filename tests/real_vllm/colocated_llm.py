@@ -35,7 +35,7 @@ def main(folder: str, expected: str) -> None:
             assert ask.spans == [(str(report.version), 0, 12)]
         llm.sleep(level=2)
         with trainer(setup, LLMEngine(llm)) as other:
-            assert "holds this engine" in str(other.failure(1))
+            assert "has held this engine since" in str(other.failure(1))
         assert llm.wake_up()
         requests: list[Callable[[], object]] = [
             lambda: ask(PROMPT, NUM_TOKENS),

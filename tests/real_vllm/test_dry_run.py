@@ -104,7 +104,7 @@ def test_what_a_loader_writes_besides_parameters_stays_as_it_is_and_is_named(con
     outcome = dry_run(made(aside), config, specs(a=(2, 3)))
     assert not outcome.faults
     assert outcome.beside[0] is kept
-    assert "no parameter" in outcome.opaque["a"]
+    assert "outside the parameters" in outcome.opaque["a"]
     assert torch.equal(kept, torch.zeros(2, 3))
 
 

@@ -331,7 +331,7 @@ def test_what_it_can_not_publish_is_said() -> None:
     ):
         pass
     with (
-        pytest.raises(ValueError, match=r"'a' has dtype torch\.bits8, which is not supported; supported: "),
+        pytest.raises(ValueError, match=r"unsupported dtypes: 'a' is torch\.bits8; supported: "),
         backend(Source({"a": torch.empty(3, dtype=torch.bits8)}), engines=[]),
     ):
         pass

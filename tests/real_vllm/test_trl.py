@@ -274,5 +274,5 @@ def test_a_trl_that_was_not_tested_is_named_with_the_one_that_was(
 ) -> None:
     monkeypatch.setattr(trl, "__version__", version)
     WeightcastTransfer(["http://127.0.0.1:8000"]).destroy()
-    assert (f"this is TRL {version}" in caplog.text) is is_named
+    assert (f"found TRL {version}" in caplog.text) is is_named
     assert ("pip install 'trl==1.16.*'" in caplog.text) is is_named
