@@ -484,7 +484,7 @@ def test_what_stock_sglang_cannot_update_is_refused_by_name(
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"undo": True}, "or install weightcast beside it"), ({"transport": "memory://"}, "memory://")],
+    [({"undo": True}, "or install weightcast in its environment"), ({"transport": "memory://"}, "memory://")],
 )
 def test_what_a_publisher_cannot_have_of_stock_sglang(start: Start, options: dict[str, Any], words: str) -> None:
     server = start()
