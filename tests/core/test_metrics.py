@@ -132,6 +132,11 @@ def test_what_is_no_address(engines: list[DirectEngine], where: str) -> None:
         publisher.publish()
 
 
+def test_what_is_neither_an_address_nor_a_registry() -> None:
+    with pytest.raises(TypeError, match=r"metrics is .*9464.*; it must be 'HOST:PORT' or a CollectorRegistry"):
+        Publisher(TensorSource(TENSORS), metrics=9464)  # type: ignore[arg-type]
+
+
 def test_one_registry_has_one_publisher_at_a_time(engines: list[DirectEngine]) -> None:
     registry, source = CollectorRegistry(), TensorSource(TENSORS)
     with Publisher(source, transport="memory://", engines=engines[:1], metrics=registry) as publisher:

@@ -129,7 +129,7 @@ class PublisherSession:
                         address,
                         lease_seconds=info.lease_seconds,
                         deadline_seconds=info.deadline_seconds,
-                        on_end=self._on_link_end if address == info.link else None,
+                        on_end=functools.partial(self._on_end, self) if address == info.link else None,
                         on_release=self._release_in_background,
                     )
                     self._links.append(link)
@@ -162,9 +162,6 @@ class PublisherSession:
         self._connected.set()
         if self.ended is not None:
             self.close()
-
-    def _on_link_end(self, reason: str) -> None:
-        self._on_end(self, reason)
 
     def _release_in_background(self) -> None:
         # Not in the link's thread, since freeing GPU memory waits for all queued work.
