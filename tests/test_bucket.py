@@ -12,15 +12,12 @@ import torch
 from weightcast.errors import IntegrityError
 from weightcast.format import bucket
 from weightcast.format.bucket import (
-    CODECS,
     HEADER_BYTES,
-    RAW,
     BucketBuffer,
     Buffers,
     Layout,
     arena_layout_of,
     check_bucket,
-    decoded,
     narrow,
     payload_digest,
     root_digest,
@@ -49,7 +46,7 @@ def pack_all(payload: Payload) -> tuple[Layout, list[BucketBuffer]]:
     buffers = []
     for index, size in enumerate(layout.manifest.buckets):
         buffer = buffer_for(layout)
-        num_bytes, _ = pack(packer, RAW, layout.manifest, VERSION, index, buffer)
+        num_bytes, _ = pack(packer, layout.manifest, VERSION, index, buffer)
         assert num_bytes == HEADER_BYTES + size
         buffers.append(buffer)
     return layout, buffers
@@ -95,8 +92,7 @@ def test_every_bucket_is_accepted(payload: Payload) -> None:
         size = layout.manifest.buckets[index]
         header = check_bucket(buffer, size, VERSION, index)
         assert header.digest == payload_digest(buffer.payload[:size])
-        assert (header.codec_name, header.raw_bytes, header.encoded_bytes) == ("raw", size, size)
-        assert decoded(buffer, header) is buffer.payload
+        assert (header.is_delta, header.raw_bytes, header.encoded_bytes) == (False, size, size)
 
 
 def test_any_changed_byte_is_noticed() -> None:
@@ -186,37 +182,20 @@ def test_the_message_of_a_wrong_digest_says_what_to_do() -> None:
         check_bucket(buffer, 512, VERSION, 1)
 
 
-class Halves:
-    """A codec for this test: keeps every second byte of a payload whose bytes come in equal pairs."""
-
-    name = "halves"
-
-    def encode(self, index: int, payload: torch.Tensor, raw_bytes: int) -> int:
-        payload[: raw_bytes // 2] = payload[:raw_bytes:2].clone()
-        return raw_bytes // 2
-
-    def decode(self, index: int, payload: torch.Tensor, encoded_bytes: int, raw_bytes: int) -> torch.Tensor:
-        return payload[:encoded_bytes].repeat_interleave(2)
-
-
-def test_a_codec_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoded in place after it was filled, digested as encoded, and decoded after the check: by its name."""
-    source = random_tensor("uint8", (1024,), 5).repeat_interleave(2)
+def test_a_delta_is_accepted_only_where_it_was_offered() -> None:
     layout = Layout(plan([TensorSpec("w", "uint8", (2048,))], 4096))
     buffer = buffer_for(layout)
-    num_bytes, digest = pack(
-        Packer(layout, TensorSource({"w": source}).regions()), Halves(), layout.manifest, VERSION, 0, buffer
-    )
-    assert num_bytes == HEADER_BYTES + 1024
-    with pytest.raises(IntegrityError, match="codec b'halves', expected codec b'raw'"):
+    digest = payload_digest(buffer.payload[:1024])
+    write_header(buffer.header, VERSION, 0, digest, raw_bytes=2048, encoded_bytes=1024)
+    header = check_bucket(buffer, 2048, VERSION, 0, encoded_bytes=1024)
+    assert (header.is_delta, header.raw_bytes, header.encoded_bytes, header.digest) == (True, 2048, 1024, digest)
+    with pytest.raises(IntegrityError, match="codec b'delta', encoded length 1024, expected codec b'raw'"):
         check_bucket(buffer, 2048, VERSION, 0)
-    monkeypatch.setitem(CODECS, "halves", Halves())  # type: ignore[arg-type]
-    header = check_bucket(buffer, 2048, VERSION, 0)
-    assert header.digest == digest == payload_digest(buffer.payload[:1024])
-    assert torch.equal(layout.views(0, decoded(buffer, header))[0], source)
-    write_header(buffer.header, VERSION, 0, digest, raw_bytes=2048, encoded_bytes=2049, codec="halves")
-    with pytest.raises(IntegrityError, match="encoded length 2049, expected encoded length 2048"):
-        check_bucket(buffer, 2048, VERSION, 0)
+    with pytest.raises(IntegrityError, match="encoded length 1024, expected encoded length 1032"):
+        check_bucket(buffer, 2048, VERSION, 0, encoded_bytes=1032)
+    buffer.payload[1023] += 1
+    with pytest.raises(IntegrityError, match="bytes were changed"):
+        check_bucket(buffer, 2048, VERSION, 0, encoded_bytes=1024)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 8, 5000, 256 << 10, (256 << 10) + 8, 1_000_000])
@@ -282,7 +261,7 @@ def test_views_into_a_slot_in_the_middle_of_an_arena() -> None:
     slot, size = slot_size_bytes(layout.manifest), layout.manifest.buckets[0]
     arena = torch.zeros(3 * slot, dtype=torch.uint8)
     buffer = Buffers(arena).get(0, slot, slot + HEADER_BYTES, size)
-    pack(Packer(layout, payload.regions()), RAW, layout.manifest, VERSION, 0, buffer)
+    pack(Packer(layout, payload.regions()), layout.manifest, VERSION, 0, buffer)
     assert not arena[:slot].any()
     assert not arena[2 * slot :].any()
     check_bucket(buffer, size, VERSION, 0)

@@ -145,7 +145,7 @@ class TensorSlot:
             payload, size = self.buffer.payload, tensor.nbytes
             _view(payload, tensor.dtype, tensor.shape).copy_(tensor)
             digest = payload_digest(payload[:size])
-            write_header(self.buffer.header, VERSION, index, digest, raw_bytes=size, encoded_bytes=size, codec="raw")
+            write_header(self.buffer.header, VERSION, index, digest, raw_bytes=size)
             send_all(engines, TensorMessage(name, index, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
             await_done(engines)
         return time.perf_counter() - start

@@ -16,7 +16,6 @@ from weightcast.errors import IntegrityError
 from weightcast.format.bucket import (
     DTYPE_NAMES,
     HEADER_BYTES,
-    RAW,
     TORCH_DTYPES,
     BucketBuffer,
     Layout,
@@ -84,7 +83,7 @@ def _packed(tensors: dict[str, torch.Tensor], specs: list[TensorSpec], size: int
         memory = torch.empty(HEADER_BYTES + num_bytes, dtype=torch.uint8, device=device)
         memory.fill_(0xA5)
         buffers.append(BucketBuffer.of(memory))
-        pack(packer, RAW, manifest, VERSION, index, buffers[-1])
+        pack(packer, manifest, VERSION, index, buffers[-1])
     return manifest, layout, buffers
 
 

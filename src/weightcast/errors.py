@@ -9,6 +9,7 @@
     │   ├── StaleVersionError           the version does not grow, or belongs to another run
     │   ├── EngineBusyError             another publisher's run holds the engine
     │   ├── InsufficientMemoryError     staging or undo would not fit into the host's memory
+    │   ├── WrongBaseError              a delta was offered, but the engine lacks the version that it changes
     │   └── UnsupportedError            the peer lacks an ability that the caller asked for
     ├── PeerError                   names the peer that failed
     │   ├── PeerDiedError               its connection ended
@@ -106,6 +107,10 @@ class EngineBusyError(RefusedError):
 
 class InsufficientMemoryError(RefusedError):
     """Staging or an undo copy would not fit into the memory this host or container has left."""
+
+
+class WrongBaseError(RefusedError):
+    """A delta was offered on a version whose packed buckets the engine does not have; it needs a full update."""
 
 
 class UnsupportedError(RefusedError):
@@ -236,8 +241,29 @@ class EngineResult(msgspec.Struct):
     differs: bool = False
 
 
+class DeltaReport(msgspec.Struct):
+    """What a publish sent as deltas. `reason`: why it sent none, or empty.
+
+    `base`: number of the version that they change. `num_changed`, `num_words`: how many words of the packed buckets
+    changed, and how many there are; a word is an element of up to 4 bytes. `num_bytes`: what each engine that took
+    deltas was sent. `encode_seconds`: time for packing, comparing and encoding. `num_engines`: how many took deltas;
+    the others took a full update.
+    """
+
+    reason: str = ""
+    base: int | None = None
+    num_changed: int = 0
+    num_words: int = 0
+    num_bytes: int = 0
+    encode_seconds: float = 0.0
+    num_engines: int = 0
+
+
 class PublishReport(msgspec.Struct, frozen=True):
-    """Report of one publish. `num_bytes`: bytes of tensor data, counted once for all engines."""
+    """Report of one publish. `num_bytes`: bytes of tensor data, counted once for all engines.
+
+    `delta`: what was sent as deltas; None with `delta=None`.
+    """
 
     run: str
     version: int
@@ -247,6 +273,7 @@ class PublishReport(msgspec.Struct, frozen=True):
     install: str
     seconds: StageSeconds
     engines: dict[str, EngineResult]
+    delta: DeltaReport | None = None
 
     @property
     def ok(self) -> bool:
@@ -275,6 +302,10 @@ class PublishReport(msgspec.Struct, frozen=True):
             "gb_per_s": self.gb_per_second,
             "failed_engines_total": float(sum(not result.ok for result in self.engines.values())),
         }
+        if self.delta is not None:
+            figures["delta_bytes_total"] = float(self.delta.num_bytes)
+            figures["delta_density"] = self.delta.num_changed / max(1, self.delta.num_words)
+            figures["delta_engines_total"] = float(self.delta.num_engines)
         return {prefix + name: value for name, value in figures.items()}
 
     def to_json(self) -> bytes:
@@ -293,6 +324,14 @@ class PublishReport(msgspec.Struct, frozen=True):
                 f"(memory {seconds.memory:.2f} s), seal {seconds.seal:.2f} s, longest pause {seconds.pause:.2f} s, "
                 f"trainer stalled {seconds.stall:.2f} s",
             ]
+        if (delta := self.delta) is not None:
+            lines.append(f"no deltas: {delta.reason}")
+            if not delta.reason:
+                share = delta.num_changed / max(1, delta.num_words)
+                lines[-1] = (
+                    f"deltas on version {delta.base} to {delta.num_engines:,} engines: {delta.num_bytes:,} bytes, "
+                    f"{share:.2%} of the words changed, encoded in {delta.encode_seconds:.2f} s"
+                )
         rows = [("engine", "result", "pause", "install")] if self.engines else []
         for name, result in self.engines.items():
             outcome = f"serves {self.version}" if result.error is None else result.error.kind

@@ -146,9 +146,7 @@ def test_what_other_ranks_read_is_put_together_once_all_of_it_is_here() -> None:
     for index, (buffer, num_bytes) in enumerate(zip(buffers, manifest.buckets, strict=True)):
         fill(index)
         digests.append(payload_digest(buffer.payload))
-        write_header(
-            buffer.header, version, index, digests[-1], raw_bytes=num_bytes, encoded_bytes=num_bytes, codec="raw"
-        )
+        write_header(buffer.header, version, index, digests[-1], raw_bytes=num_bytes)
         if index not in portion.buckets:
             buffer.payload.zero_()
     receiver: Any = SharedReceiver(buffers)

@@ -15,7 +15,7 @@ import torch
 
 from weightcast.cli import exits
 from weightcast.errors import IncompleteUpdateError
-from weightcast.format.bucket import RAW, Layout, as_bytes
+from weightcast.format.bucket import Layout, as_bytes
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
@@ -104,7 +104,7 @@ def send_origin(
     packer, version = Packer(Layout(manifest), TensorSource(model(number)).regions()), WeightVersion(RUN, number)
     digests = []
     for at, index in enumerate(manifest.spans[origin][:num_buckets]):
-        num_bytes, digest = pack(packer, RAW, manifest, version, index, sender.buffer(at))
+        num_bytes, digest = pack(packer, manifest, version, index, sender.buffer(at))
         sender.send(at, num_bytes)
         digests.append(as_bytes(digest))
     return digests

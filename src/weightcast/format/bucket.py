@@ -13,7 +13,7 @@ import itertools
 import mmap
 import struct
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -256,49 +256,14 @@ def queued_digest(payload: torch.Tensor) -> Digest:
     return device_digest(payload) if payload.is_cuda else payload_digest(payload)
 
 
-# --- codecs ---
-
-
-class Codec(Protocol):
-    """Encodes a filled payload before its header is written; decodes a checked payload.
-
-    `name`: the codec's name in headers, at most 8 ASCII characters. An encoded payload is never longer than the raw
-    one, and its length is a multiple of 8, for the digest.
-    """
-
-    name: str
-
-    def encode(self, index: int, payload: torch.Tensor, raw_bytes: int) -> int:
-        """Encode the first `raw_bytes` of bucket `index`'s payload in place; return the encoded length in bytes."""
-
-    def decode(self, index: int, payload: torch.Tensor, encoded_bytes: int, raw_bytes: int) -> torch.Tensor:
-        """Return the raw payload of at least `raw_bytes`; it may be `payload`, which begins with `encoded_bytes`."""
-
-
-class RawCodec:
-    """Leaves payloads unchanged."""
-
-    name = "raw"
-
-    def encode(self, index: int, payload: torch.Tensor, raw_bytes: int) -> int:
-        return raw_bytes
-
-    def decode(self, index: int, payload: torch.Tensor, encoded_bytes: int, raw_bytes: int) -> torch.Tensor:
-        return payload
-
-
-RAW = RawCodec()
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (RAW,)}
-"""The codecs that a worker can decode, by name."""
-
-
 # --- headers ---
 
 
 class BucketHeader(msgspec.Struct, frozen=True):
-    """The fields of a header, in order. `raw_bytes`, `encoded_bytes`: of the payload, before and after its codec.
+    """The fields of a header, in order. `codec`: "raw", or "delta" (see `weightcast.native.deltas`).
 
-    `digest`: that of the encoded payload. `origin`: number of the origin.
+    `raw_bytes`, `encoded_bytes`: of the payload, before and after its codec. `digest`: that of the encoded payload.
+    `origin`: number of the origin.
     """
 
     magic: bytes
@@ -314,8 +279,8 @@ class BucketHeader(msgspec.Struct, frozen=True):
     reserved: bytes = _RESERVED
 
     @property
-    def codec_name(self) -> str:
-        return self.codec.rstrip(b"\0").decode("ascii", "backslashreplace")
+    def is_delta(self) -> bool:
+        return self.codec.rstrip(b"\0") == b"delta"
 
 
 def write_header(
@@ -325,11 +290,13 @@ def write_header(
     digest: Digest,
     *,
     raw_bytes: int,
-    encoded_bytes: int,
-    codec: str,
+    encoded_bytes: int | None = None,
     origin: int = 0,
 ) -> None:
-    """Write the header of a bucket whose encoded payload has this digest. On a GPU the write is queued."""
+    """Write the header of a bucket whose payload, as it is sent, has this digest. On a GPU the write is queued.
+
+    `encoded_bytes`: the length of a delta; None for the raw payload.
+    """
     data = _HEADER.pack(
         _MAGIC,
         PROTOCOL,
@@ -337,9 +304,9 @@ def write_header(
         bytes.fromhex(version.run),
         version.number,
         index,
-        codec.encode("ascii"),
+        b"raw" if encoded_bytes is None else b"delta",
         raw_bytes,
-        encoded_bytes,
+        raw_bytes if encoded_bytes is None else encoded_bytes,
         digest if isinstance(digest, bytes) else b"",
         _RESERVED,
     )
@@ -365,12 +332,13 @@ def check_bucket(
     index: int,
     origin: int = 0,
     *,
+    encoded_bytes: int | None = None,
     only_header: bool = False,
 ) -> BucketHeader:
     """Check that `buffer` has bucket `index` of `version`, intact; return its header. Waits for a GPU.
 
-    `num_bytes`, `origin`: size of the raw payload, and origin, by the plan. `only_header`: another process checks the
-    payload.
+    `num_bytes`, `origin`: size of the raw payload, and origin, by the plan. `encoded_bytes`: the length of a delta;
+    None for a raw payload. `only_header`: another process checks the payload.
 
     Raises IntegrityError with the found and the expected value.
     """
@@ -385,8 +353,8 @@ def check_bucket(
         header = torch.cat([header[:HEADER_BYTES], device_digest(buffer.payload[:num_bytes]).view(torch.uint8)]).cpu()
         digest = header[HEADER_BYTES:].numpy().tobytes()
     found = BucketHeader(*_HEADER.unpack_from(header.cpu().numpy().data))
-    codec = found.codec_name
-    encoded_bytes = num_bytes if codec == "raw" else min(found.encoded_bytes // 8 * 8, num_bytes)
+    codec = "raw" if encoded_bytes is None else "delta"
+    encoded_bytes = num_bytes if encoded_bytes is None else encoded_bytes
     expected = BucketHeader(
         _MAGIC,
         PROTOCOL,
@@ -394,7 +362,7 @@ def check_bucket(
         bytes.fromhex(version.run),
         version.number,
         index,
-        found.codec if codec in CODECS else b"raw".ljust(8, b"\0"),
+        codec.encode().ljust(8, b"\0"),
         num_bytes,
         encoded_bytes,
         found.digest,
@@ -416,12 +384,6 @@ def check_bucket(
             f"{found.digest.hex()}: bytes were changed during the transfer; publish again"
         )
     return found
-
-
-def decoded(buffer: BucketBuffer, header: BucketHeader) -> torch.Tensor:
-    """Return the raw payload of a bucket that `check_bucket` has accepted; for codec raw the buffer's own."""
-    codec = CODECS[header.codec_name]
-    return codec.decode(header.index, buffer.payload, header.encoded_bytes, header.raw_bytes)
 
 
 def _differing(found: BucketHeader, expected: BucketHeader) -> str:

@@ -165,6 +165,10 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         """The numbers of all buckets in send order: in each round the next bucket of each origin."""
         return [index for each in itertools.zip_longest(*self.spans) for index in each if index is not None]
 
+    def with_sizes(self, buckets: tuple[int, ...]) -> Manifest:
+        """Return what a transport needs to send the same buckets at other lengths, without the tensors."""
+        return Manifest(self.protocol, self.digest_kind, buckets, (), self.origins)
+
     def of_origin(self, origin: int) -> Manifest:
         """Return the part for one origin's sender and receivers: the origin's buckets only, numbered from 0."""
         span = self.spans[origin]

@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 from weightcast.errors import ErrorRecord
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import (
+    MAX_BUCKETS,
     MAX_BYTES,
     MAX_ORIGINS,
     MAX_TENSORS,
@@ -81,18 +82,31 @@ class LocalRanks(msgspec.Struct, frozen=True):
     memory: ShortText = ""
 
 
+class DeltaBase(msgspec.Struct, frozen=True):
+    """The version that deltas change, of the same run and manifest: its number and root digest.
+
+    `encoded_bytes`: the length of each bucket as it is sent: that of its delta, or of the raw payload.
+    """
+
+    version: VersionNumber
+    root: Digest128
+    encoded_bytes: Annotated[tuple[ByteCount, ...], msgspec.Meta(max_length=MAX_BUCKETS)]
+
+
 class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
     """A version that a publisher is about to send. The manifest is absent when this link has been sent it before.
 
-    `workers`: to how many workers of each host it is offered, as these call their hosts: they share the host's memory.
-    `ranks`: by host, where several ranks of this engine are on one.
+    `base`: the buckets come as deltas on it. `keeps_base`: the worker is asked to keep this version's packed buckets,
+    so that the next version can come as deltas. `workers`: to how many workers of each host it is offered, as these
+    call their hosts: they share the host's memory. `ranks`: by host, where several ranks of this engine are on one.
     """
 
     run: RunId
     version: VersionNumber
     manifest_digest: Digest256
     manifest: Manifest | None = None
-    base: VersionNumber | None = None
+    base: DeltaBase | None = None
+    keeps_base: bool = False
     install: InstallMode = "staged"
     undo: bool = False
     secret: Secret = UNSET

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from weightcast.checkpoint.live import CASTABLE
-from weightcast.errors import IncompatibleWeightsError, UnsupportedError, listed
+from weightcast.errors import (
+    IncompatibleWeightsError,
+    InsufficientMemoryError,
+    UnsupportedError,
+    WrongBaseError,
+    listed,
+    malformed,
+)
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import Manifest, TensorSpec
+from weightcast.format.messages import Offer
+from weightcast.format.packed_base import PackedBase
 from weightcast.host import memory as host_memory
 from weightcast.seams.engine import Casting, Engine, Undoable, Validating
 from weightcast.serving.install import Install
+
+logger = logging.getLogger(__name__)
 
 
 def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[TensorSpec] | None) -> Install:
@@ -27,6 +39,42 @@ def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[Tenso
         return Install(Layout(manifest), digest, engine, specs)
     except ValueError as exc:
         raise UnsupportedError(str(exc)) from exc
+
+
+def base_of(offer: Offer, layout: Layout, known: PackedBase | None) -> PackedBase | None:
+    """Return the base of the offer's deltas or, for a full update, where to keep its buckets if the publisher asks.
+
+    `known`: the base that the worker has. Raises WrongBaseError if that is another version's, ManifestError for lengths
+    that deltas of this layout can't have.
+    """
+    sizes, base = layout.manifest.buckets, offer.base
+    if known is not None and known.manifest_digest != offer.manifest_digest:
+        known = None
+    if base is not None:
+        if known is None or (known.number, known.root) != (base.version, base.root):
+            found = "of no version" if known is None or known.number < 0 else f"of version {known.number}"
+            raise WrongBaseError(
+                f"deltas on version {base.version} (root digest {base.root}) were offered, but this worker has the "
+                f"packed buckets {found}: offer a full update"
+            )
+        lengths = base.encoded_bytes
+        if len(lengths) != len(sizes) or not all(map(_is_length, lengths, sizes)):
+            raise malformed("size", "the lengths of deltas do not fit the manifest's buckets: offer a full update")
+        if offer.install != "staged" or layout.manifest.origins:
+            raise UnsupportedError('deltas are installed with install="staged", from one origin: offer a full update')
+        return known
+    if not offer.keeps_base or offer.install != "staged":
+        return None
+    if known is None:
+        try:
+            known = PackedBase(layout, offer.manifest_digest, "the base of deltas", "publish without deltas")
+        except InsufficientMemoryError as exc:
+            logger.warning("the next version can't come as deltas: %s", exc)
+    return known
+
+
+def _is_length(encoded_bytes: int, raw_bytes: int) -> bool:
+    return 0 < encoded_bytes <= raw_bytes and encoded_bytes % 8 == 0
 
 
 def check_undo(manifest: Manifest, engine: Engine) -> None:

@@ -263,8 +263,8 @@ class Install:
             # The installing thread uses another stream.
             host_device.synchronize_stream(payload.device)
 
-    def load_staged(self, assembly: Assembly) -> None:
-        """Staged: load and copy everything."""
+    def load_staged(self, assembly: Assembly, *, lends: bool = True) -> None:
+        """Staged: load and copy everything. `lends`: the loader, which may write to what it gets, gets no copies."""
         parts = [self._part(index, payload) for index, payload in sorted(assembly.payloads.items())]
         kept = self._staged
         if self._map is not None and (kept is None or kept[0] != parts):
@@ -273,11 +273,11 @@ class Install:
         self.has_lent_views = True
         last = self._joined_part(assembly, is_last=True)
         has_rest = any(part.rest for part in (*parts, last))
-        self._load([*parts, last], assembly)
+        self._load([*parts, last], assembly, lends=lends)
         for copies in (kept and kept[1], last.copies):
             if copies is not None:
                 copies.run(is_bound=not has_rest)
-        self.has_lent_views = has_rest
+        self.has_lent_views = has_rest and lends
 
     def load_bucket(self, index: int, payload: torch.Tensor, assembly: Assembly) -> None:
         """Streaming: load and copy the pieces of this bucket, and the tensors that it completes."""
@@ -300,13 +300,14 @@ class Install:
             if part.copies is not None:
                 part.copies.run()
 
-    def _load(self, parts: Iterable[Part], assembly: Assembly) -> None:
+    def _load(self, parts: Sequence[Part], assembly: Assembly, *, lends: bool = True) -> None:
         if self._map is not None:
             for name, tensor in itertools.chain.from_iterable(part.to_prove for part in parts):
                 # Digested before the load, since a loader may write into the tensors that it gets.
                 blocks = self._map.source_blocks(name, tensor)
                 assembly.to_prove[name] = self._map.block_digests(name, blocks)
-        self.engine.load([named for part in parts for named in part.rest])
+        rest = [named for part in parts for named in part.rest]
+        self.engine.load(rest if lends else ((name, tensor.clone()) for name, tensor in rest))
 
     def prove(self, assembly: Assembly) -> None:
         """After `Engine.commit`, have the map prove the loaded tensors, which can be copied from then on."""

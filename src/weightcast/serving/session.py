@@ -20,6 +20,7 @@ from weightcast import registry
 from weightcast.errors import ClosedError, ErrorRecord, RefusedError, WeightcastError, from_record, malformed, to_record
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import Failed, Hello, InitInfo, LinkMessage, Secret, UpdateInfo
+from weightcast.format.packed_base import PackedBase
 from weightcast.host import device as host_device
 from weightcast.host.closing import awaited_at_exit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS
@@ -53,6 +54,8 @@ class PublisherSession:
         """Serialises offers: each is checked and opened before the next one."""
         self.update: Update | None = None
         self.last_offered = -1
+        self.base: PackedBase | None = None
+        """What the next version's deltas are added to, if the publisher has asked for it."""
         self.install: Install | None = None
         """The install of the layout that was offered last."""
         self.receiver: Receiver | None = None
@@ -173,6 +176,7 @@ class PublisherSession:
             return
         # `own_stream` relaxes the thread's capture mode: GPU memory is freed while an engine may capture a graph.
         with host_device.own_stream(self.device), contextlib.suppress(WeightcastError):
+            self.base = None
             if self.install is not None:
                 self.install.forget_views()
             if self.receiver is not None:
@@ -234,6 +238,7 @@ class PublisherSession:
             self.receiver.close()
         for link in self._links:
             link.close()
+        self.base = None
         # Views keep the transport's memory mapped, and this object may be part of a reference cycle.
         if self.install is not None:
             self.install.forget_views()

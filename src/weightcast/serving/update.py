@@ -29,9 +29,10 @@ from weightcast.errors import (
     from_record,
     to_record,
 )
-from weightcast.format.bucket import BucketHeader, check_bucket, decoded, root_digest
+from weightcast.format.bucket import BucketHeader, Digest, check_bucket, root_digest
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Offer, Seal
+from weightcast.format.packed_base import PackedBase
 from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
@@ -93,12 +94,14 @@ class Update:
         gate: Gate,
         deadline_seconds: float,
         settles: bool = False,
+        base: PackedBase | None = None,
         portion: Portion | None = None,
         agree: Agree = alone,
     ) -> None:
         """`deadline_seconds`: limit of each wait for the engine's current step of generation.
 
-        `settles`: keep the undo copy after the install, until `settle`. `portion`: the part of a staged version that
+        `settles`: keep the undo copy after the install, until `settle`. `base`: the one that the offer's deltas are
+        added to, or to which a full update's buckets are copied. `portion`: the part of a staged version that
         this rank checks; the version is installed only when all ranks have received theirs. `agree`: the agreement by
         which a step of an install fails on all ranks of the engine alike.
         """
@@ -121,6 +124,9 @@ class Update:
         self._num_workers = 1 if offer.workers is UNSET else offer.workers.get(host_identity(), 1)
         self._settles = settles
         self._portion = portion
+        self._base = base
+        self._sizes = None if offer.base is None else offer.base.encoded_bytes
+        """The lengths of deltas, by bucket; None for a full update."""
         self.read_bytes = 0
         """Bytes of the payloads that this worker has read and checked."""
         self._device = install.device
@@ -180,7 +186,8 @@ class Update:
             if self.state is State.ABORTED:  # aborted before the receiver was open
                 self._gate.end_writing(self._writer)
             else:
-                self._receiver.open(self._manifest, self.version, staged=not self._streaming)
+                manifest = self._manifest if self._sizes is None else self._manifest.with_sizes(self._sizes)
+                self._receiver.open(manifest, self.version, staged=not self._streaming)
 
     def receive(self) -> str:
         """Receive and check every bucket, in the order of the manifest's rounds; return the root digest.
@@ -191,7 +198,10 @@ class Update:
         the engine's `load`. The caller then aborts the update.
         """
         self._move(State.OFFERED, State.RECEIVING)
-        digests: dict[int, bytes] = {}
+        digests: dict[int, Digest] = {}
+        base = self._base
+        if base is not None:
+            base.begin()
         order, origins = iter(self._manifest.rounds), self._manifest.bucket_origins
         # If an abort came while this thread used a bucket, it could not release that one.
         with on_failure(self._clear):
@@ -200,8 +210,14 @@ class Update:
                 if bucket.index != index or index == self.num_buckets:
                     raise IntegrityError(f"received bucket {bucket.index}, expected bucket {index}: publish again")
                 header = self._check(bucket, origins[index])
-                digests[index] = header.digest
-                payload = decoded(bucket.buffer, header)
+                digests[index], payload = header.digest, bucket.buffer.payload
+                if base is not None and header.is_delta:
+                    payload = base.add(index, payload[: header.encoded_bytes])
+                elif base is not None:
+                    base.keep(index, payload, header.digest)
+                    payload = payload if self._sizes is None else base.payloads[index]
+                if base is not None:
+                    digests[index] = base.digests[index]
                 if not self._streaming:
                     self._install.stage(index, payload, self._assembly, is_here=self._portion is None)
                     continue
@@ -224,20 +240,32 @@ class Update:
         return self._root
 
     def _check(self, bucket: Bucket, origin: int) -> BucketHeader:
-        index = bucket.index
-        num_bytes = self._manifest.buckets[index]
-        others = self._portion is not None and index not in self._portion.buckets
+        others = self._portion is not None and bucket.index not in self._portion.buckets
         if others and self._install.has_lent_views:
             self._receiver.reread(bucket)
         try:
-            header = check_bucket(bucket.buffer, num_bytes, self.version, index, origin, only_header=others)
+            header = self._checked(bucket, origin, only_header=others)
         except IntegrityError:
             # A loader that writes into the tensors that it gets may have changed this process's copy of the bucket.
             if not self._receiver.reread(bucket):
                 raise
-            header = check_bucket(bucket.buffer, num_bytes, self.version, index, origin, only_header=others)
+            header = self._checked(bucket, origin, only_header=others)
         self.read_bytes += 0 if others else header.encoded_bytes
         return header
+
+    def _checked(self, bucket: Bucket, origin: int, *, only_header: bool) -> BucketHeader:
+        index = bucket.index
+        num_bytes = self._manifest.buckets[index]
+        encoded_bytes = None if self._sizes is None or self._sizes[index] == num_bytes else self._sizes[index]
+        return check_bucket(
+            bucket.buffer,
+            num_bytes,
+            self.version,
+            index,
+            origin,
+            encoded_bytes=encoded_bytes,
+            only_header=only_header,
+        )
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
@@ -294,6 +322,8 @@ class Update:
                 f"root digest {self._root} were received: publish again"
             )
         self._move(State.RECEIVED, State.SEALED)
+        if self._base is not None:
+            self._base.complete(self.version.number)
 
     def install(self) -> float:
         """Install the version between two steps of generation; return the seconds for which the engine was paused.
@@ -314,7 +344,7 @@ class Update:
                     with _AgreedStep(self._agree):
                         if not self._streaming:
                             self._begin()
-                            self._install.load_staged(self._assembly)
+                            self._install.load_staged(self._assembly, lends=self._sizes is None)
                             self._await_device()
                     with _AgreedStep(self._agree):
                         self._engine.commit(self.version)

@@ -60,7 +60,7 @@ from weightcast.host.memory import host_identity
 from weightcast.seams.engine import Engine, ExposesTensors, SaysDtypes, Undoable
 from weightcast.seams.install_map import Mapped
 from weightcast.seams.transport import Portion
-from weightcast.serving.admission import admit, check_undo, require_engine
+from weightcast.serving.admission import admit, base_of, check_undo, require_engine
 from weightcast.serving.install import Install, device_of_weights
 from weightcast.serving.install_map import RecordedMap, held_weights
 from weightcast.serving.session import PublisherSession
@@ -396,16 +396,12 @@ class Worker:
                 f"install={offer.install!r} was requested, but {type(self.engine).__name__} does not support it: "
                 f"publish with install={' or '.join(map(repr, self._installs))}"
             )
-        if offer.base is not None:
-            raise UnsupportedError(
-                f"a delta on version {offer.base} was offered, but this engine takes only full updates: offer all "
-                "weights"
-            )
         session.require_publisher(offer)
         if session.update is not None and session.update.is_streaming:
             # Checking an offer may use the model, to which the former update still writes.
             session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
         install = self._install(session, offer)
+        base = session.base = base_of(offer, install.layout, session.base)
         if offer.undo:
             check_undo(install.layout.manifest, self.engine)
         session.last_offered = offer.version
@@ -419,6 +415,7 @@ class Worker:
             gate=self.gate,
             deadline_seconds=self._install_deadline_seconds,
             settles=self._settles,
+            base=base,
             portion=_portion(offer, install.layout.manifest, self.engine_rank),
             agree=self._agree,
         )
@@ -562,8 +559,11 @@ class Worker:
 
 
 def _portion(offer: Offer, manifest: Manifest, engine_rank: int) -> Portion | None:
-    """Return the portion of a version that this rank reads and checks; None unless the offer lists this rank's host."""
-    local = None if offer.ranks is UNSET else offer.ranks.get(host_identity())
+    """Return the portion of a version that this rank reads and checks.
+
+    None for deltas, and unless the offer lists this rank's host.
+    """
+    local = None if offer.ranks is UNSET or offer.base is not None else offer.ranks.get(host_identity())
     if local is None or engine_rank not in local.ranks:
         return None
     return Portion.of(manifest, local.ranks.index(engine_rank), len(local.ranks), local.memory)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from weightcast.errors import IntegrityError, VersionNotFoundError
-from weightcast.format.bucket import BucketBuffer, check_bucket, decoded, root_digest, slot_size_bytes
+from weightcast.format.bucket import BucketBuffer, check_bucket, root_digest, slot_size_bytes
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
 from weightcast.host.closing import ClosedOnExit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline
@@ -231,7 +231,7 @@ class PinnedVersion(ClosedOnExit):
             self.read(index, buffer)
             header = check_bucket(buffer, num_bytes, self.stored.version, index, origins[index])
             digests.append(header.digest)
-            yield decoded(buffer, header)
+            yield buffer.payload
         root = root_digest(self.stored.manifest_digest, digests)
         if root != self.stored.root:
             raise IntegrityError(

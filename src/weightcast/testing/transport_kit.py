@@ -14,7 +14,7 @@ import torch
 
 from weightcast import registry
 from weightcast.errors import IntegrityError, PeersLostError, WeightcastError
-from weightcast.format.bucket import HEADER_BYTES, RAW, BucketBuffer, Layout, check_bucket, queued_digest, write_header
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Layout, check_bucket, queued_digest, write_header
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.messages import Hello
 from weightcast.format.plan import plan
@@ -146,8 +146,7 @@ def value_of(number: int, index: int) -> int:
 def write_raw_header(buffer: BucketBuffer, raw_bytes: int, version: WeightVersion, index: int, origin: int = 0) -> int:
     """Write the header of a payload that is in its place already; return how many bytes are to be sent."""
     digest = queued_digest(buffer.payload[:raw_bytes])
-    sizes = {"raw_bytes": raw_bytes, "encoded_bytes": raw_bytes}
-    write_header(buffer.header, version, index, digest, **sizes, codec="raw", origin=origin)
+    write_header(buffer.header, version, index, digest, raw_bytes=raw_bytes, origin=origin)
     return HEADER_BYTES + raw_bytes
 
 
@@ -173,7 +172,7 @@ def send_payload(sender: Sender, payload: Payload, manifest: Manifest, version: 
 
 def pack_and_send(sender: Sender, fill: Fill, manifest: Manifest, version: WeightVersion, index: int) -> None:
     """Pack and send a bucket, as a publisher does."""
-    num_bytes, _ = pack(fill, RAW, manifest, version, index, sender.buffer(index))
+    num_bytes, _ = pack(fill, manifest, version, index, sender.buffer(index))
     sender.send(index, num_bytes)
 
 

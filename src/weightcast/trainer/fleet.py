@@ -124,6 +124,11 @@ class FleetMember:
         self._connection = Connection.LOST
         self._pause_end = PauseEnd.NONE
         self._offered_manifest = ""
+        self.base = -1
+        """Number of the version whose packed buckets its workers have kept; -1 for none."""
+        self.takes_deltas = False
+        """True if the update in progress goes to it as deltas on that version."""
+        self._keeps_base = False
         self._paused_at = 0.0
         self._run = ""
         self._deadline_seconds = 0.0
@@ -155,14 +160,14 @@ class FleetMember:
     def begin(self, run: str, deadline_seconds: float, watchdog: Watchdog) -> None:
         """Begin another update with an empty result. `watchdog` resumes an engine without a lease if we die."""
         self._run, self._deadline_seconds, self._watchdog = run, deadline_seconds, watchdog
-        self.result, self.version = EngineResult(), -1
+        self.result, self.version, self.takes_deltas = EngineResult(), -1, False
 
     def ask(self, listener: LinkListener) -> None:
         """End the engine's links and ask for its `info`. May be called again for an engine that did not answer."""
         self.result = EngineResult()
         listener.end_links("the publisher connects again", self.name)
         self.links, self._offered_manifest, self._dtypes_of = [], "", None
-        self._connection, self.has_proven = Connection.LOST, False
+        self._connection, self.has_proven, self.base = Connection.LOST, False, -1
         self.client = self._given.connect()
         self.info = self.client.info()
         if self.info.protocol != PROTOCOL:
@@ -230,7 +235,7 @@ class FleetMember:
 
     def offer(self, offer: Offer) -> None:
         """Offer a version and wait until every worker has accepted."""
-        self.version = offer.version
+        self.version, self._keeps_base = offer.version, offer.keeps_base
         known, self._offered_manifest = self._offered_manifest, ""
         is_known = known == offer.manifest_digest
         offer = msgspec.structs.replace(offer, manifest=None if is_known else offer.manifest, ranks=self._local_ranks())
@@ -263,6 +268,7 @@ class FleetMember:
                 )
             read_bytes.append(got.read_bytes)
         self.result.read_bytes = read_bytes
+        self.base = self.version if self._keeps_base else -1
 
     def pause(self) -> None:
         """Pause the engine. For an engine without a lease, first register its recovery with the watchdog."""
@@ -408,7 +414,7 @@ class FleetMember:
         version_error = next((f for link in self.links for f in link.failures(self.version)), None)
         is_explained = isinstance(error, PeerError) and version_error is not None
         self.result.error = version_error if is_explained else to_record(error)
-        self.result.ok = False
+        self.result.ok, self.base = False, -1
         if not self.links:
             # No link would show that the engine has died: have the next update ask it again.
             self._connection = Connection.LOST

@@ -13,6 +13,7 @@ from weightcast.host.deadline import number_of_seconds
 from weightcast.trainer.arguments import integer
 
 Phase: TypeAlias = Literal["offered", "packed", "received", "installed"]
+DeltaMode: TypeAlias = Literal["auto", "always"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +52,9 @@ class PublishOptions:
     `verify_every`: compare after this publisher's first publish and every n-th after it, counting publishes that sent a
     whole version. Besides, an engine that has connected since (it was added or started again) is compared after its
     first publish.
+    `delta`: engines that have the last version get only what changed since then; the others get a full update in the
+    same publish. "always", or "auto": not over shared memory, and not while the last deltas took longer than a full
+    update; None: full updates only. One more model of host memory is needed in this process, and in each engine worker.
     `on_event`: called with a `PublishEvent` for each phase and engine, in the publish's thread, so it must not block.
     An exception that it raises ends the publish. With several trainer ranks it is called on the publishing rank.
     `on_failure`: if an engine did not install the version, "raise" raises PublishError, "report" returns the report.
@@ -65,6 +69,7 @@ class PublishOptions:
     verify: Literal["installed"] | None = None
     verify_every: int = 1
     check_finite: bool = False
+    delta: DeltaMode | None = None
     on_event: Callable[[PublishEvent], object] | None = None
     on_failure: Literal["raise", "report"] = "raise"
     deadline_seconds: float = 60.0
@@ -77,6 +82,10 @@ class PublishOptions:
             raise ValueError(f"on_failure is {self.on_failure!r}; it must be 'raise' or 'report'")
         if self.verify not in (None, "installed"):
             raise ValueError(f"verify is {self.verify!r}; it must be 'installed' or None")
+        if self.delta not in (None, "auto", "always"):
+            raise ValueError(f"delta is {self.delta!r}; it must be 'auto', 'always' or None")
+        if self.delta == "always" and self.install != "staged":
+            raise ValueError('deltas need install="staged": leave `install` out, or publish with delta=None')
         if integer("verify_every", self.verify_every) < 1:
             raise ValueError(f"verify_every is {self.verify_every}; it must be at least 1")
         for name in ("undo", "takeover", "check_finite"):

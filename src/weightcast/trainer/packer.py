@@ -22,7 +22,6 @@ from weightcast.format.bucket import (
     HEADER_BYTES,
     TORCH_DTYPES,
     BucketBuffer,
-    Codec,
     Digest,
     Entry,
     Layout,
@@ -80,34 +79,18 @@ class Fill(Protocol):
 
 
 def pack(
-    fill: Fill, codec: Codec, manifest: Manifest, version: WeightVersion, index: int, buffer: BucketBuffer
+    fill: Fill, manifest: Manifest, version: WeightVersion, index: int, buffer: BucketBuffer
 ) -> tuple[int, Digest]:
     """Fill bucket `index` and `finish` it, so that it can be sent. On a GPU the work is queued."""
-    return finish(fill.fill(index, buffer.payload, version), codec, manifest, version, index, buffer)
+    digest = fill.fill(index, buffer.payload, version)
+    return finish(digest, manifest, version, index, buffer), digest
 
 
-def finish(
-    digest: Digest, codec: Codec, manifest: Manifest, version: WeightVersion, index: int, buffer: BucketBuffer
-) -> tuple[int, Digest]:
-    """Encode a filled payload and write its header. `digest`: that of the raw payload.
-
-    Returns the number of bytes of `buffer` to send, and the digest in the header.
-    """
-    raw_bytes = manifest.buckets[index]
-    encoded_bytes = codec.encode(index, buffer.payload, raw_bytes)
-    if codec.name != "raw":
-        digest = queued_digest(buffer.payload[:encoded_bytes])
-    write_header(
-        buffer.header,
-        version,
-        index,
-        digest,
-        raw_bytes=raw_bytes,
-        encoded_bytes=encoded_bytes,
-        codec=codec.name,
-        origin=next(number for number, span in enumerate(manifest.spans) if index in span),
-    )
-    return HEADER_BYTES + encoded_bytes, digest
+def finish(digest: Digest, manifest: Manifest, version: WeightVersion, index: int, buffer: BucketBuffer) -> int:
+    """Write the header of a filled payload with this digest. Returns the number of bytes of `buffer` to send."""
+    origin = next(number for number, span in enumerate(manifest.spans) if index in span)
+    write_header(buffer.header, version, index, digest, raw_bytes=manifest.buckets[index], origin=origin)
+    return HEADER_BYTES + manifest.buckets[index]
 
 
 class PackPlan:

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import msgspec
 import torch
 from msgspec import UNSET
 
@@ -31,10 +32,10 @@ from weightcast.errors import (
     StageSeconds,
     UnsupportedError,
     UpdateAbortedError,
+    WrongBaseError,
 )
 from weightcast.format.bucket import (
     HEADER_BYTES,
-    RAW,
     BucketBuffer,
     Digest,
     all_bytes,
@@ -52,6 +53,7 @@ from weightcast.seams.client import BringsSender, ClientSender, SenderContext
 from weightcast.seams.source import Regions
 from weightcast.seams.transport import Sender
 from weightcast.trainer.background import Flight
+from weightcast.trainer.deltas import Deltas, PackedDeltas
 from weightcast.trainer.engine_dtypes import EngineDtypes
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import Phase, PublishEvent, PublishOptions
@@ -147,7 +149,7 @@ class PublishInputs:
     `fleet`: the engines to update. `again`: the version to send once more, in place of a new one. `url`: the
     transport's. `maps_buckets`: True if trainer ranks of one host can pack into each other's buckets, as far as the
     engines are known. `checks_finite`: check for NaN and infinity before the offer. `engine_dtypes`: set for a source
-    with dtype="engine".
+    with dtype="engine". `deltas`: the publisher's, if it may send some.
     """
 
     start: float
@@ -161,6 +163,7 @@ class PublishInputs:
     maps_buckets: Callable[[], bool]
     checks_finite: bool
     engine_dtypes: EngineDtypes | None
+    deltas: Deltas | None
 
 
 class FleetRoute:
@@ -171,23 +174,37 @@ class FleetRoute:
     """
 
     def __init__(
-        self, fleet: Fleet, sender: Sender, *, is_staged: bool, is_brought: bool, keeps_versions: bool = False
+        self,
+        fleet: Fleet,
+        sender: Sender,
+        *,
+        is_staged: bool,
+        is_brought: bool,
+        keeps_versions: bool = False,
+        takes_deltas: bool = False,
     ) -> None:
-        """`is_staged`: engines serve until the install. `is_brought`: the sender is a client's."""
+        """`is_staged`: engines serve until the install. `is_brought`: the sender is a client's.
+
+        `takes_deltas`: the engines that take the version as deltas; else those that take all of it.
+        """
         self.sender = sender
         self.is_staged = is_staged
         self.is_brought = is_brought
         self._fleet = fleet
         self._keeps_versions = keeps_versions
         self._brought = sender if is_brought else None
+        self._takes_deltas = takes_deltas
 
     def members(self) -> list[FleetMember]:
         """Return the members of this route, failed ones included."""
-        return [member for member in self._fleet if member.sender is self._brought]
+        return list(filter(self._has, self._fleet))
 
     def healthy(self) -> list[FleetMember]:
         """Return the members of this route that have not failed and do not serve the version yet."""
-        return [member for member in self._fleet.healthy() if member.sender is self._brought]
+        return list(filter(self._has, self._fleet.healthy()))
+
+    def _has(self, member: FleetMember) -> bool:
+        return member.sender is self._brought and member.takes_deltas == self._takes_deltas
 
     def pause(self) -> None:
         self._fleet.each(FleetMember.pause, self.healthy())
@@ -352,40 +369,56 @@ class PublishRun:
                 )
                 if not route.is_staged:
                     route.pause()
+                deltas = inputs.deltas
+                keeps_base = deltas is not None and deltas.begin(
+                    self._pack_plan, None if again is None else again.number
+                )
                 workers = Counter(link.host for member in fleet.healthy() for link in member.links)
                 offer = Offer(
                     self._run,
                     self.number,
                     self._pack_plan.manifest_digest,
                     manifest,
+                    keeps_base=keeps_base,
                     install=options.install,
                     undo=options.undo,
                     secret=secret,
                     workers=dict(workers) if manifest.origins else UNSET,
                 )
+            encoded: PackedDeltas | None = None
+            if deltas is not None and again is None:
+                with self._timed("pack"):
+                    bases = [member.base for member in fleet.healthy()]
+                    version = WeightVersion(self._run, self.number)
+                    encoded = deltas.encode(fill, manifest, version, bases, self.flight.require_wanted)
+                fill = deltas.keeping(fill)
+            if deltas is not None and encoded is not None:
+                self._on_packed()
+                self._tell("packed", ())
+                self._publish_deltas(encoded, offer, deltas)
+            with self._timed("offer"):
                 self._fleet.each(lambda member: member.offer(offer))
-            self._tell("offered", fleet)
+            self._tell("offered", route.members())
             if again is not None and is_stored:
                 # The store has the version already, and engines read it from there.
                 root = root_digest(again.manifest_digest, again.digests)
                 with self._timed("send"):
                     route.receive(len(manifest.buckets), root)
             else:
-                root = self._send(route, fill, is_last=not self._connections.client_senders)
-            with self._timed("seal"):
-                seal = Seal(self._run, self.number, len(manifest.buckets), root, secret)
-                self._fleet.each(lambda member: member.client.update(seal))
-            self._tell("received", route.members())
-            self.flight.require_wanted(installs=True)
-            route.install(self._sent, proves_all=self._proves_all)
-            self._tell("installed", route.members())
+                is_last = encoded is None and not self._connections.client_senders
+                root = self._send(route, fill, is_last=is_last)
+                if deltas is not None and self._digests is not None:
+                    seconds = self._seconds.pack + self._seconds.send - (sender.memory_seconds - memory_seconds)
+                    deltas.sent_full(self.number, seconds)
+            self._seal_and_install(route, root)
             for client_sender in self._connections.client_senders:
                 brought = FleetRoute(self._fleet, client_sender, is_staged=client_sender.is_staged, is_brought=True)
                 try:
                     if not brought.is_staged:
                         self._fail_unstaged(brought)
                         brought.pause()
-                    self._send(brought, fill, is_last=client_sender is self._connections.client_senders[-1])
+                    is_last = encoded is None and client_sender is self._connections.client_senders[-1]
+                    self._send(brought, fill, is_last=is_last)
                     self._tell("received", brought.members())
                     brought.install(self._sent, proves_all=self._proves_all)
                     self._tell("installed", brought.members())
@@ -423,10 +456,11 @@ class PublishRun:
             install=options.install,
             seconds=self._seconds,
             engines={member.name: member.result for member in self._fleet},
+            delta=None if deltas is None else deltas.report,
         )
 
-    def _tell(self, phase: Phase, members: Iterable[FleetMember]) -> None:
-        """Call `on_event` for each of these engines that took part in the phase, then for the publish."""
+    def _tell(self, phase: Phase, members: Iterable[FleetMember], *, ends: bool = True) -> None:
+        """Call `on_event` for each of these engines that took part in the phase; if that `ends` it, for the publish."""
         if (on_event := self._options.on_event) is None:
             return
         seconds = time.perf_counter() - self.flight.began_at
@@ -436,7 +470,8 @@ class PublishRun:
                 on_event(PublishEvent(self.number, phase, member.name, error, seconds))
             if error is not None:
                 self._failed.add(member.name)
-        on_event(PublishEvent(self.number, phase, None, None, seconds))
+        if ends:
+            on_event(PublishEvent(self.number, phase, None, None, seconds))
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -504,6 +539,54 @@ class PublishRun:
         )
         connections.add_client_sender(member, context)
 
+    def _publish_deltas(self, encoded: PackedDeltas, offer: Offer, deltas: Deltas) -> None:
+        """Update the engines that have the base of these deltas. Those that turn out to lack it connect again."""
+        for member in self._fleet.healthy():
+            member.takes_deltas = member.sender is None and member.base == encoded.base.version
+        route = FleetRoute(self._fleet, self._connections.sender, is_staged=True, is_brought=False, takes_deltas=True)
+        offer = msgspec.structs.replace(offer, base=encoded.base)
+        with self._timed("offer"):
+            self._fleet.each(lambda member: member.offer(offer), route.healthy())
+            refusing = []
+            for member in route.members():
+                if member.result.error is not None and member.result.error.kind == WrongBaseError.__name__:
+                    member.takes_deltas = False
+                    refusing.append(member)
+            for step in (lambda member: member.ask(self._connections.listener), self._join_member):
+                self._fleet.each(step, refusing)
+                refusing = [member for member in refusing if member.result.error is None]
+        self._tell("offered", route.members(), ends=False)
+        sender, peers, version = route.sender, route.peers(), WeightVersion(self._run, self.number)
+        start = time.perf_counter()
+        with self._timed("send"):
+            while peers:
+                try:
+                    first = sender.open(encoded.manifest, version, peers=peers, staged=True)
+                    for index in range(first, len(encoded.payloads)):
+                        self.flight.require_wanted()
+                        sender.send(index, encoded.write(index, sender.buffer(index), version))
+                        if sender.failures.keys() >= set(peers):
+                            break
+                    else:
+                        self._digests = encoded.digests
+                    break
+                except PeersLostError as exc:
+                    peers = list(exc.survivors)
+            route.receive(len(encoded.payloads), encoded.root)
+        deltas.sent(time.perf_counter() - start, sum(member.result.error is None for member in route.members()))
+        self._seal_and_install(route, encoded.root, ends=False)
+
+    def _seal_and_install(self, route: FleetRoute, root: str, *, ends: bool = True) -> None:
+        """Have the route's engines install what all of them have received. `ends`: see `_tell`."""
+        seal = Seal(self._run, self.number, len(self._manifest.buckets), root, self._connections.listener.secret)
+        with self._timed("seal"):
+            members = [member for member in self._fleet.healthy() if ends or member.takes_deltas]
+            self._fleet.each(lambda member: member.client.update(seal), members)
+        self._tell("received", route.members(), ends=ends)
+        self.flight.require_wanted(installs=True)
+        route.install(self._sent, proves_all=self._proves_all)
+        self._tell("installed", route.members(), ends=ends)
+
     def _send(self, route: FleetRoute, fill: Fill, *, is_last: bool) -> str:
         """Pack and send every bucket, and wait until every engine has them. After a loss, continue with the survivors.
 
@@ -552,7 +635,7 @@ class PublishRun:
                 buffer = sender.buffer(index)
             with self._timed("pack"):
                 if self._again is None:
-                    num_bytes, digests[index] = pack(fill, RAW, manifest, version, index, buffer)
+                    num_bytes, digests[index] = pack(fill, manifest, version, index, buffer)
                 elif not (num_bytes := self._pack_again(index, buffer, version, fill)):
                     self._fail_changed(route.healthy())
                     sender.abort(f"the weights have changed since version {self.number}")
@@ -614,7 +697,7 @@ class PublishRun:
             # With several origins every rank packs in every round, so this bucket is packed again, too.
             if header.digest == expected and not manifest.origins:
                 return HEADER_BYTES + header.encoded_bytes
-        num_bytes, digest = pack(fill, RAW, manifest, version, index, buffer)
+        num_bytes, digest = pack(fill, manifest, version, index, buffer)
         return num_bytes if as_bytes(digest) == expected else 0
 
     def _fail_unstaged(self, route: FleetRoute) -> None:

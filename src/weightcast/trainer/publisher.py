@@ -40,6 +40,7 @@ from weightcast.seams.source import Regions, Source, StreamSource, TensorStream,
 from weightcast.sources.store import StoreSource
 from weightcast.trainer import arguments
 from weightcast.trainer.background import Flight, Overlap, PublishHandle, Turn, require_skip
+from weightcast.trainer.deltas import Deltas
 from weightcast.trainer.engine_dtypes import EngineDtypes
 from weightcast.trainer.finite import require_finite
 from weightcast.trainer.fleet import EngineState, Fleet, FleetMember
@@ -126,6 +127,7 @@ class Publisher(ClosedOnExit):
         self._connections: Connections | None = None
         self._pack_plan: PackPlan | None = None
         self._engine_dtypes = EngineDtypes() if casts_to_engines(source) else None
+        self._deltas = self._new_deltas()
         self._published: PublishedVersion | None = None
         """The last version, if all of it was sent."""
         self._trainer_group = trainer_group
@@ -220,6 +222,8 @@ class Publisher(ClosedOnExit):
             self._require_open()
             if self._pack_plan is not None:
                 self._pack_plan.forget_views()
+            if self._deltas is not None:
+                self._deltas.release()
             if self._connections is not None:
                 self._connections.release()
             elif self._group is not None:
@@ -598,6 +602,7 @@ class Publisher(ClosedOnExit):
                     )
                 from weightcast.trainer.group.rounds import FollowingRank, PublishingRank
 
+                self._deltas = self._new_deltas("several trainer ranks publish together")
                 source, seconds = self._source, self._options.deadline_seconds
                 if dist.get_rank(group) == 0:
                     self._group = PublishingRank(group, source, seconds)
@@ -713,7 +718,26 @@ class Publisher(ClosedOnExit):
             maps_buckets=maps_buckets,
             checks_finite=self._options.check_finite,
             engine_dtypes=self._engine_dtypes if stored is None else None,
+            deltas=self._deltas,
         )
+
+    def _new_deltas(self, against: str = "") -> Deltas | None:
+        """Return the deltas that the options ask for. `against`: why there can be none.
+
+        Raises ValueError if there can be none, but the options ask for them always.
+        """
+        delta, transport = self._options.delta, self._transport
+        if delta is None:
+            return None
+        if transport.keeps_versions:
+            against = f"{self._url} keeps whole versions"
+        elif self._options.install != "staged":
+            against = 'engines install with install="streaming"'
+        if against and delta == "always":
+            raise ValueError(f'{against}, so delta="always" is impossible: publish with delta=None')
+        if not against and transport.same_host:
+            against = f"over {self._url} engines read this process's memory, which takes less time than a delta"
+        return Deltas(delta, against)
 
     def _serve_metrics(self, target: MetricsTarget) -> None:
         """Raises OSError if the address is taken, ModuleNotFoundError without prometheus-client."""

@@ -26,7 +26,7 @@ import torch
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
 from weightcast.errors import PeersLostError, PublishReport, WeightcastError, from_record, listed, to_record
-from weightcast.format.bucket import RAW, BucketBuffer, Digest, as_bytes
+from weightcast.format.bucket import BucketBuffer, Digest, as_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
@@ -438,7 +438,7 @@ class FollowingRank(Rank):
             index = self._span[number]
             digest = self._digest_of(number, buffer.payload, packed)
             manifest, version = self._assignment.layout.manifest, WeightVersion(self.run, self.group.version)
-            num_bytes, digest = finish(digest, RAW, manifest, version, index, buffer)
+            num_bytes = finish(digest, manifest, version, index, buffer)
             self._digests.append(as_bytes(digest).hex())
             if self._proves:
                 self._sent.add(index, buffer.payload)
