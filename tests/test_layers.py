@@ -50,6 +50,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
             "host.device_memory",
             "host.memory",
             "format.bucket",
+            "format.packed_base",
             "format.bucket_digest",
             "format.device_digest",
             "format.digest_kernel",

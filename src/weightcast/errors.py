@@ -242,7 +242,7 @@ class EngineResult(msgspec.Struct):
 
 
 class DeltaReport(msgspec.Struct):
-    """What a publish sent as deltas. `reason`: why it sent none, or empty.
+    """Deltas that a publish sent. `reason`: why it sent none, or empty.
 
     `base`: number of the version that they change. `num_changed`, `num_words`: how many words of the packed buckets
     changed, and how many there are; a word is an element of up to 4 bytes. `num_bytes`: what each engine that took

@@ -36,7 +36,7 @@ def step(model: nn.Module, density: float = 0.01) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             changed = torch.rand(parameter.shape) < density
-            parameter += changed * parameter.abs().clamp(min=1e-3) * 0.02 * torch.randn(parameter.shape)
+            parameter.data += changed * parameter.abs().clamp(min=1e-3) * 0.02 * torch.randn(parameter.shape)
 
 
 def require_equal(model: nn.Module, served: nn.Module) -> None:
@@ -63,7 +63,9 @@ def test_engines_get_what_changed(transport: str) -> None:
     clients = [DirectEngine(f"engine-{number}", ModuleEngine(each)) for number, each in enumerate(served)]
     with publishing(ModuleSource(model), clients, transport=transport) as publisher:
         first = publisher.publish()
-        assert first.delta is not None and first.delta.reason and first.delta.num_engines == 0
+        assert first.delta is not None
+        assert first.delta.reason
+        assert first.delta.num_engines == 0
         for _ in range(3):
             step(model)
             report = publisher.publish()
@@ -85,7 +87,8 @@ def test_an_engine_without_the_base_gets_all(transport: str) -> None:
         for num_engines in (1, 2):
             step(model)
             report = publisher.publish()
-            assert report.delta is not None and report.delta.num_engines == num_engines
+            assert report.delta is not None
+            assert report.delta.num_engines == num_engines
             for each in served:
                 require_equal(model, each)
     clients[1].close()
@@ -97,12 +100,14 @@ def test_nothing_changed_and_everything_changed() -> None:
     with publishing(TensorSource(tensors), [DirectEngine("engine", engine)]) as publisher:
         publisher.publish()
         report = publisher.publish()
-        assert report.delta is not None and report.delta.num_changed == 0
+        assert report.delta is not None
+        assert report.delta.num_changed == 0
         for tensor in tensors.values():
             tensor.normal_()
         report = publisher.publish()
         # Each bucket travels as it is, since a delta would be no shorter.
-        assert report.delta is not None and report.delta.num_engines == 1
+        assert report.delta is not None
+        assert report.delta.num_engines == 1
         assert report.delta.num_changed > 0.9 * report.delta.num_words
         for name, tensor in tensors.items():
             assert torch.equal(engine.held[name], tensor)
@@ -148,7 +153,8 @@ def test_a_failed_install_is_followed_by_a_full_update(transport: str) -> None:
         for num_engines in (1, 2):
             tensors["t1"] += 1
             report = publisher.publish()
-            assert report.delta is not None and report.delta.num_engines == num_engines
+            assert report.delta is not None
+            assert report.delta.num_engines == num_engines
             for engine in engines:
                 assert all(torch.equal(engine.held[name], tensor) for name, tensor in tensors.items())
 
@@ -165,9 +171,13 @@ def test_one_worker_that_has_lost_its_base(transport: str) -> None:
         session.base = None
         tensors["t0"] += 1
         report = publisher.publish()
-        assert report.ok and report.delta is not None and report.delta.num_engines == 0
+        assert report.ok
+        assert report.delta is not None
+        assert report.delta.num_engines == 0
         tensors["t1"] += 1
         report = publisher.publish()
-        assert report.ok and report.delta is not None and report.delta.num_engines == 1
+        assert report.ok
+        assert report.delta is not None
+        assert report.delta.num_engines == 1
         for engine in engines:
             assert all(torch.equal(engine.held[name], tensor) for name, tensor in tensors.items())

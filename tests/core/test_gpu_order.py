@@ -175,7 +175,7 @@ def test_a_bucket_is_loaded_while_the_trainer_is_late_with_the_next(
             loaded.set()
 
     def pack_late(*args: Any) -> Any:
-        if args[4] == 1:
+        if args[3] == 1:
             assert loaded.wait(PATIENCE_SECONDS)
         return pack(*args)
 
@@ -202,7 +202,7 @@ def test_an_engine_gives_an_update_up_although_the_trainer_stands_still(
             return lambda: [self.weights[name].copy_(copy) for name, copy in copies.items()]
 
     def pack_until_the_engine_has_ended(*args: Any) -> Any:
-        if args[4] == 3:
+        if args[3] == 3:
             assert loaded.wait(PATIENCE_SECONDS)
             trainers, engines = sorted(nccl.groups, key=lambda group: group.rank)
             # Here the device is the trainer's as well, who has nothing under way.
@@ -562,7 +562,7 @@ def test_a_publisher_closes_all_that_it_has_although_its_gpu_has_failed_in_a_bro
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def pack_and_fail(*args: Any) -> Any:
-        if args[4] == 2:
+        if args[3] == 2:
             monkeypatch.setattr(LazyWork, "is_completed", failed)
         return pack(*args)
 

@@ -24,6 +24,7 @@ from weightcast.errors import (
     PublishError,
     StaleVersionError,
     UnsupportedError,
+    WrongBaseError,
 )
 from weightcast.format.messages import Offer
 from weightcast.host import memory as host_memory
@@ -356,7 +357,7 @@ def test_undo_copy_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_worker_refuses_what_is_not_its_runs() -> None:
-    from weightcast.format.messages import Abort, InitInfo, Offer, Seal
+    from weightcast.format.messages import Abort, DeltaBase, InitInfo, Offer, Seal
 
     engine = RecordingEngine()
     with fleet(TensorSource(TENSORS), engine) as (publisher, (client,)):
@@ -377,8 +378,12 @@ def test_worker_refuses_what_is_not_its_runs() -> None:
             worker.init(InitInfo(publisher.run, "x", "pigeon://", "unix:@n", digest, 5.0))
         with pytest.raises(UnsupportedError, match="protocol 1, this engine speaks 3"):
             worker.init(InitInfo(publisher.run, "x", "ipc://@n", "unix:@n", digest, 5.0, protocol=1))
-        with pytest.raises(UnsupportedError, match="delta"):
-            worker.update(Offer(publisher.run, 60, digest, base=5))
+        session = worker._session
+        assert session is not None
+        assert session.install is not None
+        base, known = DeltaBase(5, "0" * 32, (8,)), session.install.manifest_digest
+        with pytest.raises(WrongBaseError, match="the packed buckets of no version: offer a full update"):
+            worker.update(Offer(publisher.run, 60, known, base=base, secret=session.info.secret))
         worker.finish(5)  # installed already: idempotent
         with pytest.raises(StaleVersionError):
             worker.finish(7)

@@ -14,7 +14,6 @@ import torch
 from weightcast.errors import IntegrityError
 from weightcast.format.bucket import Digest, Layout, payload_digest, root_digest
 from weightcast.format.manifest import ITEMSIZE_BYTES
-from weightcast.host import memory as host_memory
 from weightcast.native import deltas
 from weightcast.native.tables import MAX_THREADS
 
@@ -27,12 +26,10 @@ class PackedBase:
     `number`, `root`: of the version of which all buckets are here; -1 while they are of none, or of several.
     """
 
-    def __init__(self, layout: Layout, manifest_digest: str, what: str, remedy: str) -> None:
-        """Raises InsufficientMemoryError, whose text says that `what` needs the memory and that `remedy` helps."""
+    def __init__(self, layout: Layout, manifest_digest: str) -> None:
         self.manifest_digest = manifest_digest
         self.number, self.root = -1, ""
         sizes = layout.manifest.buckets
-        host_memory.require(sum(sizes), what, remedy)
         whole = torch.empty(sum(sizes), dtype=torch.uint8)
         ends = itertools.accumulate(sizes)
         self.payloads = [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]

@@ -67,7 +67,8 @@ def base_of(offer: Offer, layout: Layout, known: PackedBase | None) -> PackedBas
         return None
     if known is None:
         try:
-            known = PackedBase(layout, offer.manifest_digest, "the base of deltas", "publish without deltas")
+            host_memory.require(sum(sizes), "the base of deltas", "publish with delta=None, or free memory")
+            known = PackedBase(layout, offer.manifest_digest)
         except InsufficientMemoryError as exc:
             logger.warning("the next version can't come as deltas: %s", exc)
     return known

@@ -55,7 +55,7 @@ class PublisherSession:
         self.update: Update | None = None
         self.last_offered = -1
         self.base: PackedBase | None = None
-        """What the next version's deltas are added to, if the publisher has asked for it."""
+        """The packed buckets to which the next version's deltas are added, if the publisher has asked to keep them."""
         self.install: Install | None = None
         """The install of the layout that was offered last."""
         self.receiver: Receiver | None = None

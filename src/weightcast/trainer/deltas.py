@@ -17,6 +17,7 @@ from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Digest, queued_
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import DeltaBase
 from weightcast.format.packed_base import PackedBase
+from weightcast.host import memory as host_memory
 from weightcast.trainer.options import DeltaMode
 from weightcast.trainer.packer import Fill, PackPlan
 from weightcast.trainer.sent_digests import SentDigests
@@ -66,7 +67,7 @@ class Deltas:
         self._reason_against = reason_against if mode == "auto" else ""
         self._base: PackedBase | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        """Where a bucket is packed, to be compared with the base's. The same tensor while it is large enough."""
+        """Memory in which a bucket is packed and compared with the base; the same tensor while it is large enough."""
         self._full_seconds = float("inf")
         """Time for packing and sending in the last full publish that kept a base."""
         self._num_full = 0
@@ -91,8 +92,10 @@ class Deltas:
             self._base = None
             self.report.reason = "this publisher has no packed buckets of a former version of these tensors"
             try:
-                remedy = "publish with delta=None, or free memory"
-                self._base = PackedBase(plan.layout, plan.manifest_digest, "the base of deltas", remedy)
+                host_memory.require(
+                    sum(plan.layout.manifest.buckets), "the base of deltas", "publish with delta=None, or free memory"
+                )
+                self._base = PackedBase(plan.layout, plan.manifest_digest)
             except InsufficientMemoryError as exc:
                 if self._mode == "always":
                     raise

@@ -126,7 +126,7 @@ class FleetMember:
         self._offered_manifest = ""
         self.base = -1
         """Number of the version whose packed buckets its workers have kept; -1 for none."""
-        self.takes_deltas = False
+        self.gets_deltas = False
         """True if the update in progress goes to it as deltas on that version."""
         self._keeps_base = False
         self._paused_at = 0.0
@@ -160,7 +160,7 @@ class FleetMember:
     def begin(self, run: str, deadline_seconds: float, watchdog: Watchdog) -> None:
         """Begin another update with an empty result. `watchdog` resumes an engine without a lease if we die."""
         self._run, self._deadline_seconds, self._watchdog = run, deadline_seconds, watchdog
-        self.result, self.version, self.takes_deltas = EngineResult(), -1, False
+        self.result, self.version, self.gets_deltas = EngineResult(), -1, False
 
     def ask(self, listener: LinkListener) -> None:
         """End the engine's links and ask for its `info`. May be called again for an engine that did not answer."""

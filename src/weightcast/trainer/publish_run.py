@@ -181,11 +181,11 @@ class FleetRoute:
         is_staged: bool,
         is_brought: bool,
         keeps_versions: bool = False,
-        takes_deltas: bool = False,
+        gets_deltas: bool = False,
     ) -> None:
         """`is_staged`: engines serve until the install. `is_brought`: the sender is a client's.
 
-        `takes_deltas`: the engines that take the version as deltas; else those that take all of it.
+        `gets_deltas`: the engines that take the version as deltas; else those that take all of it.
         """
         self.sender = sender
         self.is_staged = is_staged
@@ -193,7 +193,7 @@ class FleetRoute:
         self._fleet = fleet
         self._keeps_versions = keeps_versions
         self._brought = sender if is_brought else None
-        self._takes_deltas = takes_deltas
+        self._gets_deltas = gets_deltas
 
     def members(self) -> list[FleetMember]:
         """Return the members of this route, failed ones included."""
@@ -204,7 +204,7 @@ class FleetRoute:
         return list(filter(self._has, self._fleet.healthy()))
 
     def _has(self, member: FleetMember) -> bool:
-        return member.sender is self._brought and member.takes_deltas == self._takes_deltas
+        return member.sender is self._brought and member.gets_deltas == self._gets_deltas
 
     def pause(self) -> None:
         self._fleet.each(FleetMember.pause, self.healthy())
@@ -542,15 +542,15 @@ class PublishRun:
     def _publish_deltas(self, encoded: PackedDeltas, offer: Offer, deltas: Deltas) -> None:
         """Update the engines that have the base of these deltas. Those that turn out to lack it connect again."""
         for member in self._fleet.healthy():
-            member.takes_deltas = member.sender is None and member.base == encoded.base.version
-        route = FleetRoute(self._fleet, self._connections.sender, is_staged=True, is_brought=False, takes_deltas=True)
+            member.gets_deltas = member.sender is None and member.base == encoded.base.version
+        route = FleetRoute(self._fleet, self._connections.sender, is_staged=True, is_brought=False, gets_deltas=True)
         offer = msgspec.structs.replace(offer, base=encoded.base)
         with self._timed("offer"):
             self._fleet.each(lambda member: member.offer(offer), route.healthy())
             refusing = []
             for member in route.members():
                 if member.result.error is not None and member.result.error.kind == WrongBaseError.__name__:
-                    member.takes_deltas = False
+                    member.gets_deltas = False
                     refusing.append(member)
             for step in (lambda member: member.ask(self._connections.listener), self._join_member):
                 self._fleet.each(step, refusing)
@@ -580,7 +580,7 @@ class PublishRun:
         """Have the route's engines install what all of them have received. `ends`: see `_tell`."""
         seal = Seal(self._run, self.number, len(self._manifest.buckets), root, self._connections.listener.secret)
         with self._timed("seal"):
-            members = [member for member in self._fleet.healthy() if ends or member.takes_deltas]
+            members = [member for member in self._fleet.healthy() if ends or member.gets_deltas]
             self._fleet.each(lambda member: member.client.update(seal), members)
         self._tell("received", route.members(), ends=ends)
         self.flight.require_wanted(installs=True)
