@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forking import preloaded
 from publishers import publisher_of
+from sources import delta_ranks
 from torch import nn
 
 from core.direct import DirectEngine, RecordingEngine
@@ -18,6 +21,7 @@ from weightcast.errors import PublishError
 from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.publisher import Publisher
 
+preloaded("torch", "torch.distributed.fsdp", "sources.delta_ranks")
 TRANSPORTS = ("memory://", "ipc://", "gloo://127.0.0.1:0")
 
 
@@ -181,3 +185,11 @@ def test_one_worker_that_has_lost_its_base(transport: str) -> None:
         assert report.delta.num_engines == 1
         for engine in engines:
             assert all(torch.equal(engine.held[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+def test_several_trainer_ranks(tmp_path: Path, size: int, transport: str) -> None:
+    arguments = (size, str(tmp_path / "meet"), transport)
+    torch.multiprocessing.start_processes(delta_ranks.run, arguments, nprocs=size, start_method="forkserver")

@@ -29,9 +29,12 @@ examples:
   weightcast bench
   weightcast bench gloo://127.0.0.1:0 --install streaming
   weightcast bench ipc:// --num-tensors 50000 --json
+  weightcast bench gloo://127.0.0.1:0 --changed 1
 
 Equal bfloat16 tensors are sent from this process to an engine in another process (with memory:// in this one), which
-does not compute. Every value changes before each publish. Memory: three times the tensors' bytes, and the transport's.
+does not compute. Every value changes before each publish; with --changed so many percent of them, each by one unit in
+the last place, and publishes send deltas. Memory: three times the tensors' bytes, with --changed five times, and the
+transport's.
 """
 
 _MIB = 1 << 20
@@ -40,7 +43,7 @@ _MIB = 1 << 20
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON output. A publish's seconds are from its call until the engine serves the version; those of later
     publishes are medians. A memcpy by one thread is measured before each. `stall_seconds`: time until the weights may
-    change again; staged publishes run in the background."""
+    change again; staged publishes run in the background. `delta_bytes`: sent in place of `num_bytes`, with --changed."""
 
     transport: str
     install: str
@@ -54,6 +57,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     pause_seconds: float
     memcpy_seconds: float
     memcpy_ratio: float
+    delta_bytes: int | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-tensors", type=positive, default=500, metavar="N", help=default)
     add("--total-mib", type=positive, default=512, metavar="M", help=default)
     add("--runs", type=positive, default=5, metavar="R", help=f"publishes after the first one {default}")
+    add("--changed", type=values.percent, metavar="PERCENT", help="change so many elements only, and send deltas")
     output.add_json(parser)
 
 
@@ -82,8 +87,13 @@ def run(args: argparse.Namespace) -> int:
         )
     specs = _specs(args.num_tensors, args.total_mib)
     num_bytes = sum(spec.num_bytes for spec in specs)
-    require(3 * num_bytes, f"{size(num_bytes)} at both ends and for the memcpy", "use a smaller --total-mib")
-    tensors = [torch.full(spec.shape, 1.5, dtype=torch.bfloat16) for spec in specs]
+    is_delta = args.changed is not None
+    require(
+        (5 if is_delta else 3) * num_bytes,
+        f"{size(num_bytes)} at both ends and for the memcpy",
+        "use a smaller --total-mib",
+    )
+    tensors = [torch.randn(spec.shape).bfloat16() for spec in specs]
     targets = [torch.zeros_like(tensor) for tensor in tensors]
     # numpy copies a contiguous array by one call of memcpy, in one thread.
     pairs = [tuple(each.view(torch.int16).numpy() for each in pair) for pair in zip(targets, tensors, strict=True)]
@@ -95,11 +105,15 @@ def run(args: argparse.Namespace) -> int:
         else:
             engine = stack.enter_context(_started(args))
         source = TensorSource({spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)})
-        options = PublishOptions(install=args.install)
+        options = PublishOptions(install=args.install, delta="always" if is_delta else None)
         publisher = stack.enter_context(Publisher(source, transport=args.transport, engines=[engine], options=options))
         for number in range(1 + args.runs):
             say(f"publish {number + 1} of {1 + args.runs}")
-            torch._foreach_neg_(tensors)
+            if is_delta:
+                for tensor in tensors:
+                    tensor.view(torch.int16).add_(torch.rand(tensor.shape) < args.changed / 100)
+            else:
+                torch._foreach_neg_(tensors)
             started = time.perf_counter()
             for target, values in pairs:
                 target[:] = values
@@ -125,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
         pause_seconds=pause,
         memcpy_seconds=memcpy,
         memcpy_ratio=publish / memcpy,
+        delta_bytes=reports[-1].delta.num_bytes if reports[-1].delta is not None else None,
     )
     output.show(found, args.json, lambda: _view(found))
     return exits.OK
@@ -185,6 +200,8 @@ def _view(it: BenchResult) -> Iterator[str | Table]:
         ratio = f"{seconds / it.memcpy_seconds:.2f}"
         table.add_row(name, f"{seconds * 1e3:.1f}", f"{it.num_bytes / seconds / 1e9:.2f}", ratio)
     yield table
+    if it.delta_bytes is not None:
+        yield f"the last delta had {size(it.delta_bytes)}, {it.num_bytes / max(1, it.delta_bytes):,.1f} times less"
 
 
 def _serve() -> None:

@@ -29,6 +29,17 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     return parse
 
 
+def percent(text: str) -> float:
+    """Parse a number from 0 to 100."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 100")
+    return number
+
+
 def seconds(text: str) -> float:
     """Parse a positive number of seconds, up to the longest possible wait."""
     try:

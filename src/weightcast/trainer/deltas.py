@@ -18,6 +18,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import DeltaBase
 from weightcast.format.packed_base import PackedBase
 from weightcast.host import memory as host_memory
+from weightcast.host.memory import SharedMemory
 from weightcast.trainer.options import DeltaMode
 from weightcast.trainer.packer import Fill, PackPlan
 from weightcast.trainer.sent_digests import SentDigests
@@ -66,8 +67,8 @@ class Deltas:
         self._mode = mode
         self._reason_against = reason_against if mode == "auto" else ""
         self._base: PackedBase | None = None
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-        """Memory in which a bucket is packed and compared with the base; the same tensor while it is large enough."""
+        self._scratch: torch.Tensor | None = None
+        """Memory in which trainer ranks pack a bucket, to be compared with the base; kept while it is large enough."""
         self._full_seconds = float("inf")
         """Time for packing and sending in the last full publish that kept a base."""
         self._num_full = 0
@@ -88,6 +89,11 @@ class Deltas:
             self.report.reason = "deltas took longer than a full update when they were tried last"
         if self.report.reason:
             self._base = None
+        elif plan.layout.manifest.origins:
+            self._base = None
+            self.report.reason = "trainer ranks that can't map each other's memory send a part each"
+            if self._mode == "always":
+                raise ValueError(f'{self.report.reason}, so delta="always" is impossible: publish with delta=None')
         elif self._base is None or self._base.manifest_digest != plan.manifest_digest:
             self._base = None
             self.report.reason = "this publisher has no packed buckets of a former version of these tensors"
@@ -122,8 +128,8 @@ class Deltas:
             self.report.reason = f"no engine has the packed buckets of version {base.number}, the last one"
             return None
         start, of = time.perf_counter(), (base.number, base.root)
-        if self._scratch.nbytes < manifest.max_bucket_bytes:
-            self._scratch = torch.empty(manifest.max_bucket_bytes, dtype=torch.uint8)
+        if self._scratch is None or self._scratch.nbytes < manifest.max_bucket_bytes:
+            self._scratch = SharedMemory.make(manifest.max_bucket_bytes, "comparing buckets").map().tensor()
         payloads, num_changed = list[torch.Tensor](), 0
         base.begin()
         for index in range(len(manifest.buckets)):
@@ -160,7 +166,7 @@ class Deltas:
 
     def release(self) -> None:
         """Free the base, so that the next publish is full."""
-        self._base, self._scratch = None, torch.empty(0, dtype=torch.uint8)
+        self._base = self._scratch = None
 
 
 class KeepingFill:

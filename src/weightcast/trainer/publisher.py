@@ -247,6 +247,8 @@ class Publisher(ClosedOnExit):
                 if self._pack_plan is not None:
                     # A saved exception may refer to the packer, whose views would keep the arena mapped.
                     stack.callback(self._pack_plan.forget_views)
+                if self._deltas is not None:
+                    stack.callback(self._deltas.release)
                 if self._connections is not None:
                     stack.callback(self._connections.close)
                 if self._group is not None:
@@ -602,7 +604,6 @@ class Publisher(ClosedOnExit):
                     )
                 from weightcast.trainer.group.rounds import FollowingRank, PublishingRank
 
-                self._deltas = self._new_deltas("several trainer ranks publish together")
                 source, seconds = self._source, self._options.deadline_seconds
                 if dist.get_rank(group) == 0:
                     self._group = PublishingRank(group, source, seconds)
@@ -721,12 +722,9 @@ class Publisher(ClosedOnExit):
             deltas=self._deltas,
         )
 
-    def _new_deltas(self, against: str = "") -> Deltas | None:
-        """Return the deltas that the options ask for. `against`: why there can be none.
-
-        Raises ValueError if there can be none, but the options ask for them always.
-        """
-        delta, transport = self._options.delta, self._transport
+    def _new_deltas(self) -> Deltas | None:
+        """Return the deltas that the options ask for. Raises ValueError if there can be none with delta="always"."""
+        delta, transport, against = self._options.delta, self._transport, ""
         if delta is None:
             return None
         if transport.keeps_versions:

@@ -206,6 +206,8 @@ class PublishingRank(Rank, Sender):
         """
         self.group.version = version.number
         self._are_all_sent = False
+        if not self._others:
+            self._is_own_sent = False  # the version goes to other engines, too: as deltas and in full
         self._reports.clear()
         self._join_at = self._sender.begin_together(manifest, version)
         if self._others:
