@@ -43,7 +43,8 @@ _MIB = 1 << 20
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON output. A publish's seconds are from its call until the engine serves the version; those of later
     publishes are medians. A memcpy by one thread is measured before each. `stall_seconds`: time until the weights may
-    change again; staged publishes run in the background. `delta_bytes`: sent in place of `num_bytes`, with --changed."""
+    change again; staged publishes run in the background. `delta_bytes`: sent in place of `num_bytes`, with --changed.
+    """
 
     transport: str
     install: str

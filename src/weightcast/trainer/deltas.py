@@ -122,7 +122,10 @@ class Deltas:
         the base has the new version.
         """
         base = self._base
-        if base is None or base.number < 0:
+        if base is None:
+            return None
+        if base.number < 0:
+            self.report.reason = self.report.reason or "the last publish has not sent all of its version"
             return None
         if base.number not in bases:
             self.report.reason = f"no engine has the packed buckets of version {base.number}, the last one"
@@ -145,12 +148,12 @@ class Deltas:
             DeltaBase(*of, sizes), manifest.with_sizes(sizes), payloads, manifest.buckets, list(base.digests), root
         )
 
-    def keeping(self, fill: Fill) -> Fill:
-        """Return a fill for a full update, beside which the base is kept; after `encode` it fills from the base."""
+    def keeping(self, fill: Fill, encoded: PackedDeltas | None) -> Fill:
+        """Return a fill for full updates: `fill`, whose buckets are kept as the base; of an encoded version, the base."""
         base = self._base
         if base is None:
             return fill
-        return BaseFill(base) if base.number >= 0 else KeepingFill(fill, base)
+        return KeepingFill(fill, base) if encoded is None else BaseFill(base)
 
     def sent_full(self, number: int, seconds: float) -> None:
         """Note that a full publish has packed and sent everything, in this time."""

@@ -391,7 +391,7 @@ class PublishRun:
                     bases = [member.base for member in fleet.healthy()]
                     version = WeightVersion(self._run, self.number)
                     encoded = deltas.encode(fill, manifest, version, bases, self.flight.require_wanted)
-                fill = deltas.keeping(fill)
+                fill = deltas.keeping(fill, encoded)
             if deltas is not None and encoded is not None:
                 self._on_packed()
                 self._tell("packed", ())

@@ -1,0 +1,174 @@
+"""Deltas in any order of events: an engine has the bits of one version, and never a delta on another one's."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterable
+
+import pytest
+import torch
+from publishers import publisher_of
+
+from core.direct import DirectEngine, RecordingEngine
+from weightcast import TensorSource
+from weightcast.errors import PublishError
+from weightcast.testing.leftovers import nothing_left
+from weightcast.trainer.options import PublishEvent
+
+NAMES = [f"t{number}" for number in range(6)]
+
+
+class StopsHere(Exception):
+    """Raised by the trainer's own callback."""
+
+
+class Schedule:
+    """A publisher with up to two engines, of each of which this knows the tensors that it must have."""
+
+    def __init__(self, random: random.Random, url: str) -> None:
+        self.random = random
+        self.weights = {name: torch.arange(640.0) for name in NAMES}
+        self.weights["t5"] = torch.arange(640, dtype=torch.float64)
+        self.engines: dict[str, RecordingEngine] = {}
+        self.clients: dict[str, DirectEngine] = {}
+        self.served: dict[str, dict[str, torch.Tensor]] = {}
+        self.last: dict[str, torch.Tensor] = {}
+        """The last version that was sent to an engine."""
+        self.num_made = self.num_deltas = 0
+        self.stops_at = ""
+        self.publisher = publisher_of(
+            TensorSource(self.weights),
+            transport=url,
+            delta="always",
+            bucket_size_bytes=4096,
+            deadline_seconds=10.0,
+            on_failure="report",
+            on_event=self.on_event,
+        )
+        self.add_an_engine()
+
+    def on_event(self, event: PublishEvent) -> None:
+        if event.phase == self.stops_at and event.engine is None:
+            raise StopsHere
+
+    def add_an_engine(self) -> None:
+        if len(self.engines) == 2:
+            return
+        name = f"engine-{self.num_made}"
+        self.num_made += 1
+        self.engines[name] = engine = RecordingEngine()
+        self.clients[name], self.served[name] = DirectEngine(name, engine), {}
+        self.publisher.add_engine(self.clients[name])
+
+    def remove_an_engine(self) -> None:
+        if len(self.engines) == 1:
+            return
+        name = self.any_engine()
+        self.publisher.remove_engine(self.clients[name])
+        self.clients.pop(name).close()
+        del self.engines[name], self.served[name]
+
+    def any_engine(self) -> str:
+        return self.random.choice(sorted(self.engines))
+
+    def change_something(self) -> None:
+        for _ in range(self.random.randrange(1, 20)):
+            self.weights[self.random.choice(NAMES)][self.random.randrange(640)] += self.random.random()
+
+    def change_everything(self) -> None:
+        for tensor in self.weights.values():
+            tensor.mul_(-1.5).add_(0.1)
+
+    def publish(self) -> None:
+        report = self.publisher.publish()
+        assert report.ok, report
+        assert report.delta is not None
+        self.num_deltas += report.delta.num_engines
+        self.note(self.engines)
+
+    def publish_the_last_again(self) -> None:
+        name = self.any_engine()
+        with contextlib.suppress(ValueError, PublishError):
+            if self.publisher.sync(self.clients[name]).ok:
+                self.served[name] = {key: tensor.clone() for key, tensor in self.last.items()}
+
+    def publish_to_an_engine_that_fails(self) -> None:
+        name = self.any_engine()
+        self.engines[name].fail_after = self.random.randrange(6)
+        report = self.publisher.publish()
+        self.engines[name].fail_after = None
+        assert not report.engines[name].ok
+        self.served[name] = {}  # torn
+        self.note(engine for engine in self.engines if engine != name)
+
+    def publish_and_stop(self) -> None:
+        before = {name: len(engine.versions) for name, engine in self.engines.items()}
+        self.stops_at = self.random.choice(["offered", "packed", "received"])
+        with pytest.raises(StopsHere):
+            self.publisher.publish()
+        self.stops_at = ""
+        self.note(name for name, engine in self.engines.items() if len(engine.versions) > before[name])
+
+    def lose_a_base(self) -> None:
+        session = self.clients[self.any_engine()].worker._session
+        if session is not None:
+            session.base = None
+
+    def end_a_session(self) -> None:
+        self.clients[self.any_engine()].worker.shutdown()
+
+    def release(self) -> None:
+        self.publisher.release()
+
+    def note(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.served[name] = self.last = {key: tensor.clone() for key, tensor in self.weights.items()}
+
+    def run(self, num_steps: int) -> None:
+        often = [self.publish, self.change_something]
+        rarely = [
+            self.add_an_engine,
+            self.remove_an_engine,
+            self.change_everything,
+            self.publish_the_last_again,
+            self.publish_to_an_engine_that_fails,
+            self.publish_and_stop,
+            self.lose_a_base,
+            self.end_a_session,
+            self.release,
+        ]
+        for _ in range(num_steps):
+            self.random.choice(often if self.random.random() < 0.6 else rarely)()
+            for name, tensors in self.served.items():
+                for key, tensor in tensors.items():
+                    assert torch.equal(self.engines[name].held[key], tensor), (name, key)
+        self.publish()
+
+    def close(self) -> None:
+        self.publisher.close()
+        for client in self.clients.values():
+            client.close()
+
+
+SEEDS = [
+    *((url, first, 4) for url in ("memory://", "ipc://", "gloo://127.0.0.1:0") for first in (0, 4)),
+    *(pytest.param("memory://", first, 100, marks=pytest.mark.full) for first in range(100, 2100, 100)),
+]
+
+
+@pytest.mark.parametrize(("url", "first", "num_schedules"), SEEDS)
+def test_schedules(url: str, first: int, num_schedules: int) -> None:
+    num_deltas = 0
+    for seed in range(first, first + num_schedules):
+        with nothing_left():
+            schedule = Schedule(random.Random(seed), url)
+            try:
+                schedule.run(30)
+            except BaseException as exc:
+                exc.add_note(f"seed {seed}")
+                raise
+            finally:
+                schedule.close()
+            num_deltas += schedule.num_deltas
+    assert num_deltas > num_schedules
