@@ -100,6 +100,7 @@ class Schedule:
         self.engines[name].fail_after = None
         assert not report.engines[name].ok
         self.served[name] = {}  # torn
+        self.last = {key: tensor.clone() for key, tensor in self.weights.items()}
         self.note(engine for engine in self.engines if engine != name)
 
     def publish_and_stop(self) -> None:
