@@ -386,6 +386,12 @@ def check_bucket(
     return found
 
 
+def delta_length(header: torch.Tensor) -> int | None:
+    """Return the encoded length that a header of a delta names; None for any other header. Checks nothing else."""
+    found = BucketHeader(*_HEADER.unpack_from(header.numpy().data))
+    return found.encoded_bytes if found.is_delta else None
+
+
 def _differing(found: BucketHeader, expected: BucketHeader) -> str:
     """Describe the fields that differ. With a wrong magic the other fields are meaningless, and not compared."""
     fields = [name for name in found.__struct_fields__ if getattr(found, name) != getattr(expected, name)]

@@ -12,8 +12,8 @@ import os
 import torch
 
 from weightcast.errors import IntegrityError
-from weightcast.format.bucket import Digest, Layout, payload_digest, root_digest
-from weightcast.format.manifest import ITEMSIZE_BYTES
+from weightcast.format.bucket import Digest, payload_digest, root_digest
+from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest
 from weightcast.native import deltas
 from weightcast.native.tables import MAX_THREADS
 
@@ -26,20 +26,16 @@ class PackedBase:
     `number`, `root`: of the version of which all buckets are here; -1 while they are of none, or of several.
     """
 
-    def __init__(self, layout: Layout, manifest_digest: str) -> None:
-        self.manifest_digest = manifest_digest
+    def __init__(self, manifest: Manifest, manifest_digest: str) -> None:
+        self.manifest, self.manifest_digest = manifest, manifest_digest
         self.number, self.root = -1, ""
-        sizes = layout.manifest.buckets
+        sizes = manifest.buckets
         whole = torch.empty(sum(sizes), dtype=torch.uint8)
         ends = itertools.accumulate(sizes)
         self.payloads = [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         self.digests: list[Digest] = [b""] * len(sizes)
-        self._word_bytes = [
-            min(_MAX_WORD_BYTES, *(ITEMSIZE_BYTES[entry.record.dtype] for entry in entries))
-            for entries in layout.entries
-        ]
+        self._word_bytes = word_sizes(manifest)
         self.num_words = sum(size // word for size, word in zip(sizes, self._word_bytes, strict=True))
-        self._threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
     def begin(self) -> None:
         """Let the buckets become those of another version, one after the other."""
@@ -63,18 +59,37 @@ class PackedBase:
         """
         mine = self.payloads[index]
         delta, num_changed = deltas.encode(
-            mine, payload[: mine.nbytes], self._word_bytes[index], advance=True, threads=self._threads
+            mine, payload[: mine.nbytes], self._word_bytes[index], advance=True, threads=_num_threads()
         )
         self.digests[index] = digest
         return mine if delta is None else delta, num_changed
 
     def add(self, index: int, delta: torch.Tensor) -> torch.Tensor:
         """Make the bucket that of the new version; return it. Raises IntegrityError for a delta that is damaged."""
-        mine, word_bytes = self.payloads[index], self._word_bytes[index]
-        try:
-            changes = deltas.decode(delta, mine.nbytes // word_bytes, word_bytes, threads=self._threads)
-        except ValueError as exc:
-            raise IntegrityError(f"bucket {index} has no valid delta: {exc}; publish again") from exc
-        changes.apply(mine, threads=self._threads)
+        mine = self.payloads[index]
+        add_delta(mine, delta, self._word_bytes[index])
         self.digests[index] = payload_digest(mine)
         return mine
+
+
+def word_sizes(manifest: Manifest) -> list[int]:
+    """Return the size in bytes of the words of each bucket, as which deltas count them: of the smallest element."""
+    sizes = [_MAX_WORD_BYTES] * len(manifest.buckets)
+    for record in manifest.tensors:
+        for piece in record.pieces:
+            sizes[piece.bucket] = min(sizes[piece.bucket], ITEMSIZE_BYTES[record.dtype])
+    return sizes
+
+
+def add_delta(payload: torch.Tensor, delta: torch.Tensor, word_bytes: int) -> None:
+    """Add a delta to a raw payload. Raises IntegrityError, with nothing changed, for a delta that is damaged."""
+    threads = _num_threads()
+    try:
+        changes = deltas.decode(delta, payload.nbytes // word_bytes, word_bytes, threads=threads)
+    except ValueError as exc:
+        raise IntegrityError(f"a bucket's delta is damaged: {exc}; publish again") from exc
+    changes.apply(payload, threads=threads)
+
+
+def _num_threads() -> int:
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)))

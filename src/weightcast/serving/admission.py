@@ -68,7 +68,7 @@ def base_of(offer: Offer, layout: Layout, known: PackedBase | None) -> PackedBas
     if known is None:
         try:
             host_memory.require(sum(sizes), "the base of deltas", "publish with delta=None, or free memory")
-            known = PackedBase(layout, offer.manifest_digest)
+            known = PackedBase(layout.manifest, offer.manifest_digest)
         except InsufficientMemoryError as exc:
             logger.warning("the next version can't come as deltas: %s", exc)
     return known

@@ -18,10 +18,11 @@ MAX_BUFFERS = 8
 class StoreAddress:
     """A store's directory and its options for writing and reading.
 
-    `num_slots`: number of versions that are kept before the oldest is overwritten. `max_slots`: limit while readers
-    have pinned the others (default: two more). `num_threads`: number of files per version, which are written and read
-    concurrently, up to the number of buckets and `MAX_BUFFERS`. `fsync`: wait for the disk before a version is
-    committed.
+    `full_every`: with n above 1, every n-th version is full, and each other one is a delta on the one before.
+    `num_slots`: number of versions that are kept before the oldest is overwritten, by default 2, or twice `full_every`.
+    `max_slots`: limit while readers have pinned the others (default: two more). `num_threads`: number of files per
+    version, which are written and read concurrently, up to the number of buckets and `MAX_BUFFERS`. `fsync`: wait for
+    the disk before a version is committed.
     """
 
     directory: Path
@@ -29,6 +30,7 @@ class StoreAddress:
     max_slots: int = 4
     num_threads: int = 1
     fsync: bool = False
+    full_every: int = 1
 
     @classmethod
     def parse(cls, url: str) -> StoreAddress:
@@ -44,16 +46,22 @@ class StoreAddress:
             if name in options or not (text.isascii() and text.isdigit()) or len(text) > 9:
                 raise ValueError(f"{url!r}: option {name}={text} must be a whole number, given once")
             options[name] = int(text)
-        num_slots = options.pop("num_slots", 2)
+        full_every = options.pop("full_every", 1)
+        num_slots = options.pop("num_slots", max(2, 2 * full_every))
         max_slots = options.pop("max_slots", max(num_slots + 2, 4))
         num_threads, fsync = options.pop("num_threads", 1), options.pop("fsync", 0)
         if options:
-            known = "num_slots, max_slots, num_threads, fsync"
+            known = "num_slots, max_slots, num_threads, fsync, full_every"
             raise ValueError(f"{url!r} has the unknown option {', '.join(sorted(options))}; known: {known}")
         if not 2 <= num_slots <= max_slots <= MAX_SLOTS:
             raise ValueError(f"{url!r}: 2 <= num_slots <= max_slots <= {MAX_SLOTS} must hold")
+        if not 1 <= full_every < num_slots:
+            raise ValueError(
+                f"{url!r}: full_every must be from 1 to {num_slots - 1}, below num_slots: a version that is a delta "
+                "needs all versions back to the last full one"
+            )
         if not 1 <= num_threads <= MAX_THREADS:
             raise ValueError(f"{url!r}: num_threads must be from 1 to {MAX_THREADS}")
         if fsync not in (0, 1):
             raise ValueError(f"{url!r}: fsync must be 0 or 1")
-        return cls(Path(urllib.parse.unquote(parts.path)), num_slots, max_slots, num_threads, bool(fsync))
+        return cls(Path(urllib.parse.unquote(parts.path)), num_slots, max_slots, num_threads, bool(fsync), full_every)

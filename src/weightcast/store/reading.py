@@ -11,14 +11,22 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from weightcast.errors import IntegrityError, VersionNotFoundError
-from weightcast.format.bucket import BucketBuffer, check_bucket, root_digest, slot_size_bytes
+from weightcast.format.bucket import (
+    HEADER_BYTES,
+    BucketBuffer,
+    check_bucket,
+    delta_length,
+    root_digest,
+    slot_size_bytes,
+)
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
+from weightcast.format.packed_base import add_delta, word_sizes
 from weightcast.host.closing import ClosedOnExit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline
 from weightcast.store import files, locks
@@ -144,6 +152,7 @@ class StoreReader:
                 # A sealed but uncommitted version is later than the newest one, and is not included.
                 if sealed is not None and commit and sealed.newest.committed_at <= commit.newest.committed_at:
                     found.append(sealed.newest)
+        found = [stored for stored in found if slots_of(self.directory, stored) is not None]
         return sorted(found, key=lambda stored: stored.committed_at, reverse=True)
 
     def _pin(self, stored: Stored, *, must_hold: bool) -> PinnedVersion | None:
@@ -159,15 +168,24 @@ class StoreReader:
             with on_failure(lock.close):
                 sealed = read_record(slot / files.SEAL, Commit)
                 if sealed is not None and sealed.newest == stored:
-                    return PinnedVersion(slot, stored, self._manifest(slot, stored), lock)
+                    base = self._pin_base(stored)
+                    if stored.base is None or base is not None:
+                        return PinnedVersion(slot, stored, self._manifest(slot, stored), lock, base)
             lock.close()
             found = "no whole version"
-            if sealed is not None:
+            if sealed is not None and sealed.newest == stored:
+                found = f"a delta on version {stored.base and stored.base.number}, which was overwritten"
+            elif sealed is not None:
                 found = f"version {sealed.newest.number} of run {sealed.newest.run}"
             problem = f"{slot} has {found}, expected version {stored.number} of run {stored.run}"
         if must_hold:
             raise IntegrityError(problem)
         return None
+
+    def _pin_base(self, stored: Stored) -> PinnedVersion | None:
+        """Pin the version on which `stored` is a delta. None if that is full, or if the other is not there any more."""
+        base = base_of(self.directory, stored)
+        return None if base is None else self._pin(base, must_hold=False)
 
     def _manifest(self, slot: Path, stored: Stored) -> Manifest:
         known = self._manifests.get(stored.manifest_digest)
@@ -194,7 +212,12 @@ class StoreReader:
 class PinnedVersion(ClosedOnExit):
     """A version that no writer overwrites until `close`, or the end of this process. `read` is thread-safe."""
 
-    def __init__(self, slot: Path, stored: Stored, manifest: Manifest, lock: LockFile) -> None:
+    def __init__(
+        self, slot: Path, stored: Stored, manifest: Manifest, lock: LockFile, base: PinnedVersion | None = None
+    ) -> None:
+        """`base`: the version on which it is a delta, which this closes, too."""
+        self._base = base
+        self._word_bytes = [] if base is None else word_sizes(manifest)
         self.stored = stored
         self.manifest = manifest
         self._lock = lock
@@ -214,11 +237,31 @@ class PinnedVersion(ClosedOnExit):
 
     def read(self, index: int, buffer: BucketBuffer, *, only_header: bool = False) -> None:
         """Read header and payload of bucket `index` into `buffer`, unchecked. Raises IntegrityError."""
-        file, offset = self._layout.at(index)
-        parts = [buffer.header.numpy().data]
+        header, raw_bytes = buffer.header.numpy().data, self.manifest.buckets[index]
+        payload = [] if only_header else [buffer.payload.numpy().data[:raw_bytes]]
+        if self._base is None:
+            self._read(index, [header, *payload])
+            return
+        self._read(index, [header])
+        length = delta_length(buffer.header)
+        if length is None:
+            self._read(index, payload, start=HEADER_BYTES)
+            return
+        # Behind the delta's header are that of the raw payload, and the delta.
+        memory = torch.empty(HEADER_BYTES + min(length, raw_bytes), dtype=torch.uint8)
+        self._read(index, [memory.numpy().data], start=HEADER_BYTES)
         if not only_header:
-            parts.append(buffer.payload.numpy().data[: self.manifest.buckets[index]])
-        files.read_at(self._descriptors[file], parts, offset, self._paths[file])
+            delta = BucketBuffer(buffer.header.clone(), memory[HEADER_BYTES:])
+            origin = self.manifest.bucket_origins[index]
+            check_bucket(delta, raw_bytes, self.stored.version, index, origin, encoded_bytes=min(length, raw_bytes))
+            self._base.read(index, buffer)
+            add_delta(buffer.payload[:raw_bytes], delta.payload, self._word_bytes[index])
+        buffer.header.copy_(memory[:HEADER_BYTES])
+
+    def _read(self, index: int, parts: Sequence[memoryview], *, start: int = 0) -> None:
+        """Fill `parts` from byte `start` of what is stored of bucket `index`."""
+        file, offset = self._layout.at(index)
+        files.read_at(self._descriptors[file], parts, offset + start, self._paths[file])
 
     def payloads(self) -> Iterator[torch.Tensor]:
         """Yield each bucket's payload, read, checked and decoded, valid until the next. Memory: one bucket.
@@ -244,6 +287,31 @@ class PinnedVersion(ClosedOnExit):
         while self._descriptors:
             os.close(self._descriptors.pop())
         self._lock.close()
+        if self._base is not None:
+            self._base.close()
+
+
+def base_of(directory: Path, stored: Stored) -> Stored | None:
+    """Return the version on which `stored` is a delta, if its slot has it still. Raises IntegrityError."""
+    if stored.base is None:
+        return None
+    sealed = read_record(files.slot_path(directory, stored.base.slot) / files.SEAL, Commit)
+    found = None if sealed is None else sealed.newest
+    wanted = stored.run, stored.base.number, stored.base.root, stored.manifest_digest
+    has_it = found is not None and (found.run, found.number, found.root, found.manifest_digest) == wanted
+    return found if has_it else None
+
+
+def slots_of(directory: Path, stored: Stored) -> list[int] | None:
+    """Return the slots that `stored` needs: its own, and those back to a full version; None if one is not there."""
+    slots = [stored.slot]
+    while stored.base is not None:
+        base = base_of(directory, stored)
+        if base is None or base.slot in slots:
+            return None
+        slots.append(base.slot)
+        stored = base
+    return slots
 
 
 def store_status(directory: Path) -> StoreInfo:

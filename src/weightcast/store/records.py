@@ -35,8 +35,19 @@ _MAX_UNIX_TIME = 253_402_300_799
 _REMEDY = "close the publishers, remove this file, and publish again: the next version will then be the newest"
 
 
+class StoredBase(msgspec.Struct, frozen=True):
+    """The version on which another slot's version is a delta: of the same run and manifest."""
+
+    number: VersionNumber
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STORED_SLOTS)]
+    root: Digest128
+
+
 class Stored(msgspec.Struct, frozen=True):
-    """A version in a slot: `num_files` data files, the `root` digest; `committed_at` is by the writer's clock."""
+    """A version in a slot: `num_files` data files, the `root` digest; `committed_at` is by the writer's clock.
+
+    `base`: the version on which it is a delta; None if it is full. The root digest is that of its raw buckets.
+    """
 
     run: RunId
     number: VersionNumber
@@ -46,6 +57,7 @@ class Stored(msgspec.Struct, frozen=True):
     manifest_digest: Digest256
     root: Digest128
     committed_at: Annotated[float, msgspec.Meta(ge=0, le=_MAX_UNIX_TIME)]
+    base: StoredBase | None = None
 
     @property
     def version(self) -> WeightVersion:

@@ -32,12 +32,14 @@ from weightcast.errors import (
 )
 from weightcast.format.bucket import root_digest
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, MAX_VERSION, Manifest, WeightVersion, decode, encode
+from weightcast.format.packed_base import PackedBase
 from weightcast.host import memory as host_memory
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import Deadline
 from weightcast.store import files, locks
 from weightcast.store.address import StoreAddress
 from weightcast.store.locks import LockFile
+from weightcast.store.reading import slots_of
 from weightcast.store.records import (
     FORMAT,
     MAX_REASON_CHARACTERS,
@@ -45,6 +47,7 @@ from weightcast.store.records import (
     Commit,
     SlotAttempt,
     Stored,
+    StoredBase,
     WriterRecord,
     encodable,
     read_record,
@@ -119,6 +122,7 @@ class _Attempt:
     manifest_digest: str
     layout: files.FileLayout
     slot: _Slot
+    base: StoredBase | None
     sealed: Commit | None = None
 
 
@@ -222,10 +226,11 @@ class StoreWriter(_SlotWriter):
                 self._seen = self._commit = None
             self._write_record(self._record)
 
-    def begin(self, manifest: Manifest, version: WeightVersion, span: range) -> str:
+    def begin(self, manifest: Manifest, version: WeightVersion, span: range, *, base: StoredBase | None = None) -> str:
         """Choose and allocate a slot for a version. Waits while readers have pinned all slots.
 
-        `span`: the buckets that are written here. Returns the `join_at` with which an `OriginWriter` writes the others.
+        `span`: the buckets that are written here. `base`: the newest version, if this one is written as a delta on it,
+        for which no space is allocated. Returns the `join_at` with which an `OriginWriter` writes the others.
 
         Raises PeerTimeoutError that names the readers at the deadline; InsufficientMemoryError if there is no room;
         StaleVersionError if the number is not above the last of its run, or another writer has changed the store;
@@ -247,7 +252,7 @@ class StoreWriter(_SlotWriter):
         layout, slot = _layout(manifest, self._address), self._free_slot()
         with on_failure(slot.lock.close):
             files.remove(slot.path / files.SEAL)
-            self._prepare(slot, layout)
+            self._prepare(slot, layout, is_delta=base is not None)
             held = None
             with contextlib.suppress(IntegrityError):
                 held = files.read_file(slot.path / files.MANIFEST, MAX_MESSAGE_BYTES)
@@ -260,7 +265,7 @@ class StoreWriter(_SlotWriter):
                 # this.
                 slot.lock.unlock_from(locks.PINS_BYTES)
             self._files, self._slot_lock = OriginFiles(slot.path, layout, span), slot.lock
-            self._attempt = _Attempt(version, digest, layout, slot)
+            self._attempt = _Attempt(version, digest, layout, slot, base)
         return encode(SlotAttempt(slot.number, number)).decode()
 
     def seal(self, digests: list[bytes]) -> Stored:
@@ -280,6 +285,7 @@ class StoreWriter(_SlotWriter):
             manifest_digest=attempt.manifest_digest,
             root=root_digest(attempt.manifest_digest, digests),
             committed_at=time.time(),
+            base=attempt.base,
         )
         files.replace_file(attempt.slot.path / files.SEAL, seal(Commit(FORMAT, stored)), fsync=self._address.fsync)
         super().close()
@@ -392,11 +398,11 @@ class StoreWriter(_SlotWriter):
         """Return a slot that no reader has pinned: a new one up to `num_slots`, else the oldest, else a new one."""
         for _ in Deadline(self._deadline_seconds).polls():
             known = self._slots()
-            previous = None if self._commit is None else self._commit.previous
+            previous = self._needed(None if self._commit is None else self._commit.previous)
             if len(known) >= self._address.num_slots:
                 for number in self._by_age(known):
                     # With more than two slots, keep the version before the newest while the next one is written.
-                    is_kept = previous is not None and number == previous.slot and self._address.num_slots > 2
+                    is_kept = number in previous and self._address.num_slots > 2
                     if is_kept and len(known) < self._address.max_slots:
                         continue
                     slot = self._try_slot(number)
@@ -404,7 +410,7 @@ class StoreWriter(_SlotWriter):
                         return slot
             if len(known) < self._address.max_slots:
                 # Not the newest version's number, whose directory may have been removed.
-                taken = known if self.newest is None else known | {self.newest.slot}
+                taken = known | self._needed(self.newest)
                 number = next(n for n in range(len(taken) + 1) if n not in taken)
                 files.make_folder(files.slot_path(self._directory, number))
                 slot = self._try_slot(number)
@@ -419,10 +425,28 @@ class StoreWriter(_SlotWriter):
 
     def _by_age(self, known: set[int]) -> list[int]:
         """Return the slots that may be overwritten: incomplete ones first, the version before the newest last."""
-        newest, previous = self.newest, None if self._commit is None else self._commit.previous
-        kept = None if previous is None else previous.slot
-        ages = {number: self._sealed_at(number) for number in known if newest is None or number != newest.slot}
-        return sorted(ages, key=lambda number: (number == kept, ages[number], number))
+        kept = self._needed(None if self._commit is None else self._commit.previous)
+        ages = {number: self._sealed_at(number) for number in known - self._needed(self.newest)}
+        return sorted(ages, key=lambda number: (number in kept, ages[number], number))
+
+    def _needed(self, stored: Stored | None) -> set[int]:
+        """Return the slots that a version needs: its own, and those of the versions on which it is a delta."""
+        if stored is None:
+            return set()
+        with contextlib.suppress(IntegrityError):
+            return set(slots_of(self._directory, stored) or [stored.slot])
+        return {stored.slot}
+
+    def base_for(self, base: PackedBase) -> StoredBase | None:
+        """Return the newest version, if `base` has its packed buckets and the next version may be a delta on it."""
+        newest = self.newest
+        if newest is None or newest.run != self._run or newest.manifest_digest != base.manifest_digest:
+            return None
+        slots = slots_of(self._directory, newest)
+        if (newest.number, newest.root) != (base.number, base.root) or slots is None:
+            return None
+        is_due = len(slots) >= self._address.full_every
+        return None if is_due else StoredBase(newest.number, newest.slot, newest.root)
 
     def _sealed_at(self, number: int) -> float:
         path = files.slot_path(self._directory, number) / files.SEAL
@@ -455,8 +479,11 @@ class StoreWriter(_SlotWriter):
             peer=shown,
         )
 
-    def _prepare(self, slot: _Slot, layout: files.FileLayout) -> None:
-        """Create and allocate the slot's files. Raises InsufficientMemoryError before anything is written."""
+    def _prepare(self, slot: _Slot, layout: files.FileLayout, *, is_delta: bool) -> None:
+        """Create and allocate the slot's files. Raises InsufficientMemoryError before anything is written.
+
+        The files of a delta have the size of a full version's, and holes where nothing is written.
+        """
         paths = [slot.path / files.data_name(file) for file in range(layout.num_files)]
         for path in set(slot.path.glob(files.data_name("*"))).difference(paths):
             files.remove(path)
@@ -465,6 +492,12 @@ class StoreWriter(_SlotWriter):
             for path in paths:
                 descriptors.append(files.open_file(path, os.O_RDWR | os.O_CREAT))
                 stack.callback(os.close, descriptors[-1])
+            if is_delta:
+                for descriptor, size in zip(descriptors, layout.sizes_bytes, strict=True):
+                    os.ftruncate(descriptor, 0)
+                    os.ftruncate(descriptor, size)
+                files.grow([slot.path / files.PINS], [slot.lock.descriptor], [locks.PINS_BYTES])
+                return
             needed = sum(
                 max(0, size - os.fstat(descriptor).st_blocks * 512)
                 for descriptor, size in zip(descriptors, layout.sizes_bytes, strict=True)

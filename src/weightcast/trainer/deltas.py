@@ -101,7 +101,7 @@ class Deltas:
                 host_memory.require(
                     sum(plan.layout.manifest.buckets), "the base of deltas", "publish with delta=None, or free memory"
                 )
-                self._base = PackedBase(plan.layout, plan.manifest_digest)
+                self._base = PackedBase(plan.layout.manifest, plan.manifest_digest)
             except InsufficientMemoryError as exc:
                 if self._mode == "always":
                     raise
@@ -149,7 +149,7 @@ class Deltas:
         )
 
     def keeping(self, fill: Fill, encoded: PackedDeltas | None) -> Fill:
-        """Return a fill for full updates: `fill`, whose buckets are kept as the base; of an encoded version, the base."""
+        """Return a fill for full updates: `fill`, whose buckets become the base; of an encoded version, the base."""
         base = self._base
         if base is None:
             return fill

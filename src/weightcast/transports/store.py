@@ -26,8 +26,17 @@ from weightcast.errors import (
     UpdateAbortedError,
     WeightcastError,
 )
-from weightcast.format.bucket import BucketBuffer, arena_layout_of, header_digest
+from weightcast.format.bucket import (
+    HEADER_BYTES,
+    BucketBuffer,
+    arena_layout_of,
+    header_digest,
+    queued_digest,
+    write_header,
+)
 from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.format.packed_base import PackedBase
+from weightcast.host import memory as host_memory
 from weightcast.host.closing import awaited_at_exit
 from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS
 from weightcast.host.memory import SharedMemory
@@ -36,6 +45,7 @@ from weightcast.seams.transport import Bucket, Portion, Transport
 from weightcast.seams.versions import StoredVersion
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader
+from weightcast.store.records import StoredBase
 from weightcast.store.writing import OriginWriter, StoreWriter
 from weightcast.transports.kept_memory import KeptMemory, MemoryToSend
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
@@ -73,7 +83,7 @@ class _BufferedSender(RunSender, Generic[W]):
         """`listener` changes nothing: readers need no link. Raises as the writer."""
         address = StoreAddress.parse(url)
         num_threads = address.num_threads
-        self._directory = address.directory
+        self._address, self._directory = address, address.directory
         super().__init__(run)
         self._max_buffers = 1 if num_threads == 1 else min(num_threads + 1, MAX_BUFFERS)
         self._num_buffers = 1
@@ -122,8 +132,8 @@ class _BufferedSender(RunSender, Generic[W]):
         """
         plan, buffer = self._require_update(index), self._ring.buffer(index)
         check_length(plan, index, num_bytes)
-        data = buffer.flat(num_bytes).numpy().data
         self._digests.append(header_digest(buffer.header))
+        data = self._stored(index, buffer, num_bytes)
         with self._writing():
             if self._num_buffers == 1:
                 self._writer.write(index, data)
@@ -165,6 +175,10 @@ class _BufferedSender(RunSender, Generic[W]):
         self._writer.finish()
         self._plan = None
 
+    def _stored(self, index: int, buffer: BucketBuffer, num_bytes: int) -> memoryview:
+        """Return what is written of a bucket whose header and raw payload have so many bytes."""
+        return buffer.flat(num_bytes).numpy().data
+
     def _await_writes(self, most: int) -> None:
         """Wait until at most so many are under way."""
         while len(self._writes) > most:
@@ -188,6 +202,10 @@ class StoreSender(_BufferedSender[StoreWriter]):
 
     writer_type = StoreWriter
     _begun_together: WeightVersion | None = None
+    _base: PackedBase | None = None
+    """The packed buckets of the version that was written last, with `full_every`. Memory: that version."""
+    _delta_of: StoredBase | None = None
+    _version: WeightVersion | None = None
 
     def newest_version(self) -> int | None:
         """The number of the store's newest version, or of the last one that was given up, whichever is larger.
@@ -241,12 +259,60 @@ class StoreSender(_BufferedSender[StoreWriter]):
         self._require_open(version)
         self.abort("the publisher began another update")
         with self._writing():
-            return self._writer.begin(manifest, version, span)
+            self._version, self._delta_of = version, None
+            self._base = self._base_of(manifest, is_alone=len(span) == len(manifest.buckets))
+            if self._base is not None:
+                self._delta_of = self._writer.base_for(self._base)
+                self._base.begin()
+            return self._writer.begin(manifest, version, span, base=self._delta_of)
+
+    def _base_of(self, manifest: Manifest, *, is_alone: bool) -> PackedBase | None:
+        """Return where to keep the packed buckets of a version, if a later one is to be a delta on it."""
+        if self._address.full_every == 1 or not is_alone:
+            return None
+        if self._base is not None and self._base.manifest is manifest:
+            return self._base
+        self._base = None
+        host_memory.require(
+            sum(manifest.buckets), "the base of a store's deltas", "free memory, or publish without full_every"
+        )
+        return PackedBase(manifest, manifest.digest())
+
+    def _stored(self, index: int, buffer: BucketBuffer, num_bytes: int) -> memoryview:
+        base, version, raw_bytes = self._base, self._version, num_bytes - HEADER_BYTES
+        if base is None or version is None:
+            return super()._stored(index, buffer, num_bytes)
+        digest, payload = header_digest(buffer.header), buffer.payload[:raw_bytes]
+        if self._delta_of is None:
+            base.keep(index, payload, digest)
+            return super()._stored(index, buffer, num_bytes)
+        delta, _ = base.advance(index, payload, digest)
+        if delta.nbytes + HEADER_BYTES > raw_bytes:
+            return super()._stored(index, buffer, num_bytes)
+        stored = torch.empty(2 * HEADER_BYTES + delta.nbytes, dtype=torch.uint8)
+        write_header(
+            stored[:HEADER_BYTES],
+            version,
+            index,
+            queued_digest(delta),
+            raw_bytes=raw_bytes,
+            encoded_bytes=delta.nbytes,
+        )
+        stored[HEADER_BYTES : 2 * HEADER_BYTES] = buffer.header
+        stored[2 * HEADER_BYTES :] = delta
+        return stored.numpy().data
+
+    def release(self) -> None:
+        """Free the packed buckets of the last version, so that the next one is full."""
+        self._base = None
+        super().release()
 
     def _finish_all(self) -> None:
         super()._finish_all()
         if self._begun_together is None:
             self._writer.seal(self._digests)
+            if self._base is not None and self._version is not None:
+                self._base.complete(self._version.number)
 
 
 class JoinedStoreSender(_BufferedSender[OriginWriter]):
