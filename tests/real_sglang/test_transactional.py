@@ -61,6 +61,23 @@ def test_alternating_publishes_serve_what_was_published(server: Server, transpor
 
 
 @on(ONE, TWO)
+@pytest.mark.parametrize("transport", [GLOO, IPC], ids=["gloo", "ipc"])
+def test_deltas_give_what_a_full_update_gives(server: Server, transport: str) -> None:
+    with trainer(server.setup, server.url, transport=transport, delta="always", verify="installed") as it:
+        it.publish(1)
+        for seed in (1, 0):
+            it.publish(seed)
+            near = it.publish_near(seed)
+            report = it.publish(seed)
+            for each in (near, report):
+                assert each.delta is not None
+                assert each.delta.num_engines == 1
+                assert each.delta.num_bytes < each.num_bytes / 4
+            assert server.version() == str(report.version)
+            assert_serves(server, seed)
+
+
+@on(ONE, TWO)
 def test_what_is_installed_is_proven_in_the_engine(server: Server) -> None:
     """On every rank; and one bit of one rank's memory that is another is found, by name, rank and block."""
     with trainer(server.setup, server.url, verify="installed", on_failure="report") as it:

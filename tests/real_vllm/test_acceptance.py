@@ -49,6 +49,23 @@ def test_alternating_publishes_serve_what_was_published(server: Server, transpor
             assert_serves(server, seed)
 
 
+@on(ONE, TWO)
+@pytest.mark.parametrize("transport", [GLOO, IPC], ids=["gloo", "ipc"])
+def test_deltas_give_what_a_full_update_gives(server: Server, transport: str) -> None:
+    with trainer(server.setup, server.url, transport=transport, delta="always", verify="installed") as it:
+        it.publish(1)
+        for seed in (1, 0):
+            it.publish(seed)
+            near = it.publish_near(seed)
+            report = it.publish(seed)
+            for each in (near, report):
+                assert each.delta is not None
+                assert each.delta.num_engines == 1
+                assert each.delta.num_bytes < each.num_bytes / 4
+            assert server.version() == str(report.version)
+            assert_serves(server, seed)
+
+
 @on(*SPECULATING)
 def test_an_engine_that_speculates_without_a_draft_model_is_updated_like_any_other(server: Server) -> None:
     with trainer(server.setup, server.url, verify="installed") as it:

@@ -37,6 +37,14 @@ class Trainer:
         self._model.load_state_dict(self.of(seed).state_dict())
         return self.publisher.publish(**options)
 
+    def publish_near(self, seed: int) -> PublishReport:
+        """Publish weights of which some are not those of that seed: the first row of each tensor."""
+        self._model.load_state_dict(self.of(seed).state_dict())
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter[:1] += 0.5
+        return self.publisher.publish()
+
     def of(self, seed: int) -> Any:
         """The oracle's model of a seed."""
         return model_of(self._setup.family, seed, self._setup.dtype)
