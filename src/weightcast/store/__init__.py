@@ -21,8 +21,12 @@ Records are JSON in the encoding of `docs/wire-format.md`, which defines buckets
 - `current.json` and `next.json` are `{"format", "newest", "previous", "digest"}`, `seal.json` the same without
   `previous`. `format` MUST be `weightcast-store-3`: a store of another one is neither read nor written. `newest`
   and `previous` are `{"run", "number", "slot", "num_files", "num_buckets", "manifest_digest", "root",
-  "committed_at"}`; `committed_at` is the Unix time of the seal. `number` in `writer.json` is that of the last
-  version that was begun.
+  "committed_at", "base"}`; `committed_at` is the Unix time of the seal. `number` in `writer.json` is that of the
+  last version that was begun.
+- `base` is null for a full version, else `{"number", "slot", "root"}` of the version, of the same run and manifest,
+  on which it is a delta. Behind the header of a bucket with codec `delta` are the header of the raw payload and the
+  delta. The payload that a reader has put together MUST have the digest of the raw header; `root` is that of the
+  raw payloads. A writer MUST NOT change a slot that the newest version needs.
 - `num_files` MUST be a multiple of the number of origins. With m files for each origin, bucket k of origin o lies
   in `data.F`, F = o m + (k modulo m), behind the buckets of that file with smaller numbers, each from a multiple of
   4,096 bytes on. Bytes between are undefined, and a file may be longer than its version.
