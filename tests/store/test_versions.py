@@ -162,7 +162,7 @@ def test_an_update_ends_while_the_filesystem_answers_no_read(
         receiver.open(newest.manifest, newest.version, staged=staged)
         held = [bucket.buffer.payload.clone() for bucket in receiver]
         answers.set()
-        with pytest.raises(UpdateAbortedError, match="given up by its worker"):
+        with pytest.raises(UpdateAbortedError, match="this worker ended version"):
             reader.result()
         assert set(answered) == {True}
         assert newest.version.number == 3

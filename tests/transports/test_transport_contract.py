@@ -148,7 +148,7 @@ class SameHostContract(TransportContract):
         receiver = self.receiver(sender)
         receiver.open(numbered(num_buckets), version(1), staged=opened_staged)
         sender.open(manifest, version(1), peers=["a"], staged=True)
-        with pytest.raises(ManifestError, match="the offer said"):
+        with pytest.raises(ManifestError, match="but has offered"):
             read_all(receiver, manifest, 1)
 
     def test_wrong_use_says_what_is_wrong(self) -> None:
