@@ -116,8 +116,10 @@ class RunSender(Sender):
 
 def check_next(index: int, following: int, num_buckets: int) -> None:
     """Raise ValueError unless bucket `index` is the next one and there is such a bucket."""
-    if index != following or index >= num_buckets:
-        raise ValueError(f"index is bucket {index}, expected bucket {following}, the next of {num_buckets}")
+    if index >= num_buckets:
+        raise ValueError(f"there is no bucket {index}: the plan has {num_buckets} buckets")
+    if index != following:
+        raise ValueError(f"bucket {index} was given, expected bucket {following}, which is the next one")
 
 
 U = TypeVar("U", bound=SentUpdate)
