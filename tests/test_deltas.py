@@ -334,7 +334,7 @@ def test_a_copy_that_cuts_words_takes_no_changes() -> None:
         table = ScatterTable(CopyTable([target], [source]), base)
         with pytest.raises(ValueError, match="row 0 of the table can't take changes"):
             table.run(decode(delta, 1000, 2))
-    with pytest.raises(ValueError, match="the changes are of 1000 words .* of a payload of 20 bytes"):
+    with pytest.raises(ValueError, match=r"the changes are of 1000 words .* of a payload of 20 bytes"):
         ScatterTable(CopyTable([], []), base[:20]).run(decode(delta, 1000, 2))
     outside = ScatterTable(CopyTable([target[:98]], [noise(98)]), base)
     with pytest.raises(ValueError, match="its source is outside of the payload"):

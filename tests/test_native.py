@@ -69,7 +69,7 @@ def test_only_bytes_in_host_memory_are_a_payload() -> None:
         torch.zeros(8, dtype=torch.uint8)[::2],
         torch.zeros(8, dtype=torch.uint8, device="meta"),
     ):
-        with pytest.raises(ValueError, match="expected contiguous torch.uint8 in host memory"):
+        with pytest.raises(ValueError, match=r"expected contiguous torch\.uint8 in host memory"):
             digest(payload)
     freed = torch.zeros(4096, dtype=torch.uint8)
     freed.untyped_storage().resize_(0)
@@ -205,7 +205,7 @@ def test_tables_that_can_be_none_are_refused(row: tuple[int, int, int]) -> None:
         _core.copy(bytes(25), 1, False)
     with pytest.raises(ValueError, match="281474976710656 bytes at 0x40, expected"):
         _core.digest(64, 1 << 48, np.array([[0, 1]]), 1)
-    with pytest.raises(ValueError, match="8 bytes at .*, expected"):
+    with pytest.raises(ValueError, match=r"8 bytes at .*, expected"):
         _core.digest(0, 8, np.array([[0, 1]]), 1)
     with pytest.raises(ValueError, match="expected aligned rows of 2 words"):
         _core.digest(64, 8, bytes(8), 1)
@@ -292,7 +292,7 @@ def test_pieces_that_overlap_or_end_outside_of_a_payload_are_refused(gaps: list[
     with pytest.raises(ValueError, match="targets and gaps overlap, or reach outside of the payload of 64 bytes"):
         PackTable(payload, [payload[4:36]], [noise(32)], gaps)
     for other in torch.zeros(32, dtype=torch.uint8), torch.zeros(32, 2, dtype=torch.uint8)[:, 0]:
-        with pytest.raises(ValueError, match=r"a copy of .* bytes at 0x.* reaches outside of the payload, which has 64"):
+        with pytest.raises(ValueError, match=r"a copy of .* bytes at 0x.* reaches outside of the payload, which"):
             PackTable(payload, [other], [noise(32)])
 
 
@@ -436,7 +436,7 @@ def test_populated_pages_are_zeros_and_unmapped_ones_an_error() -> None:
     if tables.populate(address, mmap.PAGESIZE):
         with pytest.raises(OSError, match="Cannot allocate memory"):
             tables.populate(mmap.PAGESIZE, mmap.PAGESIZE)
-    with pytest.raises(ValueError, match="bytes at .*, expected at most"):
+    with pytest.raises(ValueError, match=r"bytes at .*, expected at most"):
         tables.populate(0, 5)
 
 

@@ -142,7 +142,7 @@ def test_an_origin_that_comes_too_late_writes_nothing(tmp_path: Path) -> None:
         first.abort("another rank has failed")
         with pytest.raises(PeerTimeoutError, match="did not name attempt 1 of run"):
             second.join(manifest, 1, place)
-        with pytest.raises(UpdateAbortedError, match="call join.. first"):
+        with pytest.raises(UpdateAbortedError, match=r"call join\(\) first"):
             second.open(manifest.of_origin(1), version, peers=[], staged=True)
         begin_shared(first, second, manifest, 1)
         with pytest.raises(PeerTimeoutError, match="did not name attempt 1 of run"):
