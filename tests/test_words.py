@@ -18,10 +18,9 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT
 BEGINNING = re.compile(r"(?:\A\s*|[.!?:]\s+|\n\s*\n\s*|\n\s*- )(?=((?:What|Whether|Where|As)\b.*))")
 BANNED = re.compile(r"\b(anew|whoever|stands still|tells|brings)\b", re.IGNORECASE)
 BANNED_IN_MESSAGES = re.compile(
-    BANNED.pattern
-    + r"|\b(update one end|have it say|not to be had|travels?|said so|nobody|somebody|everybody|lets? go|(?:has|have) gone"
+    BANNED.pattern + r"|\b(update one end|have it say|not to be had|travels?|said so|nobody|somebody|everybody|lets? go"
     # "aborted", "dropped" or "closed" say who stops what.
-    r"|giv(?:e|es|en) up|gave up|(?:could not|can't) be had|(?:is|are|was|were) to be)\b"
+    r"|(?:has|have) gone|giv(?:e|es|en) up|gave up|(?:could not|can't) be had|(?:is|are|was|were) to be)\b"
     # "list is no mapping" for "list is not a mapping"; "there is no engine" is plain.
     r"|(?<!there )\b(?:is|are|was|were) no (?!longer\b|more\b)\w+"
     # The dash of telegram style.

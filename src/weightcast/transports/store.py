@@ -342,6 +342,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         self._together: KeptMemory | None = None
         self._portion: Portion | None = None
         """Portion of the version that is opened next."""
+        self._late_reads: list[Future[None]] = []
+        """Reads of an ended version into memory that several ranks read; they may still write to it."""
         self._newest: PinnedVersion | None = None
 
     def newest(self, known: WeightVersion | None) -> StoredVersion | None:
@@ -381,6 +383,11 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             return False
         with self._condition:
             self._require_open()
+            if not all(read.done() for read in self._late_reads):
+                raise WeightcastError(
+                    f"a read of an ended version in the store {self._directory} has not finished, and would overwrite "
+                    "the next one: check that the filesystem answers, and publish again"
+                )
             shared = None if self._together is None else self._together.shared
             if shared is None or shared.location != portion.memory:
                 self._together = KeptMemory(*_READ_INTO, shared=SharedMemory.open(portion.memory))
@@ -453,8 +460,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
     def _await_shared_reads(self, reads: list[Future[None]]) -> None:
         """Wait for old reads into memory that other ranks read, too, before the next version is read into it."""
-        if wait(reads, GRACE_SECONDS).not_done:
-            self._ended = f"the filesystem of {self._directory} has not finished a read for {GRACE_SECONDS:g} s"
+        self._late_reads = [*wait(reads, GRACE_SECONDS).not_done]
 
     def _disconnect(self) -> None:
         self._arena.free()
