@@ -116,12 +116,14 @@ class TransportEnds:
     stack: contextlib.ExitStack
 
     def sender(self, deadline_seconds: float = PATIENCE_SECONDS) -> Sender:
+        """Make a sender of the transport."""
         made: Sender = make_sender(self.stack, self.url, device=self.device, deadline_seconds=deadline_seconds)
         return made
 
     def receiver(
         self, sender: Sender, peer: str = "a", *, run: str = RUN, deadline_seconds: float = PATIENCE_SECONDS
     ) -> Receiver:
+        """Make a receiver that is connected to `sender` under the name `peer`."""
         address = address_of(sender, self.url)
         made: Receiver = make_receiver(
             self.stack, address, peer, run=run, device=self.device, deadline_seconds=deadline_seconds

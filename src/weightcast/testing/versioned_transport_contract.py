@@ -62,6 +62,7 @@ class VersionedTransportContract(OverPayloads, TransportEnds):
 
     @pytest.fixture(params=[True, False], ids=["staged", "streaming"])
     def staged(self, request: pytest.FixtureRequest) -> bool:
+        """Both install modes: True for staged, False for streaming."""
         return bool(request.param)
 
     def begin(
