@@ -155,15 +155,15 @@ def summary(comparisons: Sequence[Comparison]) -> str:
     disturbed = "" if all(it.is_quiet for it in comparisons) else ", which had other work too"
     text = (
         f"Qwen3-0.6B (1.2 GB of bfloat16) from one process to another on two CPU cores{disturbed}: over shared memory "
-        f"weightcast takes {own('seconds')}, of which the engine is paused for {own('pause_seconds')}. verl's "
+        f"weightcast takes {own('seconds')}, in which the engine is paused for {own('pause_seconds')}. verl's "
         f"`BucketedWeightSender` takes {times('verl BucketedWeightSender, 512 MiB')} as long, TorchRL's double buffer "
         f"{times('TorchRL double buffer')}, a safetensors file {times('safetensors file')}."
     )
     won = [(found, p, o) for it in comparisons for p, o, field, found in ahead(it) if field == "seconds"]
     if won:
         found, peer, ours = min(won, key=lambda each: each[0])
-        text += f" Not everywhere is weightcast ahead: `{peer.name}` takes {found:.2f} of the time of `{ours.name}`."
-    text += " [Benchmarks](docs/benchmarks.md) has all figures, also where others are ahead."
+        text += f" weightcast is not always faster: `{peer.name}` takes {found:.2f} times as long as `{ours.name}`."
+    text += " [Benchmarks](docs/benchmarks.md) has all figures, including those in which others are ahead."
     return f"## How fast\n\n{textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)}\n"
 
 
