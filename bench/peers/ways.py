@@ -234,7 +234,7 @@ REASONS: Mapping[str, tuple[str, str]] = {
         "Nothing within weightcast, since the engine packs. With vLLM's packing off, an install by copies takes a "
         "fifth of its loader's time",
     ),
-    "not looked into": ("Not known yet", "Unknown"),
+    "not looked into": ("Nobody has looked yet", "Unknown"),
 }
 """Why a peer is ahead, and what would change it, by a name."""
 
