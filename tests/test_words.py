@@ -94,6 +94,11 @@ def test_sentences_of_pages_have_a_subject_first(page: Path) -> None:
     assert not found, "begin with a subject:\n" + "\n".join(found)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_avoid_the_words_that_style_bans(page: Path) -> None:
+    assert not BANNED.findall(page.read_text())
+
+
 def test_docstrings_and_comments_avoid_the_words_that_style_bans() -> None:
     found = []
     for path in files():
