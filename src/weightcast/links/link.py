@@ -327,7 +327,7 @@ class WorkerLink:
         self._heard_at = self.worked_at = time.monotonic()
         self.condition.on_ready = self._read
         self.condition.poller.register(sock, select.EPOLLIN)
-        self._thread = awaited_at_exit(self._watch, "weightcast-link")
+        self._thread = awaited_at_exit(self._serve, "weightcast-link")
 
     @property
     def is_open(self) -> bool:
@@ -414,7 +414,7 @@ class WorkerLink:
         # The callbacks refer to the link's owner, which refers to the link: the cycle would wait for a collection.
         self._on_end = self._on_release = self._on_record = _ignore
 
-    def _watch(self) -> None:
+    def _serve(self) -> None:
         with self.condition:
             while not self.over:
                 remaining = self._lease_seconds - self.silent_seconds
