@@ -410,7 +410,10 @@ def a_server_on_another_hosts_address(folder: Path) -> None:
     EngineServer(ModuleEngine(linear()), host="192.0.2.1", token="s3cret").start()
 
 
-@gives(OSError, "192.0.2.1:0 can't be listened at: Cannot assign requested address; write an address of this host")
+@gives(
+    OSError,
+    "can't listen on 192.0.2.1:0: Cannot assign requested address; give the transport's URL an address of this host",
+)
 def a_store_that_is_to_be_served_at_another_hosts_address(folder: Path) -> None:
     publish(ModuleSource(linear()), transport=f"file://192.0.2.1{folder}/store")
 

@@ -69,7 +69,7 @@ def test_only_bytes_in_host_memory_are_a_payload() -> None:
         torch.zeros(8, dtype=torch.uint8)[::2],
         torch.zeros(8, dtype=torch.uint8, device="meta"),
     ):
-        with pytest.raises(ValueError, match="a payload is contiguous uint8 in host memory, found"):
+        with pytest.raises(ValueError, match=r"expected contiguous torch\.uint8 in host memory"):
             digest(payload)
     freed = torch.zeros(4096, dtype=torch.uint8)
     freed.untyped_storage().resize_(0)
@@ -160,7 +160,7 @@ def test_what_is_no_copy_of_bytes_is_left_to_torch() -> None:
 def test_a_table_that_would_reach_outside_of_a_storage_is_refused(shape: tuple[int, ...], side: int) -> None:
     tensors = [torch.zeros(shape), torch.zeros(12, 12)[:10, :10] if len(shape) > 1 else torch.zeros(shape)]
     tensors[side].untyped_storage().resize_(16)
-    with pytest.raises(ValueError, match="reaches outside of its tensor's storage, which is 16 bytes"):
+    with pytest.raises(ValueError, match="reaches outside of its tensor's storage, which has 16 bytes"):
         CopyTable(tensors[:1], tensors[1:])
     tensors[side].untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="storage was resized or freed"):
@@ -168,7 +168,7 @@ def test_a_table_that_would_reach_outside_of_a_storage_is_refused(shape: tuple[i
 
 
 def test_as_many_sources_as_targets() -> None:
-    with pytest.raises(ValueError, match="2 tensors are to be copied to 1"):
+    with pytest.raises(ValueError, match="there are 1 targets and 2 sources"):
         CopyTable([torch.zeros(1)], [torch.zeros(1), torch.zeros(1)])
 
 
@@ -193,19 +193,19 @@ def test_no_table_of_numbers_packs_outside_of_a_payload(rows: list[tuple[int, in
     ids=["target", "source", "large", "negative"],
 )
 def test_tables_that_can_be_none_are_refused(row: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="row 1 of a table is no copy"):
+    with pytest.raises(ValueError, match="row 1 of the table is invalid"):
         _core.copy(np.array([(64, 64, 0), row], np.uint64), 1, False)
     strided = np.array(
         [(*row, 1, 0, 0, 1, 0, 0, 1, 0, 0), (64, 64, 8, 1 << 40, 0, 0, 1 << 40, 0, 0, 1, 0, 0)], np.uint64
     )
     for number in range(2):
-        with pytest.raises(ValueError, match="row 0 of a table is no copy"):
+        with pytest.raises(ValueError, match="row 0 of the table is invalid"):
             _core.copy_strided(strided[number], 1, False)
     with pytest.raises(ValueError, match="expected aligned rows of 3 words"):
         _core.copy(bytes(25), 1, False)
-    with pytest.raises(ValueError, match="there is no memory of 281474976710656 bytes at 0x40"):
+    with pytest.raises(ValueError, match="281474976710656 bytes at 0x40, expected"):
         _core.digest(64, 1 << 48, np.array([[0, 1]]), 1)
-    with pytest.raises(ValueError, match="there is no memory of 8 bytes"):
+    with pytest.raises(ValueError, match=r"8 bytes at .*, expected"):
         _core.digest(0, 8, np.array([[0, 1]]), 1)
     with pytest.raises(ValueError, match="expected aligned rows of 2 words"):
         _core.digest(64, 8, bytes(8), 1)
@@ -230,7 +230,7 @@ def test_elements_that_can_be_nowhere_are_refused(
     address: int, itemsize: int, dims: list[tuple[int, int, int]]
 ) -> None:
     place = f"0x{address:x}" if address else ".*"
-    with pytest.raises(ValueError, match=f"there are no such elements of {itemsize} bytes at {place} in memory"):
+    with pytest.raises(ValueError, match=f"elements of {itemsize} bytes at {place}, expected"):
         _core.digest_words(address, itemsize, 0, np.array(dims, np.uint64), 1)
     with pytest.raises(ValueError, match="expected aligned rows of 3 words"):
         _core.digest_words(64, 4, 0, bytes(25), 1)
@@ -289,10 +289,10 @@ def test_packing_fills_and_digests_in_one_pass() -> None:
 @pytest.mark.parametrize("gaps", [[(8, 32)], [(0, 8)], [(40, 70)], [(36, 38), (37, 40)]])
 def test_pieces_that_overlap_or_end_outside_of_a_payload_are_refused(gaps: list[tuple[int, int]]) -> None:
     payload = torch.zeros(64, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="targets and gaps overlap, or end outside of the payload of 64 bytes"):
+    with pytest.raises(ValueError, match="targets and gaps overlap, or reach outside of the payload of 64 bytes"):
         PackTable(payload, [payload[4:36]], [noise(32)], gaps)
     for other in torch.zeros(32, dtype=torch.uint8), torch.zeros(32, 2, dtype=torch.uint8)[:, 0]:
-        with pytest.raises(ValueError, match=r"a copy of .* bytes at 0x.* reaches outside of the payload, which is 64"):
+        with pytest.raises(ValueError, match=r"a copy of .* bytes at 0x.* reaches outside of the payload, which"):
             PackTable(payload, [other], [noise(32)])
 
 
@@ -436,7 +436,7 @@ def test_populated_pages_are_zeros_and_unmapped_ones_an_error() -> None:
     if tables.populate(address, mmap.PAGESIZE):
         with pytest.raises(OSError, match="Cannot allocate memory"):
             tables.populate(mmap.PAGESIZE, mmap.PAGESIZE)
-    with pytest.raises(ValueError, match="there is no memory of"):
+    with pytest.raises(ValueError, match=r"bytes at .*, expected at most"):
         tables.populate(0, 5)
 
 
@@ -454,5 +454,5 @@ def test_without_the_core_the_import_says_what_to_do(tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert "native core can't be loaded" in done.stderr
+    assert "can't load weightcast's native core" in done.stderr
     assert "WEIGHTCAST_CC=ziglang" in done.stderr

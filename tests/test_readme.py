@@ -119,6 +119,24 @@ def test_the_api_page_has_every_public_name_with_its_contract_and_an_example() -
             assert inspect.getdoc(getattr(module, name)), name
 
 
+def test_every_public_method_has_its_contract() -> None:
+    """Its own or an inherited one; tests of the contract suites are no methods for users."""
+    classes = {
+        obj
+        for module in (weightcast, testing)
+        for name in module.__all__
+        if inspect.isclass(obj := getattr(module, name))
+    }
+    silent = [
+        f"{each.__qualname__}.{name}"
+        for each in classes
+        for name, member in vars(each).items()
+        if not name.startswith(("_", "test_")) and (inspect.isroutine(member) or isinstance(member, property))
+        if not inspect.getdoc(getattr(each, name))
+    ]
+    assert not silent, "without a docstring"
+
+
 def test_the_site_shows_the_signature_of_every_public_name(tmp_path: Path) -> None:
     """As it is built: without a warning, so that every link on it leads somewhere."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,9 @@ from weightcast.format.amounts import count, size
 ROOT = Path(__file__).parents[2]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 HEAD, DETAILS = Path(__file__).with_suffix(".md"), Path(__file__).with_name("results.md")
+_TEXT = "#010101"
+"""Stands for the text's colour until the picture is drawn."""
+_COLOURS = "svg{color:#24292f} @media (prefers-color-scheme:dark){svg{color:#c9d1d9}} "
 FIELDS = {"seconds": "time", "pause_seconds": "pause"}
 BOUNDARIES = {
     "process": (
@@ -151,15 +155,15 @@ def summary(comparisons: Sequence[Comparison]) -> str:
     disturbed = "" if all(it.is_quiet for it in comparisons) else ", which had other work too"
     text = (
         f"Qwen3-0.6B (1.2 GB of bfloat16) from one process to another on two CPU cores{disturbed}: over shared memory "
-        f"weightcast takes {own('seconds')}, of which the engine is paused for {own('pause_seconds')}. verl's "
+        f"weightcast takes {own('seconds')}, in which the engine is paused for {own('pause_seconds')}. verl's "
         f"`BucketedWeightSender` takes {times('verl BucketedWeightSender, 512 MiB')} as long, TorchRL's double buffer "
         f"{times('TorchRL double buffer')}, a safetensors file {times('safetensors file')}."
     )
     won = [(found, p, o) for it in comparisons for p, o, field, found in ahead(it) if field == "seconds"]
     if won:
         found, peer, ours = min(won, key=lambda each: each[0])
-        text += f" Not everywhere is weightcast ahead: `{peer.name}` takes {found:.2f} of the time of `{ours.name}`."
-    text += " [Benchmarks](docs/benchmarks.md) has all figures, also where others are ahead."
+        text += f" weightcast is not always faster: `{peer.name}` takes {found:.2f} times as long as `{ours.name}`."
+    text += " [Benchmarks](docs/benchmarks.md) has all figures, including those in which others are ahead."
     return f"## How fast\n\n{textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)}\n"
 
 
@@ -199,30 +203,37 @@ def readme_parts(readme: str) -> tuple[str, str, str]:
 
 
 def draw(comparisons: Sequence[Comparison], boundary: str, path: Path) -> None:
-    """Bars of the seconds of every way, a panel for each model. Needs matplotlib."""
+    """Bars of the seconds of every way, a panel for each model. Needs matplotlib.
+
+    The picture is as narrow as a telephone's screen, and has no background: its text is light where the page is dark.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "weightcast", "font.size": 9}
+    text = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _TEXT)
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "weightcast", "font.size": 9, **text}
     found = [it for it in comparisons if it.boundary == boundary]
     models = list(dict.fromkeys(it.model for it in found))
     rows = {model: [row for it in found if it.model == model for row in it.rows] for model in models}
     names = list(dict.fromkeys(row.name for row in (row for model in models for row in rows[model])))
     names.sort(key=list(WAYS).index)
-    figure = Figure(figsize=(3 + 2.6 * len(models), 0.8 + 0.28 * len(names)), layout="constrained")
-    for axes, model in zip(figure.subplots(1, len(models), sharey=True, squeeze=False)[0], models, strict=True):
+    figure = Figure(figsize=(4.6, (0.8 + 0.22 * len(names)) * len(models)), layout="constrained")
+    for axes, model in zip(figure.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
         turns = {
             name: [turn.seconds for row in rows[model] if row.name == name for turn in row.turns] for name in names
         }
         heights = [statistics.median(turns[name] or [0]) for name in names]
-        colours = ["#1f6f8b" if WAYS[name].is_ours else "#b9c2c9" for name in names]
+        colours = ["#2f8fb3" if WAYS[name].is_ours else "#8b98a1" for name in names]
         axes.bar_label(axes.barh(names, heights, color=colours), fmt="%.2f", padding=3)
-        axes.set_title(f"{model[1]}\n{model[2]:,} tensors, {size(model[3])}", fontsize=9)
+        axes.set_title(f"{model[1]}: {model[2]:,} tensors, {size(model[3])}", fontsize=9, loc="right")
         axes.set_xlabel("seconds to installed")
         axes.margins(x=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].invert_yaxis()
-    figure.savefig(path, metadata={"Date": None})
+        axes.invert_yaxis()
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+    style = '<style type="text/css">'
+    path.write_text(drawn.getvalue().replace(_TEXT, "currentColor").replace(style, style + _COLOURS))
 
 
 def main() -> None:

@@ -206,32 +206,33 @@ WAYS = {way.name: way for way in (*OURS, *PEERS)}
 
 REASONS: Mapping[str, tuple[str, str]] = {
     "copies alone": (
-        "The peer's is the time of its copies alone, in a process that serves nobody. weightcast's goes from the "
-        "pause's request to the end of the resume: the same copies, and the calls over HTTP, which wait for a CPU "
-        "where others have work",
-        "An engine in the trainer's process is called without HTTP; a peer's engine behind a server needs such calls "
+        "The peer's time is that of its copies alone, in a process that serves no requests. weightcast's time is from "
+        "the request to pause until the end of the resume: the same copies, and HTTP calls, which wait for a CPU if "
+        "other processes use it",
+        "An engine in the trainer's process is called without HTTP; a peer's engine behind a server needs HTTP calls, "
         "too",
     ),
     "whole transfer": (
-        "A streaming install loads bucket by bucket as they come, so that its pause is the whole transfer",
-        '`install="staged"`, the default, pauses for the install alone, and holds the version in memory until then',
+        "A streaming install loads buckets as they arrive, so that its pause is as long as the transfer",
+        '`install="staged"`, the default, pauses only for the install, and keeps the version in memory until then',
     ),
     "tensor by tensor": (
-        "verl's interface for engines takes tensors one by one, with a call for each, and streaming from long before "
-        "the last is there; `BucketedWeightSender` has one of its own, which takes a bucket",
-        "Staged, the default, hands all over at the end; calls for several tensors would need a change of verl's "
+        "verl's interface for engines takes tensors one by one, with a call for each; when streaming, the calls begin "
+        "long before the last tensor is there. `BucketedWeightSender` has an interface of its own, which takes a "
+        "bucket",
+        "Staged, the default, makes all calls at the end; calls for several tensors would need a change of verl's "
         "interface",
     ),
     "no staging": (
-        "The peer's engine puts into place what it reads or receives, as it comes, and checks nothing. weightcast's "
+        "The peer's engine writes bytes into its parameters as they arrive, and checks nothing. weightcast's engine "
         "checks the digest of each bucket and stages it, then installs: one more copy, and two digests of all bytes",
-        '`install="streaming"` saves the staging; instead of files, `ipc://` where both are on one host',
+        '`install="streaming"` has no staging; on one host `ipc://` is faster than files',
     ),
     "whole reload": (
-        "Both hand all tensors to the loader of vLLM, which packs them for the CPU's kernels: most of the time on "
-        "either side. The peer checks nothing and stages nothing",
-        "Nothing within weightcast: what is packed is the engine's own to make. With vLLM's packing off, an install by "
-        "copies takes a fifth of its loader's time",
+        "Both pass all tensors to the loader of vLLM, which packs them for the CPU's kernels; that is most of the time "
+        "of either. The peer checks nothing and stages nothing",
+        "Nothing within weightcast, since the engine packs. With vLLM's packing off, an install by copies takes a "
+        "fifth of its loader's time",
     ),
     "not looked into": ("Nobody has looked yet", "Unknown"),
 }

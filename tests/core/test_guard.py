@@ -79,7 +79,7 @@ def test_released_engine_stays_as_it_is(server: weightcast.EngineServer) -> None
     assert server.gate.is_paused
 
 
-def test_closing_a_guard_sends_what_is_held(server: weightcast.EngineServer) -> None:
+def test_closing_a_guard_sends_its_requests(server: weightcast.EngineServer) -> None:
     server.gate.pause()
     guard = Watchdog()
     guard.keep("engine", resume_of(server))
@@ -137,9 +137,9 @@ def test_a_guard_that_does_not_read_is_replaced(monkeypatch: pytest.MonkeyPatch)
 def test_half_a_line_does_not_count() -> None:
     ward = WatchedEngines()
     ward.read(b'{"a": [["http://127.0.0.1:1/x", {}, ""]]')
-    assert ward.held == {}
+    assert ward.requests == {}
     ward.read(b'}\n{"b": [["http')
-    assert ward.held == {"a": [RecoveryRequest("http://127.0.0.1:1/x", {}, "")]}
+    assert ward.requests == {"a": [RecoveryRequest("http://127.0.0.1:1/x", {}, "")]}
 
 
 def test_an_engine_that_is_gone_is_given_up() -> None:

@@ -204,6 +204,6 @@ def test_a_link_that_was_closed_before_it_was_opened_is_never_opened(leaves_noth
     with contextlib.closing(LinkListener(RUN)) as listener:
         worker = WorkerLink(listener.address, lease_seconds=600.0, deadline_seconds=PATIENCE_SECONDS)
         worker.close()
-        with pytest.raises(PeerDiedError, match="this end was closed"):
+        with pytest.raises(PeerDiedError, match="the link was closed in this process"):
             worker.open(Hello(RUN, "engine", 0, listener.secret))
         assert not listener.links()

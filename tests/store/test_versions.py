@@ -33,11 +33,13 @@ from weightcast.errors import (
     StaleVersionError,
     UpdateAbortedError,
     VersionNotFoundError,
+    WeightcastError,
 )
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Layout
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
+from weightcast.seams.transport import Portion
 from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.address import StoreAddress
@@ -162,11 +164,43 @@ def test_an_update_ends_while_the_filesystem_answers_no_read(
         receiver.open(newest.manifest, newest.version, staged=staged)
         held = [bucket.buffer.payload.clone() for bucket in receiver]
         answers.set()
-        with pytest.raises(UpdateAbortedError, match="given up by its worker"):
+        with pytest.raises(UpdateAbortedError, match="this worker ended version"):
             reader.result()
         assert set(answered) == {True}
         assert newest.version.number == 3
         assert len(held) == len(newest.manifest.buckets)
+
+
+def test_a_late_read_into_memory_that_ranks_share_never_reaches_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor would the next one's check find it: a bucket is checked by one rank, and read by all of them later."""
+    write(tmp_path, 1, 2)
+    read, has_begun, answers = PinnedVersion.read, threading.Event(), threading.Event()
+
+    def slow(pinned: PinnedVersion, index: int, buffer: BucketBuffer, *, only_header: bool = False) -> None:
+        has_begun.set()
+        assert answers.wait(LONG_SECONDS)
+        read(pinned, index, buffer, only_header=only_header)
+
+    receiver = StoreReceiver(url(tmp_path), peer="engine")
+    with contextlib.closing(receiver), monkeypatch.context() as patch:
+        patch.setattr(PinnedVersion, "read", slow)
+        patch.setattr("weightcast.transports.store.GRACE_SECONDS", 0.01)
+        newest = receiver.newest(None)
+        assert newest is not None
+        whole = Portion(frozenset(range(len(newest.manifest.buckets))), receiver.common_memory())
+        assert receiver.read_together(newest.manifest, whole)
+        receiver.open(newest.manifest, newest.version, staged=True)
+        reader = Background(list, receiver)
+        assert has_begun.wait(LONG_SECONDS)
+        receiver.end()
+        with pytest.raises(WeightcastError, match="has not finished, and would overwrite the next one"):
+            receiver.read_together(newest.manifest, whole)
+        answers.set()
+        with pytest.raises(UpdateAbortedError, match="this worker ended version"):
+            reader.result()
+        assert receiver.read_together(newest.manifest, whole)
 
 
 def test_models_of_other_shapes_may_follow_one_another(tmp_path: Path) -> None:

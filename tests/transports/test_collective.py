@@ -476,7 +476,7 @@ def test_a_version_that_does_not_fit_is_refused_when_it_is_opened(hall: Hall, mo
 def test_a_port_in_use_is_the_callers_to_mend() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=f"127.0.0.1:{port} can.t be listened at: .*free port"):
+        with pytest.raises(OSError, match=f"can.t listen on 127.0.0.1:{port}: .*free port"):
             make_sender(contextlib.ExitStack(), f"gloo://127.0.0.1:{port}", run=RUN)
 
 

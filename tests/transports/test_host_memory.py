@@ -120,6 +120,6 @@ def test_memory_that_the_kernel_refuses_is_named_too(monkeypatch: pytest.MonkeyP
     """A limit of the process's address space is in no file that can be asked before."""
     monkeypatch.setattr(memory, "require", lambda num_bytes, what, remedy: None)
     with pytest.raises(
-        InsufficientMemoryError, match=r"the test needs \d+ bytes, which could not be mapped .*: ask for less"
+        InsufficientMemoryError, match=r"the test needs \d+ bytes, which this process can't map .*: ask for less"
     ):
         kept_memory.allocate(1 << 60, torch.device("cpu"), "the test", "ask for less")

@@ -148,7 +148,7 @@ class SameHostContract(TransportContract):
         receiver = self.receiver(sender)
         receiver.open(numbered(num_buckets), version(1), staged=opened_staged)
         sender.open(manifest, version(1), peers=["a"], staged=True)
-        with pytest.raises(ManifestError, match="the offer said"):
+        with pytest.raises(ManifestError, match="but has offered"):
             read_all(receiver, manifest, 1)
 
     def test_wrong_use_says_what_is_wrong(self) -> None:
@@ -156,10 +156,10 @@ class SameHostContract(TransportContract):
         with pytest.raises(UpdateAbortedError, match="open"):
             sender.buffer(0)
         sender.open(manifest, version(1), peers=[], staged=True)
-        with pytest.raises(ValueError, match="bucket 0 is the next"):
+        with pytest.raises(ValueError, match="expected bucket 0"):
             sender.buffer(1)
         send_all(sender, manifest, 1)
-        with pytest.raises(ValueError, match="bucket 2"):
+        with pytest.raises(ValueError, match="no bucket 2"):
             sender.buffer(2)
         with pytest.raises((StaleVersionError, PeerDiedError), match="run"):
             self.receiver(sender, run=OTHER_RUN)

@@ -39,21 +39,26 @@ class LocalEngine(EngineClient, ServesTraffic):
         self._pause_mode: PauseMode = pause
 
     def info(self) -> WeightInfo:
+        """Return the engine's state: version, run, state, abilities."""
         return self.worker.info()
 
     def init(self, info: InitInfo) -> None:
+        """Begin a publisher's session. Raises EngineBusyError if another publisher has the engine."""
         self.worker.init(info)
 
     def update(self, info: UpdateInfo) -> None:
+        """Offer, seal or abort a version. Raises IncompatibleWeightsError and other errors of the engine."""
         self.worker.update(info)
 
     def finish(self, version: int) -> None:
         self.worker.finish(version)
 
     def pause(self, run: str) -> None:
+        """Pause generation for an install of `run`."""
         self.worker.pause(self._pause_mode, run)
 
     def resume(self, run: str) -> None:
+        """End the pause of `run`."""
         self.gate.resume(owner=run)
 
     def held(self, names: Sequence[str] = ()) -> HeldWeights | None:

@@ -70,9 +70,11 @@ class ModuleEngine:
 
     @property
     def install_map(self) -> InstallMap:
+        """The map by which an install copies into the module (see `Mapped`)."""
         return self._install_map
 
     def specs(self) -> Sequence[TensorSpec]:
+        """Return the tensors that the module accepts; the same object until its names, shapes or dtypes change."""
         self._live.look()
         if self._install_map.specs is not self._live.specs:
             self._install_map = _ModuleMap(self._live)
@@ -137,6 +139,7 @@ class ModuleEngine:
         self.version = version
 
     def discard(self) -> None:
+        """Forget the state of an aborted update; the module keeps what was written."""
         self._written: object = None
         self._loaded = set[str]()
         self._copied = ()

@@ -29,6 +29,7 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.sizes)
 
     def covers(self, shape: Sequence[int]) -> bool:

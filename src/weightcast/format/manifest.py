@@ -101,10 +101,12 @@ class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The name and its aliases."""
         return (self.name, *self.aliases)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the whole tensor's data."""
         return math.prod(self.shape) * ITEMSIZE_BYTES[self.dtype]
 
     @property

@@ -157,7 +157,7 @@ class SharedMemory:
         try:
             descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as exc:
-            raise InsufficientMemoryError(f"shared memory for {what} could not be had: {shortage(exc) or exc}") from exc
+            raise InsufficientMemoryError(f"can't make shared memory for {what}: {shortage(exc) or exc}") from exc
         size_bytes = None if size_bytes is None else _in_pages(size_bytes)
         memory = cls(descriptor, f"{os.getpid()}/{descriptor}/{size_bytes or 0}/{name}")
         with on_failure(memory.close):
@@ -224,7 +224,7 @@ class SharedMemory:
             try:
                 os.ftruncate(self.descriptor, size_bytes)
             except OSError as exc:
-                raise InsufficientMemoryError(f"{size_bytes} bytes of shared memory could not be had: {exc}") from exc
+                raise InsufficientMemoryError(f"can't enlarge shared memory to {size_bytes} bytes: {exc}") from exc
 
     def map(self, *, private: bool = False) -> MappedMemory:
         """Map all of it. Writes to a `private` mapping stay this process's own, page by page.

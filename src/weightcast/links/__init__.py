@@ -1,4 +1,4 @@
 """Connections between a publisher and its workers, and the watchdog process that outlives the publisher.
 
-Code here knows which peers are alive and the messages that they sent. The readers of a message decide its meaning.
+Code here knows which peers are connected and passes on their messages. Other packages decide what a message means.
 """

@@ -1,12 +1,12 @@
 """A worker's connection to its publisher, from both ends: hello, verdicts, heartbeats, a transport's records.
 
-If it ends, the peer has gone. A thread that waits for a message reads the link itself; a thread of the link reads while
-nobody waits.
+The end of the connection means that the peer is gone. A thread that waits for a message reads the socket itself; while
+no thread waits, a background thread of the link reads it.
 
-Frames are a 4-byte big-endian length and one JSON record: of `format.messages`, or of the transport that the link was
-handed to (`carry`). Invariants: nothing but a Hello with the run's secret opens a link; a link that ends (EOF, garbage,
-or silence past the lease) is closed for good and wakes every thread that waits on it; no wait is without a deadline.
-Addresses: `unix:@NAME` (abstract, one host, same user only) or `tcp:HOST:PORT`.
+A frame is a 4-byte big-endian length and one JSON record: a record of `format.messages`, or one of the transport that
+uses the link (`carry`). Invariants: a link opens only with a Hello that has the run's secret; a link that ends (EOF,
+garbage, or silence past the lease) stays closed and wakes every thread that waits on it; every wait has a deadline.
+Addresses: `unix:@NAME` (abstract socket: same host and same user) or `tcp:HOST:PORT`.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ _MAX_STRANGERS = 128
 _ASK_SECONDS = 0.5
 _BEATS_PER_LEASE = 4
 _LINGER_SECONDS = 0.1
-"""For so long after a wait the background thread leaves the sockets to the thread that waited: it comes back for the
-next bucket, and reads what has come by then."""
+"""Time after a wait in which the background thread leaves the sockets alone: the thread that waited will wait again for
+the next bucket, and read the sockets itself."""
 
 _ONE_HOST = (
-    ". Both ends have to be of one user, on one host and in one network namespace (one container or pod, or "
-    "--network=host)"
+    ". Both processes must run as the same user, on the same host and in the same network namespace (one container or "
+    "pod, or --network=host)"
 )
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -77,11 +77,11 @@ _VERDICTS = (Accepted, Received, Installed, Failed)
 
 
 def _ignore(*_: object) -> None:
-    """Ignore a message that nobody asked for, or an event or the end of a link that was closed."""
+    """Ignore a message that has no handler, and events of a link that was closed."""
 
 
 def _shut_down(sock: socket.socket) -> None:
-    """End the connection, for both directions; the descriptor stays."""
+    """Shut the connection down in both directions; the descriptor stays open."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
@@ -92,19 +92,20 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 class Frames:
-    """Cuts a byte stream into messages of the union `messages`."""
+    """Splits a byte stream into messages of the union `messages`."""
 
     def __init__(self, messages: Any = LinkMessage) -> None:
         self._messages = messages
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Yield every whole message. Raises ManifestError for garbage."""
+        """Yield every complete message. Raises ManifestError if the bytes are not a valid frame."""
         self._data += data
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > MAX_LINK_MESSAGE_BYTES:
-                raise malformed("too_large", f"a link message of {length} bytes; the limit is {MAX_LINK_MESSAGE_BYTES}")
+                what = f"a link message of {length} bytes was announced, expected at most {MAX_LINK_MESSAGE_BYTES}"
+                raise malformed("too_large", what)
             if len(self._data) < _LENGTH.size + length:
                 return
             body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
@@ -113,7 +114,7 @@ class Frames:
 
 
 def connect(address: str, timeout_seconds: float) -> socket.socket:
-    """Open a socket to a link's address. Raises ValueError for a malformed one, OSError if no process accepts."""
+    """Connect to a link's address. Raises ValueError for a malformed address, OSError if no process accepts."""
     kind, _, rest = address.partition(":")
     if kind == "unix" and rest.startswith("@"):
         sock = close_in_child(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -131,22 +132,22 @@ def connect(address: str, timeout_seconds: float) -> socket.socket:
 
 
 def check_same_user(sock: socket.socket) -> None:
-    """Raises PermissionError unless the process at the other end of a Unix socket runs as this user."""
+    """Raise PermissionError unless the process at the other end of a Unix socket runs as this user."""
     _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
-        raise PermissionError(f"the peer runs as user {uid}, this process as {os.geteuid()}")
+        raise PermissionError(f"the peer runs as user {uid}, this process as user {os.geteuid()}: run both as one user")
 
 
 class ReadingCondition(threading.Condition):
-    """A condition whose waiters read sockets. It guards them, and all that is made of what they bring.
+    """A condition whose waiting threads read sockets. It guards the sockets and all state that their messages change.
 
-    A thread that only reads, for others that wait, would cost a switch of threads for every record of a transport, and
-    take the interpreter's lock from the thread that packs or installs meanwhile.
+    A separate reader thread would cost a thread switch for every record of a transport, and would compete for the
+    interpreter's lock with the thread that packs or installs.
 
-    Register sockets in `poller`; `on_ready(events)` reads those that may have something, and ignores what it does not
-    know. It is called with the condition held, by any thread that waits; it must neither wait nor raise. One waiter
-    polls at a time. The others wait to be notified, and one of them polls once that waiter has left. A background
-    thread polls in `wait_unattended`, while nobody else waits.
+    Register sockets in `poller`. `on_ready(events)` reads the sockets that are ready and ignores descriptors that it
+    does not know. Any waiting thread may call it, with the condition held; it must neither wait nor raise. One thread
+    polls at a time; the others wait to be notified, and one of them polls when the first has returned. While no other
+    thread waits, a background thread polls in `wait_unattended`.
     """
 
     def __init__(self) -> None:
@@ -160,25 +161,31 @@ class ReadingCondition(threading.Condition):
         self._is_polled_in_background = False
         self._is_closed = False
         self._waited_at = 0.0
-        """When a thread other than the background one waited last, or looked at what has come."""
+        """Time at which a thread other than the background thread last waited or read."""
         self._num_waiting = 0
         self._alert = threading.Event()
 
     @property
     def attended_at(self) -> float:
-        """When a thread other than the background one waited or read last; now, if one waits."""
+        """Time at which a thread other than the background thread last waited or read; now, if one waits."""
         return time.monotonic() if self._num_waiting else self._waited_at
 
     def read(self) -> None:
-        """Read what has come by now. Does not wait; the caller holds the condition. Not to be called in `on_ready`."""
+        """Read the messages that have arrived, without waiting. The caller holds the condition.
+
+        Do not call this from `on_ready`.
+        """
         self._waited_at = time.monotonic()
         if not self._is_closed and (events := self.poller.poll(0)):
-            # The wake-up is left for the thread that polls.
+            # Do not reset the eventfd here: it is there to wake the thread that polls.
             self.on_ready(events)
             self.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until something is read, or to be notified; may return earlier. The caller holds the condition once."""
+        """Wait until a socket was read or the condition is notified; may return earlier.
+
+        The caller holds the condition, not recursively.
+        """
         self._num_waiting += 1
         try:
             if self._is_closed or self._is_polled:
@@ -192,9 +199,9 @@ class ReadingCondition(threading.Condition):
             self._waited_at = time.monotonic()
 
     def wait_unattended(self, seconds: float) -> None:
-        """Wait in the one background thread, at most that long. The caller holds the condition once."""
+        """Wait in the background thread, for at most `seconds`. The caller holds the condition, not recursively."""
         if self._is_polled or time.monotonic() < self.attended_at + _LINGER_SECONDS:
-            # Not on the condition, which is notified of every record.
+            # Wait on another event: every record notifies the condition.
             self.release()
             try:
                 self._alert.wait(min(seconds, _LINGER_SECONDS))
@@ -208,24 +215,27 @@ class ReadingCondition(threading.Condition):
             self._is_polled_in_background = False
 
     def notify_all(self) -> None:
-        """Wake all waiters, also the one that polls."""
+        """Wake all waiting threads, including the one that polls."""
         super().notify_all()
         if self._is_polled:
             os.eventfd_write(self._wake, 1)
 
     def alert(self) -> None:
-        """Wake all waiters and, from now on, the background thread: it has to end. The caller holds the condition."""
+        """Wake all waiting threads, and keep the background thread awake so that it can end.
+
+        The caller holds the condition.
+        """
         self._alert.set()
         self.notify_all()
 
     def close(self) -> None:
-        """Stop reading and free everything: from now on this is a condition like any other. Idempotent."""
+        """Stop reading and free everything; later waits are those of a plain condition. Idempotent."""
         with self:
             if self._is_closed:
                 return
             self._is_closed = True
             self.notify_all()
-            # The thread that polls was woken, and only comes back for the condition.
+            # The polling thread was woken and now only has to acquire the condition again.
             while self._is_polled:
                 super().wait()
             self.on_ready = _ignore
@@ -233,7 +243,7 @@ class ReadingCondition(threading.Condition):
             os.close(self._wake)
 
     def _poll(self, seconds: float | None) -> None:
-        """Let go of the condition until a socket has something or this is woken, then read what is there."""
+        """Release the condition until a socket is ready or this thread is woken, then read the ready sockets."""
         events: list[tuple[int, int]] = []
         self._is_polled = True
         self.release()
@@ -242,7 +252,7 @@ class ReadingCondition(threading.Condition):
         finally:
             self.acquire()
             self._is_polled = False
-            # Another waiter polls from now on, also if this one was interrupted.
+            # Let another waiting thread poll, even if this one was interrupted.
             super().notify_all()
         if (self._wake, select.EPOLLIN) in events:
             os.eventfd_read(self._wake)
@@ -252,11 +262,13 @@ class ReadingCondition(threading.Condition):
 
 
 class WorkerLink:
-    """The worker's end. `on_end(reason)` is called once, from the link's own thread, when the publisher has gone:
-    its process ended, it closed the link, or nothing came for `lease_seconds`. Not called after `close`.
+    """The worker's end of a link.
 
-    `on_release()` is called for each ReleaseMemory, and a transport's `on_record` (see `carry`) for each record of its,
-    by any thread that waits on the condition, which it holds then, or by the link's own: they must not wait.
+    The link's own thread calls `on_end(reason)` once when the publisher is gone: its process ended, it closed the link,
+    or nothing arrived for `lease_seconds`. `on_end` is not called after `close`.
+
+    `on_release()` is called for each ReleaseMemory, and `on_record` (see `carry`) for each record of the transport. The
+    link's thread or any thread that waits on the condition calls them, with the condition held: they must not wait.
     """
 
     def __init__(
@@ -268,14 +280,17 @@ class WorkerLink:
         on_end: Callable[[str], None] | None = None,
         on_release: Callable[[], None] = _ignore,
     ) -> None:
-        """Connects to nothing yet. `deadline_seconds`: of connecting, and how long a message waits for room."""
+        """Prepare a link without connecting.
+
+        `deadline_seconds` limits connecting, and the wait for room in the socket's buffer when a message is sent.
+        """
         self.address = address
         self.condition = ReadingCondition()
-        """Held while records are handed out; closed with the link."""
+        """Held while callbacks run; closed with the link."""
         self.worked_at = 0.0
-        """When the publisher sent a record last, or said that it waits for another peer."""
+        """Time at which the publisher last sent a record, or a heartbeat that says that it waits for another peer."""
         self.over = ""
-        """Why nothing is read any more, or empty; `on_end` follows."""
+        """Reason why the link is not read any longer; empty while it is. `on_end` is called with it."""
         self._lease_seconds = lease_seconds
         self._deadline_seconds = deadline_seconds
         self._on_end: Callable[[str], None] = on_end or _ignore
@@ -291,14 +306,14 @@ class WorkerLink:
         self._thread: threading.Thread | None = None
 
     def carry(self, messages: Any, on_record: Callable[[Any], None]) -> None:
-        """Take records of the union `messages` from the publisher, too. Called before `open`."""
+        """Accept the transport's records, of the union `messages`, from the publisher. Call this before `open`."""
         self._frames, self._on_record = Frames(LinkMessage | messages), on_record
 
     def open(self, hello: Hello) -> None:
-        """Connect and say hello. Raises PeerDiedError if no process accepts at the address, or this was closed."""
+        """Connect and send `hello`. Raises PeerDiedError if no process accepts there, or the link was closed."""
         try:
             if self._closed:
-                raise OSError(errno.ENOTCONN, "this end was closed")
+                raise OSError(errno.ENOTCONN, "the link was closed in this process")
             sock = connect(self.address, self._deadline_seconds)
             with on_failure(sock.close):
                 sock.setblocking(False)
@@ -306,27 +321,27 @@ class WorkerLink:
                 self.send(hello)
         except OSError as exc:
             if short := shortage(exc):
-                raise WeightcastError(f"the link to the publisher at {self.address} can't be opened: {short}") from exc
+                raise WeightcastError(f"can't open the link to the publisher at {self.address}: {short}") from exc
             where = _ONE_HOST if self.address.startswith("unix:") else ""
             raise PeerDiedError(f"no publisher answers at {self.address}: {exc}{where}", peer="trainer") from exc
         self._heard_at = self.worked_at = time.monotonic()
         self.condition.on_ready = self._read
         self.condition.poller.register(sock, select.EPOLLIN)
-        self._thread = awaited_at_exit(self._watch, "weightcast-link")
+        self._thread = awaited_at_exit(self._serve, "weightcast-link")
 
     @property
     def is_open(self) -> bool:
-        """True once it was opened, also when it has ended since."""
+        """True once the link was opened, even if it has ended since."""
         return self._thread is not None
 
     @property
     def local_host(self) -> str:
-        """The address of this host that reaches the publisher; empty for a Unix socket."""
+        """Address of this host on the connection to the publisher; empty for a Unix socket."""
         name = () if self._sock is None else self._sock.getsockname()
         return str(name[0]) if name and isinstance(name, tuple) else ""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one message. Raises OSError if the publisher has gone, or takes nothing for the deadline."""
+        """Send one message. Raises OSError if the publisher is gone or does not read for the deadline."""
         data, sock = memoryview(frame(message)), self._sock
         if sock is None:
             raise OSError(errno.ENOTCONN, f"the link to {self.address} is not open")
@@ -338,21 +353,25 @@ class WorkerLink:
                     poll = select.poll()
                     poll.register(sock, select.POLLOUT)
                     if not poll.poll(self._deadline_seconds * 1000):
-                        raise TimeoutError(f"the publisher took nothing for {self._deadline_seconds:g} s") from None
+                        raise TimeoutError(f"the publisher read nothing for {self._deadline_seconds:g} s") from None
 
     def await_welcome(self) -> None:
-        """Wait until the publisher knows of this link. Raises PeerDiedError, PeerTimeoutError."""
+        """Wait until the publisher has answered the hello. Raises PeerDiedError, PeerTimeoutError."""
         with self.condition:
             self.condition.wait_for(lambda: self._is_welcome or self.over, self._deadline_seconds)
         if self.over and not self._is_welcome:
-            raise PeerDiedError("the publisher ended the link at once: it may be of another run", peer="trainer")
+            raise PeerDiedError(
+                f"the publisher at {self.address} closed the link instead of answering this worker's hello: it may be "
+                "of another run",
+                peer="trainer",
+            )
         if not self._is_welcome:
-            what = f"no sign of the publisher {self._deadline_seconds:g} s after a hello"
+            what = f"the publisher at {self.address} did not answer a hello within {self._deadline_seconds:g} s"
             raise PeerTimeoutError(what, peer="trainer")
 
     @property
     def silent_seconds(self) -> float:
-        """How long nothing has come from the publisher."""
+        """Time since the last message of the publisher."""
         return time.monotonic() - self._heard_at
 
     @property
@@ -368,65 +387,65 @@ class WorkerLink:
         return bool(poll.poll(0))
 
     def pop_descriptor(self) -> int | None:
-        """The descriptor that came last over a Unix socket, once, to be closed by the caller; None if none did.
+        """Return the file descriptor that arrived last over a Unix socket, once; None if there is none.
 
-        It comes with the message that is being handed out, so that this is to be called in `on_record`.
+        The caller owns it. Call this in `on_record`: a descriptor arrives together with the record that it belongs to.
         """
         descriptor, self._descriptor = self._descriptor, None
         return descriptor
 
     def leave(self) -> None:
-        """End the link, by which the publisher knows that this end has gone. Does not wait; from any thread."""
+        """Shut the link down, which the publisher sees as the end of this worker. Does not wait; thread-safe."""
         self._closed = True
         if self._sock is not None:
             _shut_down(self._sock)
 
     def close(self) -> None:
-        """Leave and free everything. Idempotent; from any thread, but not in a callback for what was read."""
+        """Shut the link down and free everything. Idempotent and thread-safe; not to be called in `on_record`."""
         self.leave()
         with self.condition:
-            self._end("it was closed")
+            self._end("it was closed in this process")
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(GRACE_SECONDS)
         self.condition.close()
         if self._sock is not None:
             self._sock.close()
         self._keep_descriptor(None)
-        # They refer to the link's owner, which refers to the link: it would live on until a collection.
+        # The callbacks refer to the link's owner, which refers to the link: the cycle would wait for a collection.
         self._on_end = self._on_release = self._on_record = _ignore
 
-    def _watch(self) -> None:
+    def _serve(self) -> None:
         with self.condition:
             while not self.over:
                 remaining = self._lease_seconds - self.silent_seconds
                 if remaining > 0:
                     self.condition.wait_unattended(remaining)
                     continue
-                # Only after a look at what has come: it may be this process that stood still.
+                # Read first: if this process was stopped, heartbeats may be waiting in the socket.
                 self.condition.read()
                 if self.silent_seconds >= self._lease_seconds:
                     self._end(f"no heartbeat of the publisher for {self._lease_seconds:g} s")
         if not self._closed and self._sock is not None:
-            # A publisher that wakes up learns from it that this end has gone.
+            # If the publisher was only stopped, it sees when it goes on that this worker has disconnected.
             _shut_down(self._sock)
             self._on_end(self.over)
 
     def _end(self, reason: str) -> None:
-        """Stop reading; the link's thread then calls `on_end`. The first reason counts."""
+        """Stop reading; the link's thread then calls `on_end`. Only the first reason is kept."""
         if self.over:
             return
         self.over = reason
         if self._sock is not None and self._thread is not None:
-            with contextlib.suppress(OSError, ValueError):  # In a child that was forked it was closed already.
+            with contextlib.suppress(OSError, ValueError):  # In a forked child the socket is closed already.
                 self.condition.poller.unregister(self._sock)
         self.condition.alert()
 
     def _read(self, events: list[tuple[int, int]]) -> None:
         try:
-            # To its end, if it has one: what came before the end may count for nothing by now.
+            # Read up to an end of the stream: messages before the end may have lost their meaning by it.
             while not self.over:
                 if not (data := self._receive()):
-                    self._end("the publisher's process ended or closed the link")
+                    self._end("the publisher's process ended, or it closed the link")
                     return
                 self._heard_at = time.monotonic()
                 self._is_welcome = True
@@ -440,59 +459,59 @@ class WorkerLink:
         except BlockingIOError:
             return
         except Exception as exc:
-            # Whatever it is, the owner must learn that nobody reads the link any more.
-            self._end(f"the link broke: {shortage(exc) or exc}")
+            # After any error the link is not read any longer, and the owner must be told.
+            self._end(f"reading the link failed: {shortage(exc) or exc}")
 
     def _receive(self) -> bytes:
         assert self._sock is not None
         if self._sock.family != socket.AF_UNIX:
             return self._sock.recv(_READ_BYTES)
-        # More descriptors than one at once are closed by the kernel.
+        # The kernel closes further descriptors of one message.
         data, descriptors, _, _ = socket.recv_fds(self._sock, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         for descriptor in descriptors:
             self._keep_descriptor(descriptor)
         return data
 
     def _keep_descriptor(self, descriptor: int | None) -> None:
-        """Keep that one, and no former one that nobody has taken."""
+        """Keep this descriptor; close a former one that `pop_descriptor` has not returned."""
         former, self._descriptor = self._descriptor, descriptor
         if former is not None:
             os.close(former)
 
 
 class Link:
-    """The publisher's end of one worker's connection. Made by a LinkListener, which reads it."""
+    """The publisher's end of one worker's connection. A LinkListener creates it and reads it."""
 
     def __init__(self, sock: socket.socket, condition: ReadingCondition, messages: Any) -> None:
         self.engine = ""
         self.engine_rank = 0
         self.peer = ""
-        """Which worker it is: the engine, with its rank unless that is 0."""
+        """Name of the worker: the engine's name, followed by `#` and the engine rank unless that is 0."""
         self.host = ""
-        """Equal for workers that share a host's memory; empty for one that does not say."""
+        """Equal for workers that share a host's memory; empty if the worker did not send it."""
         self.memory = ""
-        """Location of memory of this worker that the engine's other workers on that host read into; empty for none."""
+        """Location of this worker's memory that the engine's other workers on its host read into; empty for none."""
         self.opened_at = time.monotonic()
         self._sock = sock
         self._condition = condition
         self._frames = Frames(messages)
         self._verdicts: list[Any] = []
         self.records = collections.deque[Any]()
-        """Records of the worker's end of the transport that the sender has not taken in yet."""
+        """Records of the worker's receiver that the sender has not handled yet."""
         self.ended = ""
-        """Why the link ended, or empty."""
+        """Reason why the link ended; empty while it is open."""
         self.has_left = False
-        """True if the worker ended the link: its process ended, or closed the link."""
+        """True if the worker ended the link: its process ended, or it closed the link."""
 
     @property
     def is_alive(self) -> bool:
         return not self.ended
 
     def wait(self, kind: type[M], version: int, deadline_seconds: float) -> M:
-        """Wait for the worker's message of this kind about this version.
+        """Wait for the worker's message of this kind about this version, and return it.
 
-        Raises what the worker reports as Failed, PeerDiedError if the link ends, PeerTimeoutError at the deadline
-        (the link is then closed, so that a worker that wakes later gives the update up).
+        Raises the worker's own error if it reports Failed, PeerDiedError if the link ends, PeerTimeoutError at the
+        deadline. The link is then closed, so that a worker that was only stopped aborts the update when it goes on.
         """
         message = self._await(kind, version, deadline_seconds)
         if isinstance(message, Failed):
@@ -502,14 +521,15 @@ class Link:
         if self.ended:
             raise PeerDiedError(f"the link of {self.peer} ended: {self.ended}", peer=self.peer)
         self.end(f"no {kind.__name__} for version {version} within {deadline_seconds:g} s")
-        raise PeerTimeoutError(f"{self.peer} sent no {kind.__name__} within {deadline_seconds:g} s", peer=self.peer)
+        what = f"{self.peer} sent no {kind.__name__} for version {version} within {deadline_seconds:g} s"
+        raise PeerTimeoutError(what, peer=self.peer)
 
     def wait_for_failure(self, version: int, seconds: float) -> None:
-        """Give the worker that long to say why this version failed: its word may come later than the loss itself."""
+        """Wait up to `seconds` for the worker's Failed of this version, which may arrive after the loss was noticed."""
         self._await(Failed, version, seconds)
 
     def _await(self, kind: type[M], version: int, seconds: float) -> M | Failed | None:
-        """The first message of this kind or Failed about this version; None if the link or the time ends first."""
+        """Return the first message of this kind, or Failed, about this version; None if the link or the time ends."""
 
         def find() -> M | Failed | None:
             for message in self._verdicts:
@@ -529,19 +549,21 @@ class Link:
         return [message.error for message in found if message.version == version]
 
     def forget_verdicts(self) -> None:
-        """Drop what the worker has said of versions so far."""
+        """Drop the verdicts that have arrived so far."""
         with self._condition:
             self._verdicts.clear()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one small message, without waiting. A worker that has no room for it reads no more: the link ends."""
+        """Send one small message, without waiting. If the socket's buffer is full, the worker has stopped reading, and
+        the link ends.
+        """
         if not self.put(frame(message)):
-            self.end("it takes no messages")
+            self.end("the worker does not read its messages")
 
     def put(self, data: bytes, descriptor: int | None = None) -> bool:
-        """Write a whole frame at once, or nothing; a frame that was cut ends the link. False if there was no room.
+        """Write a whole frame without waiting; return False if the socket's buffer has no room.
 
-        With a descriptor, over a Unix socket, if one is given.
+        A frame that was written in part ends the link. Over a Unix socket `descriptor` is sent with the frame.
         """
         with self._condition:
             try:
@@ -554,30 +576,31 @@ class Link:
             except OSError:
                 return False
             if num_sent < len(data):
-                self.end("it takes no messages")
+                self.end("the worker does not read its messages")
             return True
 
     def wake_for_room(self, is_wanted: bool) -> None:
-        """Have a wait on the condition end, or not any more, once more can be written."""
+        """Set if a wait on the condition also ends when the socket has room for more."""
         events = select.EPOLLIN | select.EPOLLOUT if is_wanted else select.EPOLLIN
-        with contextlib.suppress(OSError, ValueError):  # It was closed meanwhile.
+        with contextlib.suppress(OSError, ValueError):  # The socket was closed meanwhile.
             self._condition.poller.modify(self._sock, events)
 
     def end(self, reason: str) -> None:
-        """Close the link, by which the worker knows that the publisher has gone. Idempotent."""
+        """Shut the link down, which the worker sees as the end of its publisher. Idempotent."""
         with self._condition:
             if self.ended:
                 return
             self.ended = reason
-            # Not closed: the listener reads the end, and closes it.
+            # Not closed here: the listener reads the end of the stream and then closes the socket.
             _shut_down(self._sock)
             self._condition.notify_all()
 
 
 class LinkListener:
-    """The publisher's end of all links: accepts workers, reads what they say, sends heartbeats.
+    """The publisher's end of all links: accepts workers, reads their messages, sends heartbeats.
 
-    A thread that waits on `condition` reads all links; a thread of the listener reads while nobody waits, and beats.
+    A thread that waits on `condition` reads all links. A background thread reads them while no thread waits, and sends
+    the heartbeats.
     """
 
     def __init__(
@@ -589,9 +612,9 @@ class LinkListener:
         lease_seconds: float = 20.0,
         secret: str = "",
     ) -> None:
-        """Listen on an abstract Unix socket, or with `host` on a TCP port of that address (0: a free one).
+        """Listen on an abstract Unix socket, or with `host` on a TCP port of that address (0: any free port).
 
-        `secret`: what a hello must have; by default a new one. Raises OSError if the address can't be had.
+        Every hello must have `secret`; by default a new one is made. Raises OSError if the address can't be bound.
         """
         self.run = run
         self.secret = secret or secrets.token_hex(32)
@@ -599,10 +622,10 @@ class LinkListener:
         self._messages: Any = LinkMessage
         self._links: dict[tuple[str, int], Link] = {}
         self._open_links: dict[int, Link] = {}
-        """Also those that have not said hello, by descriptor."""
+        """Links by file descriptor, including those that have not sent a hello."""
         self._is_closing = False
         self._accept_at = 0.0
-        """When to accept again, after there was no descriptor; 0 if all is well."""
+        """Time to accept again after the process ran out of file descriptors; 0 otherwise."""
         self._accept_log = AcceptLog(logger, "a worker's link")
         self._listener, self.address = _listen(run, host, port)
         self.port = 0 if host is None else int(self._listener.getsockname()[1])
@@ -616,17 +639,17 @@ class LinkListener:
         self._thread.start()
 
     def carry(self, messages: Any) -> None:
-        """Take records of the union `messages` from workers, too. Called before any of them is told the address."""
+        """Accept the transport's records, of the union `messages`. Call this before any worker has the address."""
         self._messages = LinkMessage | messages
 
     def release_memory(self) -> None:
-        """Have every worker give back memory. One that has no room for the message is stopped: its memory stays."""
+        """Ask every worker to free its kept memory. A worker that has stopped reading keeps its memory."""
         message = frame(ReleaseMemory())
         for link in self.links():
             link.put(message)
 
     def links(self, engine: str | None = None) -> list[Link]:
-        """The living links of an engine's workers, by engine rank; None: of all engines."""
+        """Return the open links of an engine's workers by engine rank; for None those of all engines."""
         with self.condition:
             self.condition.read()
             found = sorted(self._links.items())
@@ -635,9 +658,9 @@ class LinkListener:
     def wait(
         self, engine: str, num_workers: int, deadline_seconds: float, *, ask: Callable[[], None] = lambda: None
     ) -> list[Link]:
-        """Wait until that many workers of an engine have said hello. Raises PeerTimeoutError.
+        """Wait until `num_workers` workers of an engine have sent their hello. Raises PeerTimeoutError.
 
-        `ask` is called now and then meanwhile: it raises if they can't come any more.
+        `ask` is called every half second meanwhile; it raises if the workers can't connect any more.
         """
 
         def wait(seconds: float) -> None:
@@ -652,13 +675,13 @@ class LinkListener:
             if number:
                 ask()
         raise PeerTimeoutError(
-            f"{len(links)} of {num_workers} workers of {engine} connected to the link "
-            f"{self.address} within {deadline_seconds:g} s: {shortage_now() or 'can they reach it?'}",
+            f"{len(links)} of {num_workers} workers of {engine} connected to the publisher's link at {self.address} "
+            f"within {deadline_seconds:g} s: {shortage_now() or 'check that their hosts can reach this address'}",
             peer=engine,
         )
 
     def end_links(self, reason: str, engine: str | None = None) -> None:
-        """End every link of an engine at once; None: of all engines. The thread goes on until `close`."""
+        """End every link of an engine at once, or for None of all engines. The listener goes on until `close`."""
         for link in self.links(engine):
             link.end(reason)
 
@@ -695,10 +718,10 @@ class LinkListener:
         heartbeat = frame(Heartbeat(waits=self.condition.attended_at > now - self.lease_seconds / _BEATS_PER_LEASE))
         for link in list(self._open_links.values()):
             if link.engine:
-                # A full buffer means a stopped worker: its deadlines deal with that, not the heartbeat.
+                # A full buffer means a stopped worker: the deadlines of updates handle that.
                 link.put(heartbeat)
             elif now - link.opened_at > GRACE_SECONDS:
-                self._drop(link, "no hello")
+                self._drop(link, f"it sent no hello within {GRACE_SECONDS:g} s")
 
     def _read(self, events: list[tuple[int, int]]) -> None:
         for descriptor, _ in events:
@@ -713,7 +736,7 @@ class LinkListener:
         except (BlockingIOError, ConnectionError, PermissionError):
             return
         except OSError as exc:
-            # Out of descriptors, most likely: the connection stays in the queue, so don't spin on it.
+            # Most likely no file descriptor is free. The connection stays in the queue: accept it later, don't spin.
             self._accept_log.failed(exc)
             self._accept_at = time.monotonic() + ACCEPT_RETRY_SECONDS
             self.condition.poller.modify(self._listener, 0)
@@ -723,7 +746,7 @@ class LinkListener:
             if sock.family == socket.AF_UNIX:
                 check_same_user(sock)
             else:
-                # A host that vanished without a word is dead once nothing was acknowledged for as long.
+                # A host that vanished sends no FIN: end the connection if nothing is acknowledged for a lease.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.lease_seconds * 1000))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if len(self._open_links) - len(self._links) >= _MAX_STRANGERS:
@@ -734,10 +757,10 @@ class LinkListener:
 
     def _hear(self, link: Link) -> None:
         try:
-            # To its end, if it has one.
+            # Read up to an end of the stream.
             while True:
                 if not (data := link._sock.recv(_READ_BYTES)):
-                    raise ConnectionResetError("its process ended or closed it")
+                    raise ConnectionResetError("the worker's process ended, or it closed the link")
                 for message in link._frames.feed(data):
                     self._on_message(link, message)
         except BlockingIOError:
@@ -750,11 +773,11 @@ class LinkListener:
         if isinstance(message, Hello):
             if message.protocol != PROTOCOL or message.run != self.run or link.engine:
                 raise ManifestError(
-                    f"a hello of protocol {message.protocol} for run {message.run[:8]}, expected one hello of protocol "
-                    f"{PROTOCOL} for run {self.run[:8]}"
+                    f"the worker sent a hello of protocol {message.protocol} for run {message.run[:8]}, expected one "
+                    f"hello of protocol {PROTOCOL} for run {self.run[:8]}"
                 )
             if not hmac.compare_digest(message.secret, self.secret):
-                raise ManifestError("a hello with a wrong secret")
+                raise ManifestError("the worker's hello has a wrong secret")
             key = message.engine, message.engine_rank
             link.engine, link.engine_rank = key
             link.peer = f"{link.engine}#{link.engine_rank}" if link.engine_rank else link.engine
@@ -766,7 +789,7 @@ class LinkListener:
                 former.end("the worker connected again")
             link.put(frame(Heartbeat()))
         elif not link.engine:
-            raise ManifestError("the first message was no hello")
+            raise ManifestError("the worker's first message is not a hello")
         elif isinstance(message, _VERDICTS):
             link._verdicts.append(message)
         else:
@@ -795,8 +818,8 @@ def _listen(run: str, host: str | None, port: int) -> tuple[socket.socket, str]:
             try:
                 sock.bind((host, port))
             except OSError as exc:
-                remedy = "write an address of this host and a free port, or 0, into the transport's URL"
-                raise OSError(exc.errno, f"{host}:{port} can't be listened at: {exc.strerror}; {remedy}") from exc
+                remedy = "give the transport's URL an address of this host and a free port, or port 0"
+                raise OSError(exc.errno, f"can't listen on {host}:{port}: {exc.strerror}; {remedy}") from exc
             address = f"tcp:{host}:{sock.getsockname()[1]}"
         sock.listen(128)
         sock.setblocking(False)

@@ -1,8 +1,9 @@
-"""A small process that resumes paused engines in the publisher's place, woken by the end of a connection.
+"""A small process that resumes paused engines if the publisher dies.
 
-Needed where only stock routes exist, whose pauses no lease ends. The publisher writes one JSON line for each change of
-the requests that are to be sent if it dies. When its end of the connection closes, however that happened, the watchdog
-sends each engine its requests, again for a while where that failed. Standard library only.
+Engines without the plugin need it: their stock routes know no lease that would end a pause. The publisher keeps a
+connection to the watchdog, and writes one JSON line whenever the requests change that are to be sent if it dies. When
+the connection closes, for any reason, the watchdog sends each engine its requests, and repeats them for a while if they
+fail. Imports only the standard library and two small modules of this package.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _READ_BYTES = 1 << 16
 
 
 class RecoveryRequest(NamedTuple):
-    """One POST. `expected`: items that its reply, a JSON object, must have; else nothing is sent after it.
+    """One POST request.
 
-    `timeout_seconds` is how long its reply is waited for.
+    `expected` are items that its reply, a JSON object, must have; if one is missing, the requests after it are not
+    sent. `timeout_seconds` limits the wait for the reply.
     """
 
     url: str
@@ -42,7 +44,7 @@ class RecoveryRequest(NamedTuple):
 
 
 class Watchdog:
-    """The publisher's handle on its watchdog process, which is started when it is first needed. Thread-safe."""
+    """The publisher's handle on its watchdog process, which starts when it is first needed. Thread-safe."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,22 +57,22 @@ class Watchdog:
         return None if self._process is None else self._process.pid
 
     def keep(self, engine: str, requests: Sequence[RecoveryRequest]) -> None:
-        """From now on, send these if this process dies. Returns when the watchdog has them in its connection.
+        """Have these requests sent to the engine if this process dies. Returns once they are written to the watchdog.
 
-        Raises OSError if it does not read them in time.
+        Raises OSError if the watchdog does not read them in time.
         """
         with self._lock:
             self._kept[engine] = requests
             self._write()
 
     def release(self, engine: str) -> None:
-        """The engine needs no rescue any more. Idempotent."""
+        """Forget the engine's requests. Idempotent."""
         with self._lock:
             if self._kept.pop(engine, None) is not None:
                 self._write()
 
     def close(self) -> None:
-        """Have the watchdog do what is still to be done, and end it. Idempotent."""
+        """Have the watchdog send the requests that are left, and wait until its process has ended. Idempotent."""
         with self._lock:
             process, self._process = self._process, None
             if self._socket is not None:
@@ -84,12 +86,12 @@ class Watchdog:
             process.wait()
 
     def _write(self) -> None:
-        """Send what is held; start the process unless it runs. One that was killed is replaced."""
+        """Write all requests to the watchdog; start it if it does not run, or was killed."""
         if self._socket is None or self._process is None or self._process.poll() is not None:
             self._start()
         assert self._socket is not None
         assert self._process is not None
-        # One that does not read, or has read half a line, is of no more use: the next call starts another.
+        # A watchdog that does not read, or has read half a line, is useless: the next call starts another.
         with on_failure(self._process.kill):
             self._socket.sendall(json.dumps(self._kept).encode() + b"\n")
 
@@ -100,27 +102,31 @@ class Watchdog:
         self._socket = close_in_child(ours)
         ours.settimeout(_ATTEMPT_SECONDS)
         with theirs:
-            # A session of its own: a Ctrl-C that ends the trainer must not end its watchdog first.
+            # A session of its own: a Ctrl-C that ends the trainer must not end the watchdog.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "weightcast.links.watchdog"], stdin=theirs.fileno(), start_new_session=True
             )
 
 
 class WatchedEngines:
-    """The watchdog's side: what the publisher has written so far. Only whole lines count."""
+    """The requests that the publisher has written so far. Only complete lines count."""
 
     def __init__(self) -> None:
-        self.held: dict[str, list[RecoveryRequest]] = {}
+        self.requests: dict[str, list[RecoveryRequest]] = {}
         self._text = b""
 
     def read(self, text: bytes) -> None:
         *lines, self._text = (self._text + text).split(b"\n")
-        for held in map(json.loads, lines):
-            self.held = {name: [RecoveryRequest(*each) for each in requests] for name, requests in held.items()}
+        for line in lines:
+            requests = json.loads(line).items()
+            self.requests = {engine: [RecoveryRequest(*each) for each in found] for engine, found in requests}
 
 
 def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float = _GIVE_UP_SECONDS) -> bool:
-    """Send the requests in order; try again until each got an answer or time is up. True if all did."""
+    """Send the requests in order, each again until it is answered; return False if time is up before the last one.
+
+    A request whose reply lacks an `expected` item ends the list, too.
+    """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     pending, deadline = list(requests), Deadline(give_up_seconds)
     while pending and not deadline.has_passed:
@@ -150,12 +156,12 @@ def _has(reply: bytes, expected: Mapping[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Wait for the publisher's end, then rescue every engine it held, all at once."""
+    """Wait until the publisher's connection closes, then send every engine its requests, all engines at once."""
     watched = WatchedEngines()
     with socket.socket(fileno=sys.stdin.fileno()) as publisher:
         while text := publisher.recv(_READ_BYTES):
             watched.read(text)
-    threads = [threading.Thread(target=rescue, args=(requests,)) for requests in watched.held.values()]
+    threads = [threading.Thread(target=rescue, args=(requests,)) for requests in watched.requests.values()]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,7 @@
-"""The native core: copies and digests of host memory at its speed, without the GIL. `tables` is the way to it."""
+"""The native core in C: copies, digests and deltas of host memory, without the GIL.
+
+Use it through `tables` and `deltas`, which check the memory that they pass to it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ try:
     from weightcast.native import _core
 except ImportError as exc:
     raise ImportError(
-        f"weightcast's native core can't be loaded ({exc}): it is built when weightcast is installed. Install it "
-        "again, from a wheel, or where there is a C compiler, or with WEIGHTCAST_CC=ziglang before pip"
+        f"can't load weightcast's native core ({exc}). It is built when weightcast is installed: install weightcast "
+        "again, from a wheel, or on a host with a C compiler, or with WEIGHTCAST_CC=ziglang in pip's environment"
     ) from exc
 
 __all__ = ["_core"]

@@ -1,9 +1,9 @@
-"""The extension, in C. Tables are contiguous buffers of rows of unsigned 64-bit words; sizes and strides are in bytes.
+"""The extension in C. Tables are contiguous buffers of rows of unsigned 64-bit words; sizes and strides are in bytes.
 
-Every call but `places`, `pairs`, `same_members` and `delta_count` lets go of the GIL, unless it has less than 64 KiB to
-do. `threads` counts the calling one, and is a most. `cached`: the targets are read again soon, and are not streamed
-past the caches.
-Addresses are not checked here: `weightcast.native` hands over only tables that it has checked.
+Every function except `places`, `pairs`, `same_members` and `delta_count` releases the GIL, unless it has less than 64
+KiB to process. `threads` is the largest number of threads, including the calling one. `cached`: the targets will be
+read again soon, so that stores don't bypass the caches. Addresses are not checked here: `weightcast.native` passes only
+tables that it has checked.
 """
 
 from typing import Any, TypeAlias
@@ -23,34 +23,36 @@ def copy_strided(rows: Table, threads: int, cached: bool, /) -> None:
     """Copy rows of (target, source, run, then three times: count, target stride, source stride)."""
 
 def digest(address: int, size: int, rows: Table, threads: int, /) -> tuple[int, int]:
-    """What chunks bring to the digest of a payload, by rows of (first, end); chunk 0 brings its length."""
+    """Return the sum of the digests of chunks, given by rows of (first, end); chunk 0 adds the payload's length."""
 
 def copy_and_digest(address: int, size: int, rows: Table, threads: int, cached: bool, /) -> tuple[int, int]:
-    """Fill a payload by rows of (offset, source, size), in order; what the chunks bring that they cover whole.
+    """Fill a payload by rows of (offset, source, size), in order; return the sum of the digests of the filled chunks.
 
-    Source 0: zeros. A source that is its own place: what lies there.
+    A chunk counts if the rows cover all of it. Source 0 fills with zeros. A source that is the row's own target leaves
+    the bytes that are there.
     """
 
 def digest_words(address: int, itemsize: int, first: int, dims: Table, threads: int, /) -> tuple[int, int]:
-    """The lanes of the digest of tensors, of elements of 1, 2, 4, 8 or 16 bytes by dims of (count, stride, step).
+    """Return the two lanes of a tensor's digest, for elements of 1, 2, 4, 8 or 16 bytes by dims (count, stride, step).
 
-    `step` is counted, and `first` is numbered, in elements of the global tensor. Raises ValueError.
+    `step` and the number `first` count elements of the global tensor. Raises ValueError.
     """
 
 def populate(address: int, size: int, /) -> bool:
-    """Have memory behind these pages; False if the kernel can't. Raises OSError."""
+    """Populate pages; return False if the kernel does not support that. Raises OSError."""
 
 def places(tensors: list[Any], /) -> bytes:
-    """Of each tensor its address, dtype, device, number of dims, sizes and strides, for being compared."""
+    """Return the address, dtype, device, number of dims, sizes and strides of each tensor, as bytes to compare."""
 
 def pairs(targets: list[Any], sources: list[Any], piece_bytes: int, /) -> tuple[bytes, bytes, bytes]:
-    """The rows of `copy` and of `copy_strided`, each with its pair's number behind, and how each pair is copied.
+    """Return rows for `copy` and for `copy_strided`, each followed by the number of its pair, and a kind per pair.
 
-    0: as bytes; 1: strided; 2: not here. Rows have at most about `piece_bytes`.
+    Kinds: 0, copied as bytes; 1, copied with strides; 2, not a copy that this module can make. A row has at most about
+    `piece_bytes`.
     """
 
 def same_members(dicts: list[dict[str, Any]], sizes: list[int], names: list[str], values: list[Any], /) -> bool:
-    """Whether the dicts have so many members each, and these names and very values, in order."""
+    """Return true if each dict has this many members, with these names and these very objects, in order."""
 
 def delta_encode(
     base: int,
@@ -64,21 +66,22 @@ def delta_encode(
     threads: int,
     /,
 ) -> tuple[int, int]:
-    """The bytes of the delta at `out`, 0 if the words themselves are as short; and how many words differ.
+    """Write a delta to `out`; return its size and the number of words that differ.
 
-    `out` 0: words are only compared. `advance`: the base has the new words then. Raises MemoryError: it then has some.
+    The size is 0 if the delta would be no shorter than the words. With `out` 0 the words are only compared. `advance`:
+    write the new words into the base. Raises MemoryError; the base may then have some of the new words.
     """
 
 def delta_encode_room(num_words: int, width: int, /) -> int:
-    """The bytes that `delta_encode` wants at `out`."""
+    """Return the number of bytes that `delta_encode` needs at `out`."""
 
 def delta_count(delta: Any, num_words: int, width: int, has_base: bool, /) -> int:
-    """The number of changes for which `delta_decode` wants room. Raises ValueError."""
+    """Return the number of changes in a delta, for the arrays of `delta_decode`. Raises ValueError."""
 
 def delta_decode(
     delta: Any, base: int, num_words: int, width: int, positions: Any, differences: Any, threads: int, /
 ) -> None:
-    """Fill arrays of 32-bit positions and 64-bit differences. `base` 0: none. Raises ValueError."""
+    """Fill arrays of 32-bit positions and 64-bit differences. `base` is 0 for none. Raises ValueError."""
 
 def delta_apply(
     target: int, num_words: int, width: int, positions: Any, differences: Any, subtract: bool, threads: int, /
@@ -88,12 +91,16 @@ def delta_apply(
 def delta_scatter(
     rows: Table, num_words: int, width: int, positions: Any, differences: Any, subtract: bool, threads: int, /
 ) -> None:
-    """Add differences where rows of `copy_strided`, whose sources are offsets, would copy words. Raises ValueError."""
+    """Add differences to the words that rows of `copy_strided` would overwrite. Raises ValueError.
+
+    The rows' sources are offsets in the payload.
+    """
 
 def delta_digest(
     rows: Table, num_words: int, num_tensors: int, positions: Any, differences: Any, threads: int, /
 ) -> bytes:
-    """What changes add to the two lanes of each tensor's digest, by rows of (first, count, position, tensor).
+    """Return the sums that changes add to the two lanes of each tensor's digest.
 
-    A row is a run of words in the payload, and where it begins in the global tensor, in words. Raises ValueError.
+    A row (first, count, position, tensor) is a run of words in the payload, with the position of its first word in the
+    global tensor, in words. Raises ValueError.
     """

@@ -1,4 +1,4 @@
-/* Bits into bytes and back, the lowest first. */
+/* Writes bits into bytes and reads them back, the lowest bit first. */
 #ifndef WEIGHTCAST_BITS_H
 #define WEIGHTCAST_BITS_H
 
@@ -12,7 +12,7 @@ typedef struct {
     unsigned count;
 } wc_writer;
 
-/* At most 56 bits, none above `count`. */
+/* Write `count` bits, at most 56; the bits above must be zero. */
 static inline void wc_put(wc_writer *writer, uint64_t bits, unsigned count) {
     writer->bits |= bits << writer->count;
     writer->count += count;
@@ -24,13 +24,13 @@ static inline void wc_put(wc_writer *writer, uint64_t bits, unsigned count) {
 
 static inline uint8_t *wc_end(wc_writer *writer) { return writer->to + (writer->count != 0); }
 
-/* `bit` may be beyond the end, where there are zeros: compare it with `end`. */
+/* `bit` may pass `end`, where zeros are read: the caller compares the two. */
 typedef struct {
     const uint8_t *from;
     uint64_t bit, end;
 } wc_reader;
 
-/* At least the next 57 bits. */
+/* Return the next bits, at least 57. */
 static inline uint64_t wc_peek(const wc_reader *reader) {
     uint64_t at = reader->bit >> 3, size = reader->end >> 3, bits = 0;
     if (__builtin_expect(at + 8 <= size, 1))

@@ -1,4 +1,4 @@
-/* Blocks of 64 bytes of words, and which of their words differ or are small: a bit for each, in plain C and by AVX2. */
+/* Blocks of 64 bytes, and masks of those of their words that differ or are small: one bit per word, in C and AVX2. */
 #ifndef WEIGHTCAST_BLOCKS_H
 #define WEIGHTCAST_BLOCKS_H
 
@@ -11,7 +11,7 @@
 #define WC_INLINE static inline __attribute__((always_inline))
 
 typedef uint64_t wc_differing(const uint8_t *a, const uint8_t *b, size_t width);
-/* For each bound the words that are below it without their sign. */
+/* Compute a mask for each bound: the words that are below it when their sign bit is cleared. */
 typedef void wc_below(const uint8_t *words, size_t width, const uint32_t bounds[WC_NUM_BOUNDS],
                       uint64_t masks[WC_NUM_BOUNDS]);
 
@@ -62,14 +62,14 @@ WC_INLINE void wc_below_plain(const uint8_t *words, size_t width, const uint32_t
 #include <immintrin.h>
 #define WC_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
 
-/* Two parts of a block, so that packed by halves its words are in order. */
+/* Load one of two parts of a block, such that _mm256_packs_epi16 of both has the words in order. */
 WC_AVX2 static inline __m256i wc_part_avx2(const uint8_t *words, size_t part, size_t width) {
     if (width != 2)
         return _mm256_loadu_si256((const __m256i *)(words + 32 * part));
     return _mm256_loadu2_m128i((const __m128i *)(words + 16 * part + 32), (const __m128i *)(words + 16 * part));
 }
 
-/* Bits of the words of a block, whose two vectors have ones or zeros in each. */
+/* Return one bit for each word of a block, from two vectors whose words are all ones or all zeros. */
 WC_AVX2 static inline uint64_t wc_mask_avx2(__m256i low, __m256i high, size_t width) {
     if (width == 1)
         return (uint32_t)_mm256_movemask_epi8(low) | (uint64_t)(uint32_t)_mm256_movemask_epi8(high) << 32;

@@ -1,4 +1,4 @@
-/* Changes added to memory, or subtracted again, and what they change of tensors' digests. */
+/* Adds changes to memory or subtracts them, and computes how they change the digests of tensors. */
 #include "blocks.h"
 #include "delta.h"
 
@@ -21,7 +21,7 @@ size_t wc_bad_change(const wc_changes *changes, uint64_t num_words) {
 
 WC_INLINE void add(uint8_t *at, size_t width, int64_t difference) {
     uint32_t sum = wc_word(at, width) + (uint32_t)difference;
-    memcpy(at, &sum, width); /* the lowest bytes first */
+    memcpy(at, &sum, width); /* the lowest bytes, on a little-endian machine */
 }
 
 WC_INLINE void add_all(const applying *all, size_t first, size_t last, size_t width) {
@@ -50,7 +50,7 @@ void wc_apply(uint8_t *words, size_t width, const wc_changes *changes, int subtr
     wc_parallel(apply_changes, &all, changes->count, GRAIN, threads);
 }
 
-/* The first change whose position is not below this one. */
+/* Return the first change whose position is not below `position`. */
 static size_t change_at(const wc_changes *changes, uint64_t position) {
     size_t low = 0, high = changes->count;
     while (low < high) {
@@ -63,7 +63,7 @@ static size_t change_at(const wc_changes *changes, uint64_t position) {
     return low;
 }
 
-/* A row's dims from the largest source stride to the smallest, without those of one. Returns their number. */
+/* Sort a row's dims from the largest source stride to the smallest, without dims of size 1. Returns their number. */
 static size_t sorted_dims(const wc_strided_row *row, size_t order[WC_MAX_DIMS]) {
     size_t count = 0;
     for (size_t d = 0; d < WC_MAX_DIMS; d++) {
@@ -77,7 +77,7 @@ static size_t sorted_dims(const wc_strided_row *row, size_t order[WC_MAX_DIMS]) 
     return count;
 }
 
-/* Of a row that has words: the bytes from its first source word to the end of its last one. */
+/* Return the bytes from a row's first source word to the end of its last one. The row must not be empty. */
 static uint64_t extent(const wc_strided_row *row) {
     uint64_t bytes = row->run;
     for (size_t d = 0; d < WC_MAX_DIMS; d++)
@@ -98,7 +98,7 @@ size_t wc_bad_scatter(const wc_strided_row *rows, size_t count, uint64_t num_wor
             continue;
         if (!row->target || row->source % width || row->run % width || row->run > size || row->source > size)
             return i;
-        /* From the smallest stride: a dim goes on behind what is inside of it. */
+        /* From the smallest stride: each step of a dim must be at least the extent of the dims inside of it. */
         for (size_t d = sorted_dims(row, order); d-- > 0;) {
             uint64_t stride = row->dims[order[d]].source_stride, steps = row->dims[order[d]].count - 1;
             if (stride % width || stride < inner || steps > (size - inner) / stride)
@@ -166,7 +166,7 @@ static void digest_changes(void *context, size_t first, size_t last) {
     const weighing *all = context;
     const uint32_t *positions = all->changes->positions;
     size_t low = 0, high = all->count;
-    while (low < high) { /* the first run that ends behind the first change */
+    while (low < high) { /* find the first run that ends after the first change */
         size_t middle = low + (high - low) / 2;
         if (all->rows[middle].first + all->rows[middle].count <= positions[first])
             low = middle + 1;
@@ -179,7 +179,7 @@ static void digest_changes(void *context, size_t first, size_t last) {
         while (i < last && positions[i] < run->first)
             i++;
         while (i < last && positions[i] < end) {
-            /* All in one block of positions have one weight more. */
+            /* Sum up the changes within one block first: they share the block's weight. */
             uint64_t block = (run->position + positions[i] - run->first) / WC_DIGEST_BLOCK;
             uint64_t behind = (block + 1) * WC_DIGEST_BLOCK - run->position + run->first, sums[2] = {0, 0};
             behind = behind < end ? behind : end;

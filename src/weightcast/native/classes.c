@@ -1,7 +1,7 @@
-/* Changes by classes of the base: in each, the same code of positions among the words of that class alone.
+/* Codes by classes: words of the base are classified, and each class has a code of positions among its words alone.
 
-Small weights change more often than large ones, and by more. The classes are ranges of the bits behind the sign, which
-are a float's exponent. Both ends find a word's class in the base, in one scan. */
+Small weights change more often than large ones, and by more. Classes are ranges of the bits after the sign bit, which
+are a float's exponent. Both ends find the class of each word by one scan of the base. */
 #include "blocks.h"
 #include "delta.h"
 
@@ -9,7 +9,7 @@ enum { KEYS = 256, SAMPLED = 256, SAMPLED_CHANGES = 1 << 11, MOST_GROUPS = 48, H
 
 #define AHEAD 2048 /* bytes; see vectors.c */
 
-/* The least word, without its sign, that is not below a key. */
+/* Return the smallest word, with the sign bit cleared, that has this key. */
 WC_INLINE uint32_t bound_of(uint8_t key, size_t width) {
     return width == 1 ? key : (uint32_t)key << (8 * width - 9);
 }
@@ -18,7 +18,7 @@ WC_INLINE uint8_t key_of(const uint8_t *word, size_t width) {
     return (uint8_t)(width == 1 ? *word & 0x7F : wc_word(word, width) >> (8 * width - 9));
 }
 
-/* A block of the base, copied to `last` if it is cut; and a bit for each of its words. */
+/* Return a block of the base, copied to `last` if it is the incomplete last one; `all` has a bit for each word. */
 WC_INLINE const uint8_t *block_at(const uint8_t *base, size_t at, size_t size, size_t width, uint8_t *last,
                                   uint64_t *all) {
     size_t left = size - at;
@@ -39,7 +39,8 @@ WC_INLINE void bounds_of(const wc_classes *classes, size_t width, uint32_t bound
 
 WC_INLINE void rank(const wc_classes *classes, const uint8_t *base, size_t num_words, size_t width,
                     const wc_changes *changes, wc_changes *ranked, wc_below *below) {
-    /* Between bounds that have nothing and everything below them: of a block, and how many words before it. */
+    /* For each bound the block's words below it, and the number of words below it in former blocks. Index 0 is a bound
+       with no word below it, index WC_MAX_CLASSES one with all words below it. */
     uint64_t masks[WC_NUM_BOUNDS + 2] = {0}, all;
     uint32_t bounds[WC_NUM_BOUNDS], before[WC_NUM_BOUNDS + 2] = {0};
     uint8_t last[WC_BLOCK_BYTES] = {0};
@@ -83,7 +84,7 @@ WC_INLINE int unrank(const wc_classes *classes, const uint8_t *base, size_t num_
         const uint8_t *block = block_at(base, at, num_words * width, width, last, &all);
         below(block, width, bounds, masks);
         masks[WC_NUM_BOUNDS] = UINT64_MAX;
-        uint32_t after[WC_MAX_CLASSES], is_hit = 0; /* words below each bound, the last of which has all */
+        uint32_t after[WC_MAX_CLASSES], is_hit = 0; /* number of words below each bound; the last entry counts all */
 #pragma GCC unroll 5
         for (size_t c = 0; c < WC_NUM_BOUNDS; c++)
             after[c] = before[c] + (uint32_t)__builtin_popcountll(masks[c] & all);
@@ -138,13 +139,13 @@ WC_AVX2 RANK(wc_rank_avx2, wc_below_avx2)
 WC_AVX2 UNRANK(wc_unrank_avx2, wc_below_avx2)
 #endif
 
-/* Fewer classes than there can be: those between the last one but one and the last have no words. */
+/* Set the bounds of unused classes, so that they have no words: those between the second to last class and the last. */
 static void finish(wc_classes *classes) {
     for (size_t c = classes->count - 1; c < WC_NUM_BOUNDS; c++)
         classes->bounds[c] = c ? classes->bounds[c - 1] : 0;
 }
 
-/* About what Rice codes of so many changes of so many words take. */
+/* Estimate the bits of Rice codes of `changed` changes among `words` words. */
 static uint64_t cost_of(uint64_t changed, uint64_t words) {
     if (!changed)
         return HEADER_BITS;
@@ -156,7 +157,8 @@ static uint64_t cost_of(uint64_t changed, uint64_t words) {
     return least + HEADER_BITS;
 }
 
-/* Join neighbouring keys into groups, and those into the classes that take least, by some of the words and changes. */
+/* Join neighbouring keys to groups, and groups to the classes with the shortest code, by a sample of the words and
+   changes. */
 static wc_classes choose(const uint8_t *base, size_t num_words, size_t width, const wc_changes *changes) {
     uint64_t words[KEYS] = {0}, changed[KEYS] = {0}, total = 0;
     size_t each = WC_BLOCK_BYTES / width;
@@ -166,7 +168,7 @@ static wc_classes choose(const uint8_t *base, size_t num_words, size_t width, co
     size_t step = changes->count / SAMPLED_CHANGES + 1;
     for (size_t i = 0; i < changes->count; i += step)
         changed[key_of(base + changes->positions[i] * width, width)] += step;
-    /* Up to each group's end: words and changes. */
+    /* Prefix sums over groups: words and changes. */
     uint64_t sums[MOST_GROUPS + 1][2] = {{0, 0}}, group[2] = {0, 0};
     uint8_t starts[MOST_GROUPS] = {0};
     size_t groups = 0;
@@ -183,7 +185,7 @@ static wc_classes choose(const uint8_t *base, size_t num_words, size_t width, co
             group[0] = group[1] = 0;
         }
     }
-    /* least[c][g]: of the first g groups in c + 1 classes, the last of which begins with group from[c][g]. */
+    /* least[c][g]: the cost of the first g groups in c + 1 classes, of which the last begins at group from[c][g]. */
     uint64_t least[WC_MAX_CLASSES][MOST_GROUPS + 1];
     uint8_t from[WC_MAX_CLASSES][MOST_GROUPS + 1];
     size_t best = 0;

@@ -1,4 +1,4 @@
-/* Copies by tables of addresses. The caller has checked that every row lies within memory that stays. */
+/* Copies by tables of addresses. The caller has checked that all rows are within memory that stays mapped. */
 #include "core.h"
 
 #include <string.h>
@@ -29,7 +29,7 @@ size_t wc_bad_copy(const uint64_t *rows, size_t count, size_t row_words, uint64_
     return count;
 }
 
-/* Small rows lie anywhere: the next ones are fetched while one is copied. */
+/* Prefetch the next rows while one is copied: small rows may be anywhere in memory. */
 static void fetch(uint64_t target, uint64_t source) {
     __builtin_prefetch((const void *)(uintptr_t)source);
     __builtin_prefetch((const void *)(uintptr_t)target, 1);
@@ -47,7 +47,8 @@ static void copy_rows(void *context, size_t first, size_t last) {
     wc_fence();
 }
 
-/* So many rows are one thread's at a time that threads end together, and don't meet at the counter too often. */
+/* Rows that a thread takes at a time: few, so that threads end together, but not so few that they contend for the
+   counter. */
 static size_t grain(size_t count, int threads) {
     size_t share = count / (16 * (size_t)(threads > 0 ? threads : 1));
     return share < 1 ? 1 : share > ROWS ? ROWS : share;
@@ -58,7 +59,7 @@ void wc_copy(const wc_vectors *by, const wc_copy_row *rows, size_t count, int st
     wc_parallel(copy_rows, &all, count, grain(count, threads), threads);
 }
 
-/* One innermost dim of runs; single elements by their size, since a call of memcpy costs more than they do. */
+/* Copy the innermost dim of runs. Single elements have their own loops, since calling memcpy would cost more. */
 static void copy_runs(const wc_vectors *by, uint8_t *target, const uint8_t *source, const wc_strided_row *row,
                       int stream) {
     uint64_t count = row->dims[WC_MAX_DIMS - 1].count, to = row->dims[WC_MAX_DIMS - 1].target_stride,

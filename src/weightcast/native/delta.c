@@ -1,4 +1,4 @@
-/* A delta: a table with a row for each chunk of words, then what changed in each (native/deltas.py). */
+/* Deltas: a table with a row for each chunk of words, then the codes of the chunks (native/deltas.py). */
 #include "delta.h"
 
 #include <stdlib.h>
@@ -17,13 +17,13 @@ static size_t words_of(uint64_t num_words, size_t chunk) {
 
 static uint64_t dense_bytes(size_t num_words, size_t width) { return num_words * width + (num_words + 7) / 8; }
 
-/* Several chunks have one scratch. */
+/* Chunks that a thread takes at a time: several, since they share one scratch memory. */
 static size_t grain(size_t chunks, int threads) {
     size_t share = chunks / (4 * (size_t)(threads > 0 ? threads : 1));
     return share ? share : 1;
 }
 
-/* Room for the changes of so many chunks. Pages that stay unused cost nothing. */
+/* Allocate room for the changes of `chunks` chunks. Pages that stay unused cost no memory. */
 static int make_scratch(uint64_t num_words, size_t chunks, wc_changes *made) {
     size_t count = chunks * (num_words < WC_DELTA_WORDS ? (size_t)num_words : WC_DELTA_WORDS);
     made->differences = malloc(count * (sizeof *made->differences + sizeof *made->positions));
@@ -74,7 +74,7 @@ static void encode_chunk(const wc_vectors *by, wc_encoding *all, size_t chunk, w
     size_t first = chunk * WC_DELTA_WORDS, count = words_of(all->num_words, chunk), width = all->width;
     uint8_t *base = all->base + first * width;
     changes->count = 0;
-    /* Classes are found in the base as it was. */
+    /* Don't advance the base yet if classes are still to be found in it. */
     by->detect(base, all->words + first * width, count, width, all->advance && !all->by_classes, changes);
     atomic_fetch_add_explicit(&all->changed, changes->count, memory_order_relaxed);
     if (all->out) {
@@ -158,17 +158,17 @@ const char *wc_delta_count(const uint8_t *delta, uint64_t size, uint64_t num_wor
     uint64_t at = chunks * (uint64_t)WC_DELTA_ROW_BYTES;
     *count = 0;
     if (size % 8 || size < at)
-        return "its length is not that of a table and its chunks";
+        return "it is shorter than its table, or not a multiple of 8 bytes long";
     for (size_t chunk = 0; chunk < chunks; chunk++) {
         row each = row_at(delta, chunk);
         size_t words = words_of(num_words, chunk);
         if (each.kind >= WC_NUM_CODES || each.count > words || !each.count != (each.kind == WC_UNCHANGED) ||
             !each.size != (each.kind == WC_UNCHANGED) || each.size > dense_bytes(words, width) ||
-            each.count > 4 * (uint64_t)each.size || /* each takes two bits at least */
+            each.count > 4 * (uint64_t)each.size || /* each change takes at least two bits */
             (each.kind == WC_DENSE && each.size != dense_bytes(words, width)))
-            return "a row of its table is impossible";
+            return "a row of its table is invalid";
         if (each.kind == WC_CLASSES && !has_base)
-            return "it is by classes of the base, which is to be given";
+            return "it is coded by classes and needs a base, and none was given";
         at += each.size;
         *count += each.count;
     }
@@ -176,7 +176,7 @@ const char *wc_delta_count(const uint8_t *delta, uint64_t size, uint64_t num_wor
         return "its length is not that of its table and chunks";
     for (; at < size; at++)
         if (delta[at])
-            return "there are bytes behind its last chunk";
+            return "the bytes after its last chunk are not zeros";
     return NULL;
 }
 
@@ -226,7 +226,7 @@ static void decode_chunks(void *context, size_t first, size_t last) {
                 return;
             }
             if (decode_chunk(all, chunk, of, from, &scratch, &changes)) {
-                atomic_store(&all->wrong, "a chunk of it is damaged");
+                atomic_store(&all->wrong, "one of its chunks is damaged");
                 break;
             }
         }
@@ -243,7 +243,7 @@ const char *wc_decode(const wc_vectors *by, const uint8_t *delta, uint64_t size,
     if (wrong)
         return wrong;
     if (count != changes->count)
-        return "it has another number of changes than there is room for";
+        return "its number of changes is not the length of the given arrays";
     decoding all = {
         .by = by, .delta = delta, .base = base, .num_words = num_words, .width = width, .changes = changes};
     atomic_init(&all.wrong, NULL);

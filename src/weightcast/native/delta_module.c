@@ -1,27 +1,27 @@
-/* Deltas in the extension `weightcast.native._core`. Memory that is given as an address was checked by the caller; what
-   came from elsewhere, deltas and changes, is checked here. */
+/* Deltas in the extension `weightcast.native._core`. The caller has checked memory that is given as an address. Deltas
+   and changes, which may come from another process, are checked here. */
 #include "delta.h"
 #include "module.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_WORDS ((uint64_t)1 << 32) /* whose positions have 32 bits */
+#define MAX_WORDS ((uint64_t)1 << 32) /* since positions have 32 bits */
 #define MAX_TENSORS ((uint64_t)1 << 20)
-#define WEIGHT 64 /* bytes of a copy take as long as a change */
+#define WEIGHT 64 /* a change takes about as long as copying this many bytes */
 
 static int bad_words(unsigned long long num_words, unsigned int width) {
     if ((width == 1 || width == 2 || width == 4) && num_words <= MAX_WORDS)
         return 0;
-    PyErr_Format(PyExc_ValueError, "%llu words of %u bytes: a delta has at most 2^32, of 1, 2 or 4 bytes", num_words,
-                 width);
+    PyErr_Format(PyExc_ValueError, "a delta of %llu words of %u bytes, expected at most 2^32 words of 1, 2 or 4 bytes",
+                 num_words, width);
     return 1;
 }
 
 static PyObject *refused(const char *why) {
     if (why == wc_no_memory)
         return PyErr_NoMemory();
-    PyErr_Format(PyExc_ValueError, "this is no delta of such words: %s", why);
+    PyErr_Format(PyExc_ValueError, "the delta can't be decoded: %s", why);
     return NULL;
 }
 
@@ -42,7 +42,7 @@ static PyObject *encode(PyObject *self, PyObject *arguments) {
         bad_words(num_words, width))
         return NULL;
     if ((num_words && !(base && words)) || (out && out_size < wc_encode_room(num_words, width))) {
-        PyErr_SetString(PyExc_ValueError, "an address is 0, or there is too little room for a delta");
+        PyErr_SetString(PyExc_ValueError, "an address is 0, or the room for the delta is too small");
         return NULL;
     }
     wc_encoding all = {.base = (uint8_t *)(uintptr_t)base,
@@ -87,13 +87,15 @@ static PyObject *count(PyObject *self, PyObject *arguments) {
     return wrong ? refused(wrong) : PyLong_FromUnsignedLongLong(found);
 }
 
-/* Changes in two arrays. */
+/* Get changes from two arrays. */
 static int get_changes(Py_buffer *positions, Py_buffer *differences, wc_changes *changes) {
     size_t found = (size_t)positions->len / sizeof *changes->positions;
     if ((size_t)positions->len % sizeof *changes->positions ||
         (size_t)differences->len != found * sizeof *changes->differences || (uintptr_t)positions->buf % 4 ||
         (uintptr_t)differences->buf % 8) {
-        PyErr_Format(PyExc_ValueError, "%zd bytes of positions and %zd of differences are not as many of either",
+        PyErr_Format(PyExc_ValueError,
+                     "%zd bytes of positions and %zd bytes of differences, expected aligned arrays of one length, of 4 "
+                     "and 8 bytes each",
                      positions->len, differences->len);
         return -1;
     }
@@ -128,7 +130,7 @@ static PyObject *decode(PyObject *self, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-/* Rows, and changes of so many words, which are checked. */
+/* Rows and changes that a call was given; `is_bad` checks them. */
 typedef struct {
     Py_buffer rows, positions, differences;
     wc_changes changes;
@@ -140,7 +142,8 @@ static int is_bad(given *of, size_t row_words, unsigned long long num_words, uns
         return 1;
     size_t bad = wc_bad_change(&of->changes, num_words);
     if (bad < of->changes.count) {
-        PyErr_Format(PyExc_ValueError, "change %zu is not behind the one before, or not in %llu words", bad, num_words);
+        PyErr_Format(PyExc_ValueError, "the position of change %zu is not above the one before, or not below %llu", bad,
+                     num_words);
         return 1;
     }
     if (!row_words)
@@ -192,7 +195,9 @@ static PyObject *scatter(PyObject *self, PyObject *arguments) {
         size_t bad = wc_bad_scatter(of.rows.buf, of.count, num_words, width);
         if (bad < of.count) {
             PyErr_Format(PyExc_ValueError,
-                         "row %zu of a table can't take changes: its source is not in the payload, or cuts words", bad);
+                         "row %zu of the table can't take changes: its source is outside of the payload, or has parts "
+                         "of words",
+                         bad);
         } else {
             PyThreadState *state = released(WEIGHT * of.changes.count);
             wc_scatter(of.rows.buf, of.count, width, &of.changes, subtract, threads);
@@ -215,7 +220,10 @@ static PyObject *digest(PyObject *self, PyObject *arguments) {
     if (!is_bad(&of, WC_RUN_ROW_WORDS, num_words, 1)) {
         size_t bad = wc_bad_runs(of.rows.buf, of.count, num_words, num_tensors);
         if (bad < of.count || num_tensors > MAX_TENSORS)
-            PyErr_Format(PyExc_ValueError, "row %zu of a table of runs overlaps the one before, or is of no tensor", bad);
+            PyErr_Format(PyExc_ValueError,
+                         "row %zu of the table of runs overlaps the one before, is outside of the payload, or has no "
+                         "tensor",
+                         bad);
         else if (!(sums = calloc(num_tensors + 1, sizeof *sums)))
             PyErr_NoMemory();
     }
@@ -224,7 +232,7 @@ static PyObject *digest(PyObject *self, PyObject *arguments) {
         if (of.count)
             wc_digest_changes(of.rows.buf, of.count, &of.changes, sums, threads);
         acquired(state);
-        /* Nobody else sees them any more. */
+        /* All threads have ended, so that plain reads of the atomics are safe. */
         found = PyBytes_FromStringAndSize((const char *)sums, (Py_ssize_t)(num_tensors * sizeof *sums));
         free(sums);
     }

@@ -1,48 +1,49 @@
-"""Deltas of payloads in host memory: the words that changed, coded, decoded, and added to memory.
+"""Deltas of payloads in host memory: the words that changed are encoded, decoded, and added to memory.
 
-A word has 1, 2 or 4 bytes, those of the digest of tensors: elements of 8 or 16 bytes are several words. Invariant: the
-changes of a delta are decoded whole before one of them is added, so that a damaged delta changes nothing.
+A word has 1, 2 or 4 bytes, like the words of the digest of tensors: elements of 8 or 16 bytes are several words.
+Invariant: all changes of a delta are decoded before the first one is added, so that a damaged delta changes nothing.
 
-The format. Both ends know the number of words and their size from the plan. A difference is that of the two words' bits
-as signed integers, NaN and signed zeros like all others. It has one bit more than a word: nothing wraps around, so that
-a digest of tensors can follow it, and what was added can be subtracted. All numbers are little-endian; bits are counted
-from the lowest of each byte.
+The format. Both ends know the number of words and their size from the plan. A difference is the new word minus the old
+one, both read as signed integers; NaN and signed zeros are bits like all others. It has one bit more than a word and
+never wraps around, so that the digest of a tensor can be updated by it, and an added difference can be subtracted
+again. All numbers are little-endian; bits are counted from the lowest bit of each byte.
 
-`table | chunks | zeros up to a multiple of 8 bytes`. A chunk has 2^20 words, the last one those that are left. Its
-row in the table:
+`table | chunks | zeros up to a multiple of 8 bytes`. A chunk has 2^20 words; the last one has the remaining words. The
+table has one row for each chunk:
 
 | bytes | field |
 |---|---|
 | 0 to 3 | size of the chunk's code in bytes |
-| 4 to 6 | how many of its words differ, at most as many as it has and 4 for each byte |
-| 7 | kind: 0 none differ (size and number are 0), 1 a code, 2 codes by classes, 3 dense |
+| 4 to 6 | number of its words that differ, at most the number of its words and at most 4 for each byte of the code |
+| 7 | kind: 0 no word differs (size and number are 0), 1 one code, 2 codes by classes, 3 dense |
 
-**A code** of changes at ascending positions is a header of 64 bits, then one string of bits, filled up with zeros to
-whole bytes. The header, from its lowest bit: 21 bits the number of changes, 21 of those that are large (by more than
-1 either way), 5 each the parameters g, r and e (g and r at most 19, e at most 31), 7 zeros.
+**A code** of changes at ascending positions is a header of 64 bits, then a string of bits, padded with zeros to whole
+bytes. The header, from its lowest bit: 21 bits, the number of changes; 21 bits, the number of large changes (magnitude
+above 1); 5 bits each, the parameters g, r and e (g and r at most 19, e at most 31); 7 zeros.
 
-- Each change: the number of words between it and the one before (or the chunk's start) as a Rice code with g, then
-  its sign, 1 if it is negative.
-- Then each large one: the number of changes between it and the large one before as a Rice code with r, then its size
-  less 2 as an exponential Golomb code with e.
-- Rice code of n with k: (n >> k) zeros, a one, the k lowest bits of n. If that were 20 zeros or more: 20 zeros, a
-  one, 20 bits of n.
-- Exponential Golomb code of n with e: of (n >> e) + 1, which has b + 1 bits, b zeros, a one, its b lowest bits; then
-  the e lowest bits of n.
+- For each change: the number of words between it and the change before (or the chunk's start) as a Rice code with
+  parameter g, then its sign, 1 if it is negative.
+- Then for each large change: the number of changes between it and the large change before as a Rice code with parameter
+  r, then its magnitude minus 2 as an exponential Golomb code with parameter e.
+- Rice code of n with parameter k: (n >> k) zeros, a one, the k lowest bits of n. If there would be 20 zeros or more: 20
+  zeros, a one, n in 20 bits.
+- Exponential Golomb code of n with parameter e: let m = (n >> e) + 1 have b + 1 bits; then b zeros, a one, the b lowest
+  bits of m, the e lowest bits of n.
 
-**Codes by classes** need the payload before, at both ends. The key of one of its words is the 8 bits behind the sign,
-in a word of 1 byte the 7 bits: of a bfloat16 its exponent. One byte says how many classes there are, 1 to 6; one byte
-for each but the last is the class's bound, above the one before. A word is in the first class whose bound is above
-its key, else in the last. Then a code for each class, which counts the words of that class alone.
+**Codes by classes** need the former payload at both ends. The key of one of its words is the 8 bits after the sign bit,
+in a word of 1 byte the 7 bits: for bfloat16 that is the exponent. One byte is the number of classes, 1 to 6; then one
+byte for each class but the last is its bound, larger than the bound before. A word belongs to the first class whose
+bound is larger than its key, or else to the last class. Then follows one code for each class, whose positions count
+only words of that class.
 
-**Dense**: the differences of all words modulo 2^8, 2^16 or 2^32, one behind the other; then a bit for each word, 1 if
+**Dense**: the differences of all words modulo 2^8, 2^16 or 2^32, one after the other; then one bit for each word, 1 if
 its difference is negative; zeros up to a whole byte.
 
-A writer takes dense where a code is no shorter, and no delta at all where that is no shorter than the payload. How it
-chooses parameters and classes is its own affair. A reader MUST check the table before it allocates anything, MUST
-refuse positions, numbers and sizes that the rules above don't allow, bytes and set bits behind an end among them, and
-MUST decode all of a delta before it changes memory: adding twice, or to another base, gives weights that nobody had.
-So it MUST also know that what it holds is the base.
+A writer uses dense if a code would not be shorter, and no delta at all if it would not be shorter than the payload. It
+may choose parameters and classes in any way. A reader MUST check the table before it allocates memory, MUST refuse
+positions, numbers and sizes that these rules don't allow (including bytes and set bits after an end), and MUST decode
+all of a delta before it changes memory. It MUST also know that its payload is the base: a delta that is added twice, or
+to another payload, gives weights that no trainer had.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ from weightcast.native.tables import CopyTable, Rows, Sums, require_host_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """Positions of words that changed, ascending, and by how much each did as a signed integer.
+    """Ascending positions of the words that changed, and the signed difference of each.
 
-    A difference has one bit more than its word, so that nothing wraps around: digests can follow it.
+    A difference has one bit more than its word and never wraps around.
     """
 
     positions: np.ndarray[Any, np.dtype[np.uint32]]
@@ -70,26 +71,29 @@ class Changes:
     word_bytes: int
 
     def apply(self, payload: torch.Tensor, *, undo: bool = False, threads: int = 1) -> None:
-        """Add the differences to the words of a payload, or subtract them. Raises ValueError for another length."""
+        """Add the differences to the words of a payload; with `undo`, subtract them.
+
+        Raises ValueError for a payload of another length.
+        """
         _require_words(payload, self.num_words, self.word_bytes)
         words, changes = (self.num_words, self.word_bytes), (self.positions, self.differences)
         _core.delta_apply(payload.data_ptr(), *words, *changes, undo, threads)
 
     def digests(self, runs: Rows, num_tensors: int, *, threads: int = 1) -> list[Sums]:
-        """Return what the changes add to the two lanes of the digest of each tensor, modulo 2**64.
+        """Return the sums that the changes add to the two lanes of each tensor's digest, modulo 2**64.
 
-        `runs`: rows of (first word, number of words, the first one's position in the tensor, number of the tensor), in
-        order. Raises ValueError for runs that overlap.
+        `runs` are rows of (first word, number of words, position of the first word in the tensor, number of the
+        tensor), in order. Raises ValueError for runs that overlap.
         """
         found = _core.delta_digest(runs, self.num_words, num_tensors, self.positions, self.differences, threads)
         return [(int(low), int(high)) for low, high in np.frombuffer(found, np.uint64).reshape(-1, 2)]
 
 
 class ScatterTable:
-    """Adds changes of a payload where a table of copies would put the payload's words. The payload is not read."""
+    """Adds the changes of a payload to the memory that a table of copies would overwrite. The payload is not read."""
 
     def __init__(self, copies: CopyTable, payload: torch.Tensor) -> None:
-        """`copies`: from views of `payload`; those that it leaves to torch are left out."""
+        """Make a table from copies whose sources are views of `payload`, without the pairs in `copies.others`."""
         require_host_bytes(payload)
         plain = np.tile(np.array([0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0]), (len(copies.rows), 1))
         plain[:, :3] = copies.rows
@@ -98,9 +102,13 @@ class ScatterTable:
         self._copies, self._num_bytes = copies, payload.nbytes
 
     def run(self, changes: Changes, *, undo: bool = False, threads: int = 1) -> None:
-        """Add the differences, or subtract them. Raises ValueError, before it adds any, for a copy that cuts words."""
+        """Add the differences; with `undo`, subtract them.
+
+        Raises ValueError before it adds any, if a copy begins or ends within a word.
+        """
         if changes.num_words * changes.word_bytes != self._num_bytes:
-            raise ValueError(f"changes of {changes.num_words} words are not those of {self._num_bytes} bytes")
+            what = f"the changes are of {changes.num_words} words of {changes.word_bytes} bytes"
+            raise ValueError(f"{what}, expected those of a payload of {self._num_bytes} bytes")
         words = changes.num_words, changes.word_bytes
         _core.delta_scatter(self._rows, *words, changes.positions, changes.differences, undo, threads)
 
@@ -114,14 +122,15 @@ def encode(
     advance: bool = False,
     threads: int = 1,
 ) -> tuple[torch.Tensor | None, int]:
-    """Return the delta from one payload to another, None if it is no shorter than that; and how many words changed.
+    """Return the delta from `base` to `payload`, or None if it would be no shorter, and the number of changed words.
 
-    `by_classes`: shorter, but decoded only with the base at hand, all of which is read then. `advance`: the base has
-    the new words afterwards. Memory besides the delta: for each thread 12 bytes for each change of 2**20 words, by
-    classes 24. Raises ValueError for payloads of several lengths, MemoryError: some words of the base are then new.
+    `by_classes` gives a shorter delta, but decoding needs the base and reads all of it. `advance` writes the new words
+    into the base. Memory besides the delta: for each thread 12 bytes for each change within 2**20 words, or 24 by
+    classes. Raises ValueError for payloads of different lengths, MemoryError; with `advance` some words of the base may
+    then be new.
     """
     num_words = _num_words(base, payload, word_bytes)
-    # Its pages are used only as far as the delta reaches.
+    # The kernel allocates pages of `out` only as far as the delta reaches.
     out = torch.empty(_core.delta_encode_room(num_words, word_bytes), dtype=torch.uint8)
     num_bytes, num_changed = _core.delta_encode(
         *(base.data_ptr(), payload.data_ptr(), num_words, word_bytes, by_classes, advance),
@@ -131,7 +140,7 @@ def encode(
 
 
 def count_changed(base: torch.Tensor, payload: torch.Tensor, word_bytes: int, *, threads: int = 1) -> int:
-    """Return how many words differ. Raises ValueError for payloads of several lengths, MemoryError."""
+    """Return the number of words that differ. Raises ValueError for payloads of different lengths, MemoryError."""
     num_words = _num_words(base, payload, word_bytes)
     words = base.data_ptr(), payload.data_ptr(), num_words, word_bytes
     return _core.delta_encode(*words, False, False, 0, 0, threads)[1]
@@ -140,10 +149,10 @@ def count_changed(base: torch.Tensor, payload: torch.Tensor, word_bytes: int, *,
 def decode(
     delta: torch.Tensor, num_words: int, word_bytes: int, *, base: torch.Tensor | None = None, threads: int = 1
 ) -> Changes:
-    """Return the changes of a payload of so many words. `base`: the payload before, for a delta by classes.
+    """Return the changes of a payload of `num_words` words. A delta by classes needs `base`, the former payload.
 
-    Memory: 12 bytes for each change, which takes two bits of the delta at least. Raises ValueError if the delta is
-    damaged, is of other words, or needs a base; a base that is not the right one gives other changes, or that error.
+    Memory: 12 bytes for each change; a change takes at least two bits of the delta. Raises ValueError if the delta is
+    damaged, is of other words, or needs a base. A wrong base gives wrong changes, or that error.
     """
     require_host_bytes(delta)
     if base is not None:
@@ -159,7 +168,7 @@ def decode(
 
 def _num_words(base: torch.Tensor, payload: torch.Tensor, word_bytes: int) -> int:
     if word_bytes not in (1, 2, 4):
-        raise ValueError(f"a word has 1, 2 or 4 bytes, not {word_bytes}")
+        raise ValueError(f"word_bytes is {word_bytes}, expected 1, 2 or 4")
     num_words = payload.nbytes // word_bytes
     _require_words(payload, num_words, word_bytes)
     _require_words(base, num_words, word_bytes)
@@ -169,4 +178,5 @@ def _num_words(base: torch.Tensor, payload: torch.Tensor, word_bytes: int) -> in
 def _require_words(payload: torch.Tensor, num_words: int, word_bytes: int) -> None:
     require_host_bytes(payload)
     if payload.nbytes != num_words * word_bytes:
-        raise ValueError(f"a payload has {payload.nbytes} bytes, expected {num_words} words of {word_bytes}")
+        what = f"the payload has {payload.nbytes} bytes"
+        raise ValueError(f"{what}, expected {num_words * word_bytes}: {num_words} words of {word_bytes} bytes")

@@ -1,4 +1,4 @@
-/* The words in which two payloads differ, at the speed of memory where most do not. */
+/* Finds the words in which two payloads differ; runs at the speed of memory if few do. */
 #include "blocks.h"
 #include "delta.h"
 

@@ -1,9 +1,9 @@
-/* nh-128, the digest of a bucket (docs/wire-format.md), of what lies there or while it is copied there. */
+/* nh-128, the digest of a bucket (docs/wire-format.md): of bytes in place, or while they are copied. */
 #include "core.h"
 
 #include <string.h>
 
-enum { CHUNKS = 64 }; /* one thread's at a time */
+enum { CHUNKS = 64 }; /* that a thread takes at a time */
 
 typedef struct {
     const wc_vectors *by;
@@ -15,7 +15,7 @@ typedef struct {
     int stream;
 } digesting;
 
-/* The upper 64 bits of a product. */
+/* Return the upper 64 bits of a product. */
 static uint64_t high_word(uint64_t x, uint64_t y) {
 #ifdef __SIZEOF_INT128__
     return (uint64_t)((__extension__(unsigned __int128)x * y) >> 64);
@@ -77,7 +77,7 @@ size_t wc_bad_pack(const wc_pack_row *rows, size_t count, uint64_t size) {
     return count;
 }
 
-/* The first row that ends behind `offset`. */
+/* Return the first row that ends after `offset`. */
 static size_t row_at(const digesting *all, uint64_t offset) {
     size_t low = 0, high = all->count;
     while (low < high) {
@@ -90,7 +90,7 @@ static size_t row_at(const digesting *all, uint64_t offset) {
     return low;
 }
 
-/* A chunk of several rows, or one that they cover in part. Returns whether they cover it whole, so that it counts. */
+/* Fill a chunk from several rows, or in part. Returns 1 if the rows cover all of it, so that it is digested. */
 static int pack_pieces(const digesting *all, size_t row, uint64_t start, uint64_t end, uint64_t lanes[2]) {
     uint8_t *payload = all->payload, filled[WC_CHUNK_BYTES];
     uint64_t covered = 0;
@@ -114,7 +114,7 @@ static int pack_pieces(const digesting *all, size_t row, uint64_t start, uint64_
         }
         return 1;
     }
-    /* Bytes between the rows are others' to write. */
+    /* Write only the rows' own bytes: the caller fills the bytes between them. */
     for (size_t i = row; i < all->count && all->rows[i].offset < end; i++) {
         const wc_pack_row *each = &all->rows[i];
         uint64_t from = each->offset > start ? each->offset : start;

@@ -1,15 +1,15 @@
-/* The code of changes: gaps and signs, then those of more than 1 and their magnitudes (native/deltas.py). */
+/* The code of changes: gaps and signs, then the magnitudes of those above 1 (native/deltas.py). */
 #include "bits.h"
 #include "delta.h"
 
 enum {
-    ESCAPE = 20,      /* zeros, behind which a number follows as it is */
-    NUMBER_BITS = 20, /* of such a number */
+    ESCAPE = 20,      /* number of zeros that announce a number in plain bits */
+    NUMBER_BITS = 20, /* bits of such a number */
     COUNT_BITS = 21,
     PARAMETER_BITS = 5,
-    PARAMETERS = 3, /* that are tried, next to the one for the mean */
+    PARAMETERS = 3, /* parameters that are tried, around the one for the mean */
     HEADER_BYTES = 8,
-    LENGTHS = 33, /* of numbers of 32 bits */
+    LENGTHS = 33, /* possible bit lengths of a number of 32 bits */
 };
 
 static inline unsigned bit_length(uint64_t number) { return number ? 64 - (unsigned)__builtin_clzll(number) : 0; }
@@ -18,7 +18,7 @@ static inline uint64_t magnitude(int64_t difference) {
     return difference < 0 ? 0 - (uint64_t)difference : (uint64_t)difference;
 }
 
-/* The first parameter to try for Rice codes of so many numbers of that sum. */
+/* Return the first parameter to try for Rice codes of `count` numbers with this sum. */
 static unsigned first_parameter(uint64_t sum, size_t count) {
     unsigned mean = 0;
     while (mean < NUMBER_BITS && sum >> (mean + 1) >= count)
@@ -27,7 +27,7 @@ static unsigned first_parameter(uint64_t sum, size_t count) {
     return first > NUMBER_BITS - PARAMETERS ? NUMBER_BITS - PARAMETERS : first;
 }
 
-/* What a number adds to the zeros of each parameter that is tried; an escape counts as zeros too. */
+/* Add the zeros of a number's code for each parameter that is tried; the bits of an escape count as zeros. */
 static inline __attribute__((always_inline)) void add_zeros(uint32_t number, unsigned first,
                                                             uint64_t zeros[PARAMETERS]) {
     for (unsigned k = 0; k < PARAMETERS; k++) {
@@ -98,7 +98,7 @@ wc_code wc_choose(const wc_changes *changes) {
     return code;
 }
 
-/* A Rice code, and behind it `sign` if it is not 2. */
+/* Write a Rice code, followed by `sign_bits` bits of `sign`. */
 static inline __attribute__((always_inline)) void put_number(wc_writer *writer, uint32_t number, unsigned parameter,
                                                              unsigned sign_bits, uint64_t sign) {
     uint32_t zeros = number >> parameter;
@@ -140,7 +140,7 @@ uint8_t *wc_write(const wc_code *code, const wc_changes *changes, uint8_t *to) {
     return wc_end(&writer);
 }
 
-/* The number behind `reader`, and the bits behind that; UINT32_MAX if it is no number. */
+/* Read a number; `behind` has the bits after it. Returns UINT32_MAX if the code is invalid. */
 static inline __attribute__((always_inline)) uint32_t get_number(wc_reader *reader, unsigned parameter,
                                                                  uint64_t *behind) {
     uint64_t bits = wc_peek(reader);
@@ -209,7 +209,7 @@ const uint8_t *wc_read(const uint8_t *from, const uint8_t *end, size_t num_words
     if (read_large(&reader, num_large, run_bits, order, width, differences, count))
         return NULL;
     if (reader.bit & 7 && from[reader.bit >> 3] >> (reader.bit & 7))
-        return NULL; /* what fills the last byte is zeros */
+        return NULL; /* the padding of the last byte must be zeros */
     changes->count += count;
     return from + (reader.bit + 7) / 8;
 }

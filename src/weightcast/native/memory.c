@@ -1,4 +1,4 @@
-/* Pages of memory that are backed before they are first written. */
+/* Populates pages of memory before they are first written. */
 #define _DEFAULT_SOURCE
 #include "core.h"
 
@@ -10,7 +10,7 @@
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
 
-/* The kernel holds the process's memory map during a step: a thread that maps or unmaps memory waits for its end. */
+/* The kernel locks the process's memory map during a step: a thread that maps or unmaps memory waits for its end. */
 enum { STEP_BYTES = 2 << 20 };
 
 int wc_populate(uint64_t address, uint64_t size) {

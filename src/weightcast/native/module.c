@@ -1,10 +1,10 @@
-/* The extension `weightcast.native._core`, as _core.pyi types it. Only the package's own Python calls it: it hands tables
-   over whose rows it has checked against the memory that they name. Here their sizes are checked. */
+/* The extension `weightcast.native._core`; _core.pyi has its types. Only the package's own Python calls it, and checks
+   the rows of tables against the memory at their addresses. The code here checks the sizes of tables. */
 #include "module.h"
 
 #include <errno.h>
 
-/* What fits into a cache is not streamed past it. */
+/* Copies of less than this don't bypass the caches. */
 #define STREAMED_BYTES ((uint64_t)1 << 20)
 #define THREAD_BYTES ((uint64_t)1 << 20)
 
@@ -20,8 +20,8 @@ static int get_table(PyObject *from, size_t words, table *out) {
     out->words = out->view.buf;
     out->rows = (size_t)out->view.len / (8 * words);
     if ((size_t)out->view.len % (8 * words) || (uintptr_t)out->view.buf % 8) {
-        PyErr_Format(PyExc_ValueError, "a table has %zd bytes at %p, expected aligned rows of %zu words", out->view.len,
-                     out->view.buf, words);
+        PyErr_Format(PyExc_ValueError, "a table has %zd bytes at %p, expected aligned rows of %zu words of 8 bytes",
+                     out->view.len, out->view.buf, words);
         PyBuffer_Release(&out->view);
         return -1;
     }
@@ -29,7 +29,7 @@ static int get_table(PyObject *from, size_t words, table *out) {
 }
 
 static PyObject *refused(table *from, size_t row, const char *why) {
-    PyErr_Format(PyExc_ValueError, "row %zu of a table %s", row, why);
+    PyErr_Format(PyExc_ValueError, "row %zu of the table %s", row, why);
     PyBuffer_Release(&from->view);
     return NULL;
 }
@@ -37,8 +37,8 @@ static PyObject *refused(table *from, size_t row, const char *why) {
 static int too_large(uint64_t address, uint64_t size) {
     if (size <= WC_MAX_BYTES && (!size || address))
         return 0;
-    PyErr_Format(PyExc_ValueError, "there is no memory of %llu bytes at %p", (unsigned long long)size,
-                 (void *)(uintptr_t)address);
+    PyErr_Format(PyExc_ValueError, "%llu bytes at %p, expected at most 2^47 bytes at an address that is not 0",
+                 (unsigned long long)size, (void *)(uintptr_t)address);
     return 1;
 }
 
@@ -58,7 +58,7 @@ static PyObject *copied(PyObject *arguments, size_t words, copy_call *call) {
     uint64_t bytes;
     size_t bad = wc_bad_copy(from.words, from.rows, words, &bytes);
     if (bad < from.rows)
-        return refused(&from, bad, "is no copy: an address is 0, or the sizes are above 2^47 bytes");
+        return refused(&from, bad, "is invalid: an address is 0, or the sizes add up to more than 2^47 bytes");
     int stream = !cached && bytes >= STREAMED_BYTES;
     threads = num_threads(threads, bytes);
     PyThreadState *state = bytes >= WC_GIL_BYTES ? PyEval_SaveThread() : NULL;
@@ -130,7 +130,7 @@ static PyObject *copy_and_digest(PyObject *self, PyObject *arguments) {
     const wc_pack_row *row = (const wc_pack_row *)from.words;
     size_t bad = wc_bad_pack(row, from.rows, size);
     if (bad < from.rows)
-        return refused(&from, bad, "overlaps the one before, or ends outside of the payload");
+        return refused(&from, bad, "overlaps the one before, or reaches outside of the payload");
     wc_sums sums;
     atomic_init(&sums.low, 0);
     atomic_init(&sums.high, 0);
@@ -157,8 +157,10 @@ static PyObject *digest_words(PyObject *self, PyObject *arguments) {
     const wc_words_dim *dims = (const wc_words_dim *)from.words;
     uint64_t bytes;
     if (wc_bad_words(address, itemsize, dims, from.rows, &bytes)) {
-        PyErr_Format(PyExc_ValueError, "there are no such elements of %u bytes at %p in memory", itemsize,
-                     (void *)(uintptr_t)address);
+        PyErr_Format(PyExc_ValueError,
+                     "elements of %u bytes at %p, expected 1, 2, 4, 8 or 16 bytes at an address that is not 0, and at "
+                     "most 64 dims over 2^47 bytes",
+                     itemsize, (void *)(uintptr_t)address);
         PyBuffer_Release(&from.view);
         return NULL;
     }

@@ -1,4 +1,4 @@
-/* CPython's limited API, and what the parts of the extension that use it share. */
+/* CPython's limited API, and declarations for the files of the extension that use it. */
 #ifndef WEIGHTCAST_MODULE_H
 #define WEIGHTCAST_MODULE_H
 
@@ -7,7 +7,7 @@
 
 #include "core.h"
 
-/* With less to do, the GIL is kept: to get it back can take longer. */
+/* With less work than this the GIL is kept, since acquiring it again can take longer. */
 #define WC_GIL_BYTES ((uint64_t)64 << 10)
 
 extern PyMethodDef wc_delta_methods[];

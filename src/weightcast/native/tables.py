@@ -1,7 +1,8 @@
-"""Tables of copies for the native core, made from tensors, checked against their storages, and run as often as wanted.
+"""Tables of copies for the native core: made from tensors, checked against their storages, and run any number of times.
 
-Invariant: no row of a table reaches outside of the storages that its tensors had when it was made. The tensors are
-kept, and their storages must keep their memory: compare `places`, of which one call looks at thousands of tensors.
+Invariant: no row of a table reaches outside of the storages that its tensors had when it was made. A table keeps its
+tensors alive. Before a later run the caller checks that no tensor has moved, by comparing `places`, which reads
+thousands of tensors in one call.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ import torch
 from weightcast.native import _core
 
 CHUNK_BYTES = _core.CHUNK_BYTES
-"""Of the digest `nh-128`: who digests a part of a payload takes whole chunks of it."""
+"""Chunk size of the digest `nh-128`; parts of a payload are digested in whole chunks."""
 MAX_THREADS = _core.MAX_THREADS
 _PIECE_BYTES = 1 << 20
-"""Of a row, so that threads end together."""
+"""Largest size of a row, so that threads end at about the same time."""
 _COPY_WORDS, _STRIDED_WORDS = 3, 12
 
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Chunks: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 """A mark for each chunk of a payload."""
 Sums: TypeAlias = tuple[int, int]
-"""Of some chunks of a payload, or of all: the digest's two words. Those of parts add up."""
+"""The digest's two words over some chunks of a payload or all of them. The sums of parts add up to the whole's."""
 _TYPES = {torch.Tensor, torch.nn.Parameter}
 
 same_members = _core.same_members
@@ -34,25 +35,25 @@ populate = _core.populate
 
 
 def places(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Return where tensors lie, their dtypes, sizes and strides, as bytes to be compared with a later call's."""
+    """Return the addresses, dtypes, sizes and strides of tensors, as bytes to compare with those of a later call."""
     with torch._C.DisableTorchFunctionSubclass():
         return _core.places(list(tensors))
 
 
 def added(*parts: Sums) -> bytes:
-    """The 16 bytes of the digest of a payload, all of whose chunks are in these parts, each once."""
+    """Return the 16 bytes of a payload's digest, from parts that contain each of its chunks exactly once."""
     return b"".join((sum(words) % (1 << 64)).to_bytes(8, "little") for words in zip((0, 0), *parts, strict=True))
 
 
 def digest(payload: torch.Tensor, chunks: Chunks | None = None, *, threads: int = 1) -> Sums:
-    """Digest the chunks that are marked, by default all, of a contiguous payload in host memory."""
+    """Digest the marked chunks, by default all, of a contiguous payload in host memory."""
     require_host_bytes(payload)
     runs = np.array([[0, _num_chunks(payload.nbytes)]]) if chunks is None else _runs(chunks)
     return _core.digest(payload.data_ptr(), payload.nbytes, runs, threads)
 
 
 def unfilled_chunks(spans: Rows, num_bytes: int) -> Chunks:
-    """Mark the chunks of a payload that spans, rows of (first byte, end) in order, don't fill whole."""
+    """Mark the chunks of a payload that the spans, rows of (first byte, end) in order, don't fill completely."""
     first, last = np.append(0, spans[:, 1]), np.append(spans[:, 0], num_bytes)
     is_hole = first < last
     starts, ends = first[is_hole] // CHUNK_BYTES, -(-last[is_hole] // CHUNK_BYTES)
@@ -63,16 +64,16 @@ def unfilled_chunks(spans: Rows, num_bytes: int) -> Chunks:
 
 
 def spans_of(rows: Iterable[tuple[int, int]]) -> Rows:
-    """Rows of (first byte, end), in order."""
+    """Return rows of (first byte, end), sorted."""
     spans = np.array([*rows], np.int64).reshape(-1, 2)
     return spans[np.argsort(spans[:, 0], kind="stable")]
 
 
 def digest_words(tensor: torch.Tensor, first: int, steps: Sequence[int], *, threads: int = 1) -> Sums:
-    """Return the two lanes of the digest of tensors, of a tensor of any strides in host memory that is not empty.
+    """Return the two lanes of the digest of a tensor in host memory, of any strides, that is not empty.
 
-    `first`: the number of its first element in the global tensor. `steps`: how many elements further on each dim's next
-    one is there. Raises ValueError for a tensor that reaches outside of its storage.
+    `first` is the number of its first element in the global tensor. `steps` are the strides of the global tensor, in
+    elements, along each dim. Raises ValueError for a tensor that reaches outside of its storage.
     """
     strides = [tensor.itemsize * stride for stride in tensor.stride()]
     size = tensor.itemsize + sum((count - 1) * stride for count, stride in zip(tensor.shape, strides, strict=True))
@@ -82,21 +83,21 @@ def digest_words(tensor: torch.Tensor, first: int, steps: Sequence[int], *, thre
 
 
 class CopyTable:
-    """Copies between tensors of one shape and dtype in host memory, contiguous or of up to three dims of strides.
+    """Copies between tensors of one shape and dtype in host memory, contiguous or with up to three strided dims.
 
-    `others`: the numbers of the pairs that are no such copies (casts, broadcasts, other devices, complex numbers,
-    memory that overlaps): they are torch's.
+    `others` are the numbers of the pairs that the caller has to copy with torch: casts, broadcasts, other devices,
+    complex numbers, memory that overlaps.
     """
 
     def __init__(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, within: torch.Tensor | None = None
     ) -> None:
-        """`within`: what all targets are views of.
+        """Make a table. `within` is the tensor that all targets are views of, if there is one.
 
         Raises ValueError for a tensor that reaches outside of its storage.
         """
         if len(targets) != len(sources):
-            raise ValueError(f"{len(sources)} tensors are to be copied to {len(targets)}: give one for each")
+            raise ValueError(f"there are {len(targets)} targets and {len(sources)} sources: give one source for each")
         self._tensors = targets if within is None else within, sources
         views = [sources] if within is not None else [targets, sources]
         with torch._C.DisableTorchFunctionSubclass():
@@ -106,16 +107,16 @@ class CopyTable:
                 is_other |= np.fromiter(map(torch.Tensor.is_neg, tensors), bool, len(tensors))
         for tensors in views:
             if not {*map(type, tensors)} <= _TYPES:
-                # A class of its own may say that it is elsewhere.
+                # A tensor subclass may report another device than that of its memory.
                 is_other |= [not tensor.is_cpu for tensor in tensors]
         self.others: list[int] = np.flatnonzero(is_other).tolist()
         self.rows, self.pairs = _kept(plain, _COPY_WORDS, is_other)
-        """Rows of `copy`, and the number of each one's pair."""
+        """Rows of `copy`, and the number of the pair of each row."""
         self.strided, self.strided_pairs = _kept(strided, _STRIDED_WORDS, is_other)
         counts = self.strided[:, 3::3]
         self.num_bytes = int(self.rows[:, 2].sum() + (self.strided[:, 2] * counts.prod(axis=1)).sum())
         self.storages = [*map(torch.Tensor.untyped_storage, sources)]
-        """Of the sources."""
+        """Storages of the sources."""
         numbers = np.concatenate([self.pairs, self.strided_pairs])
         for side in range(2):
             if side == 0 and within is not None:
@@ -129,17 +130,17 @@ class CopyTable:
             _require_inside(self.strided[:, side], extents, bounds[len(self.rows) :], what)
 
     def run(self, *, threads: int = 1, cached: bool = False) -> None:
-        """Copy, the others left out. `cached`: the targets are read again at once."""
+        """Make all copies except `others`. `cached`: the targets will be read again soon."""
         _core.copy(self.rows, threads, cached)
         _core.copy_strided(self.strided, threads, cached)
 
 
 class PackTable:
-    """Fills a payload from tensors in one pass in which it is digested.
+    """Fills a payload from tensors, and digests it in the same pass.
 
-    `others`: the numbers of the pairs that are to be copied before each run, as those of `CopyTable`. `missing`: the
-    chunks that these pairs do not fill whole, or that lie in targets whose bytes don't follow one another. They are to
-    be digested once everything is there.
+    `others` are the numbers of the pairs that the caller has to copy before each run; see `CopyTable`. `missing` marks
+    the chunks that a run does not digest: those that the pairs don't fill completely, and those in targets that are not
+    contiguous. The caller digests them once the payload is filled.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class PackTable:
         sources: Sequence[torch.Tensor],
         gaps: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """`targets`: views of `payload`, all that is digested, that don't overlap. `gaps`: bytes that become zeros.
+        """Make a table for targets that are views of `payload` and don't overlap. `gaps` are bytes to fill with zeros.
 
         Raises ValueError for a tensor that reaches outside of its storage, or a target outside of the payload.
         """
@@ -158,7 +159,7 @@ class PackTable:
         self.others = self._copies.others
         start = payload.data_ptr()
         rows = [self._copies.rows - np.array([start, 0, 0])]
-        # What is copied otherwise lies there when this runs.
+        # Pairs that are copied otherwise are in the payload already when this runs.
         strided = {*self._copies.strided_pairs.tolist(), *self.others}
         runs = [(targets[k].data_ptr(), targets[k].nbytes) for k in strided if targets[k].is_contiguous()]
         rows.append(np.array([(at - start, at, size) for at, size in runs if size], np.int64).reshape(-1, 3))
@@ -167,12 +168,12 @@ class PackTable:
         found = found[np.argsort(found[:, 0], kind="stable")]
         spans = np.stack([found[:, 0], found[:, 0] + found[:, 2]], axis=1)
         if len(found) and (spans[0, 0] < 0 or spans[-1, 1] > payload.nbytes or (spans[:-1, 1] > spans[1:, 0]).any()):
-            raise ValueError(f"targets and gaps overlap, or end outside of the payload of {payload.nbytes} bytes")
+            raise ValueError(f"targets and gaps overlap, or reach outside of the payload of {payload.nbytes} bytes")
         self._rows = np.ascontiguousarray(found)
         self.missing = unfilled_chunks(spans, payload.nbytes)
 
     def run(self, *, threads: int = 1, cached: bool = False) -> Sums:
-        """Fill the payload, and digest all chunks but the missing ones. `cached`: it is read again at once."""
+        """Fill the payload, and digest all chunks but the missing ones. `cached`: it will be read again soon."""
         _core.copy_strided(self._copies.strided, threads, True)
         payload = self._payload
         return _core.copy_and_digest(payload.data_ptr(), payload.nbytes, self._rows, threads, cached)
@@ -185,7 +186,7 @@ def _kept(found: bytes, num_words: int, is_other: np.ndarray[Any, Any]) -> tuple
 
 
 def _bounds(storages: Sequence[torch.UntypedStorage]) -> Rows:
-    """The first address of each storage, and the first one behind it."""
+    """Return the first address of each storage, and the first one behind it."""
     starts = np.fromiter(map(torch.UntypedStorage.data_ptr, storages), np.int64, len(storages))
     return np.stack([starts, starts + [*map(torch.UntypedStorage.nbytes, storages)]], axis=1)
 
@@ -196,15 +197,17 @@ def _require_inside(starts: Rows, sizes: Rows, bounds: Rows, what: str) -> None:
         row = int(outside[0])
         (first, end), start, size = bounds[row].tolist(), int(starts[row]), int(sizes[row])
         raise ValueError(
-            f"a copy of {size} bytes at {start:#x} reaches outside of {what}, which is {end - first} bytes at "
-            f"{first:#x}: its tensor's storage was resized or freed, or it is a view of something else"
+            f"a copy of {size} bytes at {start:#x} reaches outside of {what}, which has {end - first} bytes at "
+            f"{first:#x}: the storage was resized or freed, or the tensor is a view of another one"
         )
 
 
 def require_host_bytes(payload: torch.Tensor) -> None:
-    """Raise ValueError for a tensor that is not contiguous bytes in host memory, within its storage."""
+    """Raise ValueError unless a tensor is contiguous uint8 in host memory, within its storage."""
     if payload.device.type != "cpu" or payload.dtype != torch.uint8 or not payload.is_contiguous():
-        raise ValueError(f"a payload is contiguous uint8 in host memory, found {payload.dtype} on {payload.device}")
+        order = "contiguous" if payload.is_contiguous() else "strided"
+        what = f"the payload is {order} {payload.dtype} on {payload.device}"
+        raise ValueError(f"{what}, expected contiguous torch.uint8 in host memory")
     _require_in_storage(payload, payload.nbytes, "payload")
 
 
@@ -220,6 +223,6 @@ def _num_chunks(num_bytes: int) -> int:
 
 
 def _runs(chunks: Chunks) -> Rows:
-    """Rows of (first, end) of the marked chunks."""
+    """Return the marked chunks as rows of (first, end)."""
     edges = np.flatnonzero(np.diff(chunks.astype(np.int8), prepend=0, append=0))
     return np.ascontiguousarray(edges.reshape(-1, 2))

@@ -1,5 +1,5 @@
-/* Where tensors lie, by DLPack's table of C functions where their class has it, else by their Python methods; and whether
-   dicts have the members that they had. With the GIL, which is let go now and then. */
+/* Reads the addresses, sizes and strides of tensors, by DLPack's table of C functions if their class has one, or else
+   by their Python methods; and compares the members of dicts. Runs with the GIL, and releases it now and then. */
 #define _DEFAULT_SOURCE
 #include "module.h"
 
@@ -9,7 +9,7 @@
 
 enum { MANY = 2048, MAX_TENSOR_DIMS = 64, CPU = 1, COMPLEX = 5 };
 
-/* --- DLPack 1.x, as far as it is used here (its header: dlpack/dlpack.h of github.com/dmlc/dlpack) --- */
+/* --- the part of DLPack 1.x that is used here (its header: dlpack/dlpack.h of github.com/dmlc/dlpack) --- */
 
 typedef struct {
     void *data;
@@ -43,7 +43,7 @@ typedef struct {
     int64_t sizes[MAX_TENSOR_DIMS], strides[MAX_TENSOR_DIMS];
 } place;
 
-/* The class that was asked last, and its table, if it has one. */
+/* The class of the last tensor, and its table, if it has one. */
 typedef struct {
     PyObject *type;
     const dl_exchange *exchange;
@@ -58,7 +58,7 @@ static const dl_exchange *exchange_of(PyObject *type) {
     const dl_exchange *found = NULL;
     if (PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
         found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-        /* The table outlives the capsule, by DLPack's rules. */
+        /* By DLPack's rules the table outlives the capsule. */
         if (found && (found->version.major != 1 || !found->tensor_of_object))
             found = NULL;
     }
@@ -74,7 +74,7 @@ static int read_ints(PyObject *tensor, const char *method, int64_t *out) {
         return -1;
     Py_ssize_t count = PyTuple_Size(numbers);
     if (count > MAX_TENSOR_DIMS) {
-        PyErr_Format(PyExc_ValueError, "a tensor has %zd dims, at most %d were expected", count, MAX_TENSOR_DIMS);
+        PyErr_Format(PyExc_ValueError, "a tensor has %zd dims, expected at most %d", count, MAX_TENSOR_DIMS);
         count = -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -146,7 +146,7 @@ static int read_place(PyObject *tensor, asked *last, place *out) {
     return 0;
 }
 
-/* Of a tensor that its list may lose meanwhile, by Python code of its class. */
+/* Keep the tensor alive while it is read: Python code of its class may remove it from the list. */
 static int read_kept(PyObject *tensor, asked *last, place *out) {
     Py_INCREF(tensor);
     int failed = read_place(tensor, last, out);
@@ -183,7 +183,7 @@ static PyObject *taken(growing *all) {
     return made;
 }
 
-/* Other threads' turn, after so many objects: for as long as one that waits takes to wake up. */
+/* Release the GIL after every MANY objects, long enough for a waiting thread to wake up. */
 static void give_way(Py_ssize_t number) {
     if (number % MANY == MANY - 1) {
         Py_BEGIN_ALLOW_THREADS
@@ -223,7 +223,7 @@ static uint64_t extent(const place *of) {
     return end;
 }
 
-/* Rows of one pair; how it is copied, or -1. `number` goes with each row, so that its bounds can be checked. */
+/* Append the rows of one pair; return its kind, or -1. Each row has the pair's `number`, to check its bounds later. */
 static int append_pair(const place *target, const place *source, uint64_t piece, uint64_t number, growing *plain,
                        growing *strided) {
     if (!target->is_cpu || !source->is_cpu || target->dtype != source->dtype || target->is_complex ||
@@ -243,7 +243,7 @@ static int append_pair(const place *target, const place *source, uint64_t piece,
             continue;
         uint64_t count = (uint64_t)target->sizes[d], to = (uint64_t)target->strides[d] * item,
                  from = (uint64_t)source->strides[d] * item;
-        /* A dim whose rows follow one another on both sides goes into the one before. */
+        /* Merge a dim into the one before if it continues that one on both sides. */
         if (dims && left[dims - 1].to == count * to && left[dims - 1].from == count * from) {
             left[dims - 1].count *= count;
             left[dims - 1].to = to;
@@ -277,7 +277,7 @@ static int append_pair(const place *target, const place *source, uint64_t piece,
         row[5 + 3 * d] = k < 0 ? 0 : left[k].from;
     }
     row[3 + 3 * WC_MAX_DIMS] = number;
-    /* Cut along the first dim, so that threads can share it. */
+    /* Split along the first dim, so that several threads can copy it. */
     uint64_t *first = &row[3 + 3 * (WC_MAX_DIMS - dims)], count = first[0], inner = run;
     for (int k = 1; k < dims; k++)
         inner *= left[k].count;
@@ -299,7 +299,7 @@ PyObject *wc_pairs(PyObject *self, PyObject *arguments) {
     if (!PyArg_ParseTuple(arguments, "OOK:pairs", &targets, &sources, &piece))
         return NULL;
     if (!PyList_Check(targets) || !PyList_Check(sources) || PyList_Size(targets) != PyList_Size(sources) || !piece)
-        return PyErr_Format(PyExc_ValueError, "expected two lists of equally many tensors, and a size of pieces");
+        return PyErr_Format(PyExc_ValueError, "expected two lists of tensors of one length, and a positive piece size");
     growing plain = {0}, strided = {0}, kinds = {0};
     asked last_target = {0}, last_source = {0};
     place target, source;

@@ -1,4 +1,4 @@
-/* Threads for one call: made and joined within it, so that a process may fork at any other time. */
+/* Threads that are made and joined within one call, so that the process may fork at any other time. */
 #define _DEFAULT_SOURCE
 #include "core.h"
 
@@ -33,7 +33,7 @@ void wc_parallel(void (*work)(void *context, size_t first, size_t last), void *c
     if (threads > WC_MAX_THREADS)
         threads = WC_MAX_THREADS;
     if (threads > 1 && parts > 1) {
-        /* Signals are the process's own threads' to handle. */
+        /* Block all signals in the new threads, so that the process's own threads handle them. */
         sigset_t every, former;
         sigfillset(&every);
         pthread_sigmask(SIG_SETMASK, &every, &former);

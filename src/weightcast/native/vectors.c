@@ -1,7 +1,7 @@
-/* Moving bytes and multiplying words: in plain C for every CPU, and by AVX2 where the CPU has it.
+/* Copying bytes and multiplying words: in plain C for every CPU, and with AVX2 if the CPU has it.
 
-glibc streams past the caches only from a share of the cache that the CPU says it has, which in a virtual machine is
-often many times what there is. Here the caller says what is not read again soon. */
+glibc's memcpy bypasses the caches only for copies larger than a part of the cache size that the CPU reports, and a
+virtual machine often reports many times the real size. Here the caller says if a target is not read again soon. */
 #include "core.h"
 
 #include <string.h>
@@ -48,7 +48,7 @@ const wc_vectors wc_plain = {
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2")))
 #define LINE 64
-/* A CPU's own prefetchers keep too few lines on their way, and stop at each page. */
+/* Prefetch by software, too: a CPU's own prefetchers request too few lines ahead, and stop at each page. */
 #define AHEAD (16 * LINE)
 #define FETCH(source) _mm_prefetch((const char *)(source) + AHEAD, _MM_HINT_T0)
 
@@ -77,7 +77,7 @@ AVX2 static void move_avx2(uint8_t *target, const uint8_t *source, size_t size, 
     memcpy(target + i, source + i, size - i);
 }
 
-/* How a chunk's words are stored while they are multiplied. */
+/* How the words of a chunk are stored while they are multiplied. */
 enum { NOT, CACHED, STREAMED };
 
 AVX2 static inline __attribute__((always_inline)) __m256i multiplied(__m256i words, const uint64_t *keys) {

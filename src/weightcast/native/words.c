@@ -1,23 +1,23 @@
-/* The digest of tensors (weightcast/format/tensor_digest.py) of strided memory: its words weighed by their positions.
+/* The digest of tensors (weightcast/format/tensor_digest.py) of strided memory: words weighted by their positions.
 
-A word s at position p counts A(p mod 4096) B(p div 4096) (s + 2^32 + 1) in each of two lanes, modulo 2^64. A vector's
-multiplications are of 32 x 32 bits: the halves of A are multiplied with s as an unsigned number, whose offset, times
-the sum of A, is added behind. The upper half counts modulo 2^32. */
+A word s at position p adds A(p mod 4096) B(p div 4096) (s + 2^32 + 1) to each of two lanes, modulo 2^64. Vector
+instructions multiply 32 x 32 bits: both halves of A are multiplied with s as an unsigned number, and the offset between
+signed and unsigned, times the sum of A, is added at the end. The upper half is needed modulo 2^32 only. */
 #include "core.h"
 
 #include <string.h>
 
 enum {
     BLOCK = WC_DIGEST_BLOCK,
-    FETCHED = 128,       /* words, in one go */
-    PIECE = 1 << 16,     /* elements of a run, one thread's at a time */
-    LINE = 64,           /* bytes of a cache's line: neighbours of elements that don't follow one another */
-    TILE_ELEMENTS = 512, /* with their neighbours they are brought into order */
+    FETCHED = 128,       /* words that are prefetched at once */
+    PIECE = 1 << 16,     /* elements of a run that a thread takes at a time */
+    LINE = 64,           /* bytes of a cache line, in which neighbours of a strided element are read, too */
+    TILE_ELEMENTS = 512, /* elements of a strided run that are gathered at once, with their neighbours */
 };
 #define AHEAD 1024 /* bytes; see vectors.c */
 
 static const uint64_t seeds[4] = {0x243F6A8885A308D3u, 0x13198A2E03707344u, 0xA4093822299F31D0u, 0x082EFA98EC4E6C89u};
-static uint32_t halves[2][2][BLOCK];     /* of A: lane, then lower and upper */
+static uint32_t halves[2][2][BLOCK];     /* of the weights A: by lane, then the lower and the upper half */
 uint64_t wc_weights_up_to[2][BLOCK + 1];
 
 void wc_begin_words(void) {
@@ -32,7 +32,7 @@ void wc_begin_words(void) {
 
 uint64_t wc_block_weight(size_t lane, uint64_t block) { return wc_mixed(seeds[2 + lane] + block) | 1; }
 
-/* A word without its sign: 2^(8 width - 1) more than it is. */
+/* Return a signed word plus 2^(8 width - 1), which is not negative. */
 static inline __attribute__((always_inline)) uint32_t unsigned_word(const uint8_t *words, size_t i, size_t width) {
     uint16_t two;
     uint32_t four;
@@ -66,7 +66,7 @@ static inline __attribute__((always_inline)) void weighed(const uint8_t *words, 
         lanes[lane] = low[lane] + ((uint64_t)high[lane] << 32);
 }
 
-/* The compiler makes vectors of it, for each width and kind of CPU. */
+/* The compiler vectorises this for each width and instruction set. */
 #define WEIGH(NAME)                                                                                                    \
     void NAME(const uint8_t *words, size_t width, size_t column, size_t count, uint64_t lanes[2]) {                    \
         if (width == 1)                                                                                                \
@@ -81,7 +81,7 @@ WEIGH(wc_weigh_plain)
 __attribute__((target("avx2"))) WEIGH(wc_weigh_avx2)
 #endif
 
-/* A dim, and into how many parts of how many elements it is cut. */
+/* A dim that is split into `parts` parts of `part` elements. */
 typedef struct {
     wc_words_dim of;
     uint64_t part, parts;
@@ -91,14 +91,14 @@ typedef struct {
     const wc_vectors *by;
     const uint8_t *elements;
     size_t itemsize, width;
-    uint64_t first; /* element of the global tensor */
+    uint64_t first; /* number of the first element in the global tensor */
     wc_sums *sums;
-    /* The neighbours in memory; the run, whose elements follow one another in the tensor; all others. */
+    /* First the dim of neighbours in memory, then the run (elements consecutive in the tensor), then all others. */
     cut_dim dims[WC_MAX_WORDS_DIMS + 2];
     int num_dims;
 } weighing;
 
-/* Add elements that follow one another in memory as in the tensor. */
+/* Add elements that are consecutive in memory and in the tensor. */
 static void add_run(const weighing *all, const uint8_t *words, uint64_t element, uint64_t count, uint64_t sums[2]) {
     uint64_t words_each = all->itemsize / all->width, position = element * words_each, left = count * words_each;
     uint64_t offset = ((uint64_t)1 << 32) + 1 - ((uint64_t)1 << (8 * all->width - 1));
@@ -116,7 +116,7 @@ static void add_run(const weighing *all, const uint8_t *words, uint64_t element,
     }
 }
 
-/* Bring so many runs side by side of so many elements each into order, a run after the other. */
+/* Gather `counts[0]` runs of `counts[1]` elements, which are interleaved in memory, one after the other into `tile`. */
 static void gather(const weighing *all, const uint8_t *from, const uint64_t counts[2], uint8_t *tile) {
     uint64_t side = all->dims[0].of.stride, stride = all->dims[1].of.stride;
 #define ELEMENTS(SIZE)                                                                                                 \
@@ -145,7 +145,7 @@ static void add_parts(void *context, size_t first, size_t last) {
         for (int d = 0; d < all->num_dims; d++) {
             const cut_dim *dim = &all->dims[d];
             uint64_t start = 0;
-            if (dim->parts > 1) { /* a division takes as long as some words */
+            if (dim->parts > 1) { /* since a division takes as long as several words */
                 start = rest % dim->parts * dim->part;
                 rest /= dim->parts;
             }
@@ -191,7 +191,7 @@ void wc_digest_words(const wc_vectors *by, uint64_t address, size_t itemsize, ui
                     .sums = sums};
     cut_dim *side = &all.dims[0], *run = &all.dims[1], *last = run;
     run->of = (wc_words_dim){1, itemsize, 1};
-    /* From the last dim on: one that goes on where the one behind it ends is part of that. */
+    /* From the last dim on, merge a dim into the one after it if it continues that one. */
     for (size_t d = count; d-- > 0;) {
         wc_words_dim dim = dims[d], *behind = &last->of;
         if (dim.count == 1)
@@ -203,7 +203,7 @@ void wc_digest_words(const wc_vectors *by, uint64_t address, size_t itemsize, ui
         else
             (++last)->of = dim;
     }
-    /* A run that has gaps in memory is read beside its nearest neighbours. */
+    /* A run with gaps in memory is read together with the runs whose elements are next to its own. */
     int has_gaps = run->of.stride != itemsize;
     side->of = (wc_words_dim){1, has_gaps ? run->of.stride : 0, 0};
     for (cut_dim *each = run + 1; each <= last; each++)

@@ -53,11 +53,14 @@ class EngineClient(Protocol):
         """
         return self
 
-    def info(self) -> WeightInfo: ...
+    def info(self) -> WeightInfo:
+        """Return the engine's state: version, run, state, abilities. Raises PeerError."""
 
-    def init(self, info: InitInfo) -> None: ...
+    def init(self, info: InitInfo) -> None:
+        """Begin a publisher's session. Raises EngineBusyError if another publisher has the engine, PeerError."""
 
-    def update(self, info: UpdateInfo) -> None: ...
+    def update(self, info: UpdateInfo) -> None:
+        """Offer, seal or abort a version, without waiting for bytes. Raises the engine's error."""
 
     def finish(self, version: int) -> None:
         """Install the sealed version."""
@@ -77,7 +80,8 @@ class EngineClient(Protocol):
         """Have an engine with wrong weights refuse to serve until a complete update."""
         return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the connections to the engine. Idempotent."""
 
 
 class ClientSender(Sender, Protocol):

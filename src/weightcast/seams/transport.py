@@ -1,4 +1,4 @@
-"""The seam of transports: how buckets get from a publisher to workers, and what a pair of ends must do.
+"""The seam of transports: how buckets get from a publisher to workers, and the contract of sender and receiver.
 
 One update. P: the publisher, on the trainer. W: a worker, in the engine's process; it has made its Receiver at `init`.
 
@@ -7,13 +7,13 @@ One update. P: the publisher, on the trainer. W: a worker, in the engine's proce
     P  Sender.open(...)                  waits until the peers' receivers have opened the version
     P  for each bucket k                 Sender.buffer(k), fill, encode, Sender.send(k, n)
     W                                    next(Receiver) -> Bucket k
-    W  Receiver.end()                    when it has installed the version, or given it up
+    W  Receiver.end()                    when it has installed or aborted the version
     P  Sender.commit()                   if an engine has installed it, or there are none; else Sender.abort(reason)
-    P  Sender.close()                    only at the end of the publisher's life; W likewise Receiver.close()
+    P  Sender.close()                    only when the publisher is closed; W likewise Receiver.close()
 
-If P's calls raise PeersLostError: P Sender.open(...) again, same version, for the survivors; buckets begin again at the
-one that it returns; a receiver takes that for the same update. Any other failure: P Sender.abort(reason); W
-Receiver.end().
+If P's calls raise PeersLostError, P calls Sender.open(...) again, with the same version, for the survivors, and sends
+the buckets again from the one that it returns; for a receiver it is still the same update. After any other failure P
+calls Sender.abort(reason) and W calls Receiver.end().
 """
 
 from __future__ import annotations
@@ -33,48 +33,47 @@ from weightcast.seams.versions import VersionReader, VersionWriter
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bucket:
-    """A header and a payload that have arrived, unchecked (see `bucket.check_bucket`)."""
+    """A header and a payload that have arrived and are not yet checked (see `bucket.check_bucket`)."""
 
     index: int
     buffer: BucketBuffer
 
 
 class Sender(VersionWriter, Protocol):
-    """The publisher's end of a transport. One thread calls it. Every wait inside has a deadline.
+    """The publisher's end of a transport. One thread calls it. Every wait has a deadline.
 
-    `failures` has the error of each peer
-    that was lost (that died, stalled or left) since the version was opened. If a loss disturbs others, `open`,
-    `buffer` or `send` raises PeersLostError: each time with fewer survivors, or once in a row with the same ones, if
-    nobody is to blame for what has broken. With `staged`, what was sent stays readable until every peer has ended the
-    update.
+    If the loss of a peer affects others, `open`, `buffer` or `send` raises PeersLostError: each time with fewer
+    survivors, or once in a row with the same ones, if no peer caused the failure. With `staged`, sent buckets stay
+    readable until every peer has ended the update.
     """
 
     @property
-    def failures(self) -> Mapping[str, WeightcastError]: ...
+    def failures(self) -> Mapping[str, WeightcastError]:
+        """Error of each peer that was lost (died, stalled or disconnected) since the version was opened, by name."""
 
     @property
     def memory_seconds(self) -> float:
-        """How long calls have waited for memory of this process, all together."""
+        """Total time in which calls have waited for memory of this process."""
         return 0.0
 
     def prepare(self, manifest: Manifest, *, staged: bool) -> None:
-        """Take the memory that a first update of this manifest needs, and that takes time to be had.
+        """Allocate the memory for a first update of this manifest in advance, if allocating takes time.
 
-        Returns before it is there: `open` and `buffer` wait for it. Does nothing if the sender has memory already.
-        Raises InsufficientMemoryError.
+        Returns before the memory is there: `open` and `buffer` wait for it. Does nothing if the sender has memory
+        already. Raises InsufficientMemoryError.
         """
         return
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Begin an update for these peers; return the first bucket to send: 0, or their number if all were sent.
+        """Begin an update for these peers; return the first bucket to send, the number of buckets if all were sent.
 
-        Raises PeersLostError; InsufficientMemoryError before any byte moves.
+        Raises PeersLostError; InsufficientMemoryError before any byte is sent.
         """
 
     def buffer(self, index: int) -> BucketBuffer:
-        """Room for bucket `index`, one object while the manifest stays. Waits until every living peer released it.
+        """Return memory for bucket `index`, the same object while the manifest stays.
 
-        Raises PeersLostError.
+        Waits until every living peer has released the memory's former content. Raises PeersLostError.
         """
 
     def send(self, index: int, num_bytes: int) -> None:
@@ -84,17 +83,17 @@ class Sender(VersionWriter, Protocol):
         """
 
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
-        """Those of these peers whose receivers are connected now. Does not wait."""
+        """Return those of `peers` whose receivers are connected now. Does not wait."""
 
     def release(self) -> None:
-        """Give back, between updates, memory that is kept for the next one, which allocates it again.
+        """Between updates: free the memory that is kept for the next one, which allocates it again.
 
-        Memory that a tensor refers to stays. Waits until readers have released it, with the sender's deadline.
+        Memory that a tensor refers to stays. Waits until readers have released it, up to the sender's deadline.
         """
         return
 
     def abort(self, reason: str) -> None:
-        """End the update: every peer's receiver raises UpdateAbortedError with this reason. Idempotent."""
+        """Abort the update: every peer's receiver raises UpdateAbortedError with this reason. Idempotent."""
 
     def close(self) -> None:
         """Free everything. Idempotent."""
@@ -102,9 +101,9 @@ class Sender(VersionWriter, Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Portion:
-    """Which buckets one of several ranks of an engine on one host reads and checks.
+    """The buckets that one of several ranks of an engine on one host reads and checks.
 
-    `memory`: where they find the memory of the first of them (`Receiver.common_memory`).
+    `memory` is the location of the first rank's memory (`Receiver.common_memory`), which all of them read into.
     """
 
     buckets: frozenset[int]
@@ -112,7 +111,7 @@ class Portion:
 
     @classmethod
     def of(cls, manifest: Manifest, index: int, num_ranks: int, memory: str = "") -> Portion:
-        """That of the rank of this index: each bucket in turn is the rank's that has the fewest bytes so far."""
+        """Return the portion of the rank `index`: each bucket goes to the rank that has the fewest bytes so far."""
         loads, own = [0] * num_ranks, set()
         for bucket, num_bytes in enumerate(manifest.buckets):
             rank = loads.index(min(loads))
@@ -123,17 +122,17 @@ class Portion:
 
 
 class Receiver(VersionReader, Protocol):
-    """A worker's end of a transport. It opens no connection but a collective one its groups: it is handed a link."""
+    """A worker's end of a transport. It uses the session's link, and opens no other connection except for groups."""
 
     def common_memory(self) -> str:
-        """Return where the engine's other ranks here find memory of this end, to read versions into; "" for none."""
+        """Return the location of memory that the engine's other ranks on this host can read into; "" for none."""
         return ""
 
     def read_together(self, manifest: Manifest, portion: Portion) -> bool:
-        """Have an engine's ranks on one host read the same memory, each checking its share; return whether they do.
+        """Make an engine's ranks on one host read the same memory, each checking its portion; return False if not.
 
-        Called before `open` of a staged version. The other ranks' buckets need their headers when they are handed out,
-        and their payloads once each rank has had its share. Raises UnsupportedError, InsufficientMemoryError.
+        Called before `open` of a staged version. Buckets of other ranks need only their headers when they are yielded;
+        their payloads are there once each rank has read its portion. Raises UnsupportedError, InsufficientMemoryError.
         """
         return False
 
@@ -141,17 +140,17 @@ class Receiver(VersionReader, Protocol):
         """Prepare for an update. Does not wait for the sender."""
 
     def __iter__(self) -> Iterator[Bucket]:
-        """Every bucket in order, once, valid until the next is asked for; when staged, until `end`.
+        """Yield every bucket in order, once, valid until the next is requested; when staged, until `end`.
 
         Raises PeerDiedError, PeerTimeoutError or UpdateAbortedError.
         """
 
     def reread(self, bucket: Bucket) -> bool:
-        """Have a bucket that an engine has written into show the sender's bytes again; False where that can't be."""
+        """Make a bucket that an engine has written into show the sender's bytes again; return False if it can't."""
         return False
 
     def release(self) -> None:
-        """Between updates: give back memory that is kept for the next one. Does nothing during an update."""
+        """Between updates: free the memory that is kept for the next one. Does nothing during an update."""
         return
 
     def end(self) -> None:
@@ -162,14 +161,15 @@ class Receiver(VersionReader, Protocol):
 
 
 Origins = Literal["one", "host", "any"]
-"""Hosts on which a trainer of several ranks may have senders beside the first rank's, each for buckets of its own:
-none, the first rank's host, or any host."""
+"""Hosts on which other ranks of the trainer may have senders, each for its own origin's buckets: "one" none (only the
+first rank sends), "host" the first rank's host, "any" any host."""
 
 
 class MakeSender(Protocol):
-    """Makes the publisher's end for the URL that the user gave. `run`: the publisher's; `device`: of the weights.
+    """Makes the publisher's end of a transport.
 
-    `listener`: of the links of the workers that this sender sends to, to which no worker is connected yet.
+    `url` is the one that the user gave, `run` the publisher's, `device` that of the weights. Workers connect to
+    `listener`, to which none is connected yet.
     """
 
     def __call__(
@@ -178,18 +178,18 @@ class MakeSender(Protocol):
 
 
 class MakeJoinedSender(Protocol):
-    """Makes the sender of another origin, which writes where the first one's does; workers don't connect to it."""
+    """Makes the sender of another origin, which writes to the same version as the first one's. No worker connects."""
 
     def __call__(self, url: str, *, run: str, device: torch.device, deadline_seconds: float) -> Sender: ...
 
 
 class MakeReceiver(Protocol):
-    """Makes a worker's end for a sender's address. Called in a background thread.
+    """Makes a worker's end of a transport. Called in a background thread.
 
-    `run`: the publisher's, or empty for any, where the transport keeps versions. `peer`: how the sender calls this
-    receiver. `link`: to that sender, not open yet; None for one that follows versions, without a publisher. `device`:
-    of the engine rank that it works for; the thread's own current device means nothing. `deadline_seconds`: how long
-    nothing of an update may come.
+    `url`: the sender's. `run`: the publisher's; empty for any run, if the transport keeps versions. `peer`: the
+    sender's name for this receiver. `link`: the link to that sender, not open yet; None for a receiver that follows
+    versions without a publisher. `device`: that of the engine rank (the thread's own current device may be another).
+    `deadline_seconds`: longest time in which nothing of an update arrives.
     """
 
     def __call__(
@@ -203,17 +203,18 @@ class Transport:
 
     sender: MakeSender
     receiver: MakeReceiver
-    same_host: bool  # whether both ends must share one
+    same_host: bool  # True if both ends must be on one host
     default_bucket_size_bytes: Mapping[str, int] = dataclasses.field(
         default_factory=lambda: {"cpu": 64 << 20, "cuda": 512 << 20}
     )
-    """By device type. "cache", where engines read buckets in place: see `largest_bucket_size`."""
+    """By device type; "cache" is for engines that read buckets in place: see `largest_bucket_size`."""
     origins: Origins = "one"
     mappable_on_gpu: Literal["always", "staged", "never"] = "never"
-    """Installs in which buckets of weights on a GPU lie in host memory that other trainer ranks of the host can map
-    (`host.memory.SharedMemory`), as those of weights on a CPU must. Else each rank has a sender of its own."""
+    """Install modes in which buckets of weights on a GPU are in host memory that other trainer ranks of the host can
+    map (`host.memory.SharedMemory`). In the other modes each rank is an origin. Buckets of weights on a CPU must always
+    be in such memory."""
     keeps_versions: bool = False
-    """True if its ends are a `VersionWriter` and a `VersionReader` that keep versions for readers that come later."""
+    """True if its ends are a `VersionWriter` and a `VersionReader`, which keep versions for later readers."""
     joined_sender: MakeJoinedSender | None = None
-    """Makes the senders of other ranks' origins, where all write to one place. A receiver gets all from the publishing
-    rank's."""
+    """Makes the senders of other origins, if all origins write to one version. A receiver then gets the buckets of all
+    origins from the publishing rank's sender."""

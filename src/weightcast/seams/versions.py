@@ -18,13 +18,13 @@ class VersionWriter(Protocol):
 
     Engines can read an offered version once all is sent. `open`, `abort` and `close` discard an uncommitted version.
 
-    The ranks that lead other origins than the first can write to the same version. P: the publishing rank. O: another
-    one, maybe on another host, whose sender is made by `Transport.joined_sender`.
+    Several origins can write to one version. P: the publishing rank. O: the rank that leads another origin, maybe on
+    another host; `Transport.joined_sender` makes its sender.
 
-        P  share(...)                        before `open`, with the whole manifest
-        O  join(...)                         before `open`, with what `begin_together` has returned
-           open, buffer, send                on all of them, each of its own origin's buckets, numbered from 0
-        P  seal(...)                         when all have sent all; from then on engines can read the version
+        P  begin_together(...)               before `open`, with the whole manifest
+        O  join(...)                         before `open`, with the result of `begin_together`
+           open, buffer, send                on all of them, each for its own origin's buckets, numbered from 0
+        P  seal(...)                         when all origins have sent all; then engines can read the version
     """
 
     def newest_version(self) -> int | None:

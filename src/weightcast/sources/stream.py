@@ -52,6 +52,7 @@ class IteratorSource:
         self._given = given
 
     def specs(self) -> Sequence[TensorSpec]:
+        """Return the specs of the present iterator's tensors. Empty before the first `use`, unless specs were given."""
         return self._specs
 
     def stream(self) -> TensorStream:

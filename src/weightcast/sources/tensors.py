@@ -75,9 +75,11 @@ class TensorSource:
         self._places = lie_at
 
     def specs(self) -> Sequence[TensorSpec]:
+        """Return the tensors' specs; the same object until `replace` changes names, shapes or dtypes."""
         return self._specs
 
     def regions(self) -> Regions:
+        """Return every tensor as one region."""
         return self._regions
 
 

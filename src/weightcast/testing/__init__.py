@@ -1,4 +1,4 @@
-"""For people who write a source, a transport or an engine: contract suites, fault wrappers, the payload table.
+"""Contract suites, fault wrappers and the payload table, for people who write a source, a transport or an engine.
 
 Needs pytest; `transport_machine` needs hypothesis as well. For readable failures, call
 `pytest.register_assert_rewrite("weightcast.testing")` in your conftest.py before importing anything from here.

@@ -154,6 +154,7 @@ class EngineContract(OverPayloads):
         self.assert_holds(engine, payload)
 
     def assert_holds(self, engine: Engine, payload: Payload) -> None:
+        """Assert that the engine's weights are the payload's, bit for bit."""
         found, expected = self.raw(engine), payload.expected()
         assert found.keys() == expected.keys()
         assert [name for name in expected if found[name] != expected[name]] == []

@@ -1,7 +1,7 @@
-"""Transports that go wrong on purpose: wrappers of any sender or receiver, never patches of one.
+"""Transports that fail on purpose: wrappers of any sender or receiver, which need no patches.
 
-A fault strikes at one bucket of one update and is spent then; the next update goes through. An engine must never
-install a faulty update: the old version stays, and the error says what was found.
+A fault strikes once, at one bucket of one update; the next update succeeds. An engine must never install a faulty
+update: the old version stays, and the error says what was found.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ SCHEME = "faulty"
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Strikes at bucket `at`."""
+    """Base of all faults. `at` is the index of the bucket at which it strikes."""
 
     at: int
 
     def strike(self, buffer: BucketBuffer) -> None:
-        """Called with the bucket's bytes before it goes on. Drop, Duplicate and Reorder leave them as they are."""
+        """Change or delay the bucket's bytes before it is passed on. Drop, Duplicate and Reorder do nothing here."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Corrupt(Fault):
-    """One bit of the bucket is turned over. `byte` counts from the beginning of its header on."""
+    """Flips one bit of the bucket. `byte` counts from the first byte of its header."""
 
     byte: int = 0
     bit: int = 0
@@ -45,20 +45,20 @@ class Corrupt(Fault):
 
 
 class Drop(Fault):
-    """The bucket never arrives. At a sender: its bytes don't, so that the slot has what it had before."""
+    """Drops the bucket. At a sender: drops its bytes, so that its slot keeps its former content."""
 
 
 class Duplicate(Fault):
-    """The bucket arrives twice. At a sender: its bytes arrive again in the next one's place."""
+    """Delivers the bucket twice. At a sender: sends its bytes again in place of the next bucket's."""
 
 
 class Reorder(Fault):
-    """This bucket and the next one change places. At a receiver only."""
+    """Swaps this bucket and the next one. For receivers only."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stall(Fault):
-    """Nothing goes on at this bucket until `until` is set, or `deadline_seconds` have passed."""
+    """Blocks at this bucket until the event `until` is set, or `deadline_seconds` have passed."""
 
     until: threading.Event
     deadline_seconds: float = 60.0
@@ -69,7 +69,7 @@ class Stall(Fault):
 
 @dataclasses.dataclass(frozen=True)
 class Kill(Fault):
-    """`action` is called at this bucket, before it goes on: close a peer, end a process by its pid, raise."""
+    """Calls `action` before this bucket is passed on, for example to close a peer, kill a process, or raise."""
 
     action: Callable[[], object]
 
@@ -81,7 +81,7 @@ SenderFault: TypeAlias = Corrupt | Drop | Duplicate | Stall | Kill
 
 
 class FaultySender(Sender):
-    """A `Sender` that passes everything on to another one, but for `fault`, which may be set again between updates."""
+    """A `Sender` that passes all calls on to `inner`, except for `fault`, which may be set again between updates."""
 
     def __init__(self, inner: Sender, fault: SenderFault | None = None) -> None:
         self.inner = inner
@@ -156,7 +156,7 @@ class FaultySender(Sender):
 
 
 class FaultyReceiver(Receiver):
-    """A `Receiver` that passes everything on from another one, but for `fault`, which may be set again."""
+    """A `Receiver` that passes all calls on to `inner`, except for `fault`, which may be set again between updates."""
 
     def __init__(self, inner: Receiver, fault: Fault | None = None) -> None:
         self.inner = inner
@@ -169,7 +169,7 @@ class FaultyReceiver(Receiver):
         return ""
 
     def read_together(self, manifest: Manifest, portion: Portion) -> bool:
-        """No: faults are in what this receiver alone has."""
+        """Return False: a fault must only be in this receiver's own memory."""
         return False
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -184,7 +184,7 @@ class FaultyReceiver(Receiver):
                 yield bucket
             else:
                 self.fault = None
-                if isinstance(fault, (Corrupt, Reorder)):  # a copy, for what another bucket's turn must not take away
+                if isinstance(fault, (Corrupt, Reorder)):  # A copy, since the next bucket may reuse the memory.
                     bucket = Bucket(bucket.index, _clone(bucket.buffer))
                 fault.strike(bucket.buffer)
                 if isinstance(fault, Reorder):
@@ -213,9 +213,10 @@ class FaultyReceiver(Receiver):
 
 
 class FaultyTransport:
-    """Registers as any transport does, and keeps the wrapped ends that were made, by peer, so that faults can be set.
+    """A transport to register under a scheme of its own, whose senders and receivers are wrapped ones of `inner`.
 
-    `sender_fault` and `receiver_faults` (by peer) are given to ends that are made later.
+    `senders` and `receivers` (by peer) are the ends that were made, to set their faults. `sender_fault` and
+    `receiver_faults` (by peer) are the faults of ends that are made later.
     """
 
     def __init__(self, inner: Transport, url: str) -> None:
@@ -226,6 +227,7 @@ class FaultyTransport:
         self.receiver_faults: dict[str, Fault] = {}
 
     def transport(self) -> Transport:
+        """Return the registry entry."""
         return dataclasses.replace(self._inner, sender=self._make_sender, receiver=self._make_receiver)
 
     def _make_sender(self, url: str, **options: Any) -> Sender:

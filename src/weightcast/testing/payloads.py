@@ -43,6 +43,7 @@ class Payload:
     bucket_size_bytes: int = 4096
 
     def specs(self) -> list[TensorSpec]:
+        """Return the tensors' specs."""
         return list(_specs(self))
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -58,6 +59,7 @@ class Payload:
         return dict(_expected(self))
 
     def manifest(self) -> Manifest:
+        """Return the plan of a publish of this payload."""
         return plan(self.specs(), self.bucket_size_bytes)
 
     def __str__(self) -> str:

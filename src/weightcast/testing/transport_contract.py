@@ -25,7 +25,7 @@ from weightcast.testing.versioned_transport_contract import ENDED, VersionedTran
 
 
 def failed(sender: Sender) -> dict[str, type[Exception]]:
-    """The sender's failures, once it has any: what a receiver says of itself may be on its way."""
+    """Wait until the sender has failures, and return them: a receiver's record may still be on its way."""
     for _ in Deadline(PATIENCE_SECONDS).polls(0.001, 0.1):
         if sender.failures:
             break
@@ -33,7 +33,7 @@ def failed(sender: Sender) -> dict[str, type[Exception]]:
 
 
 class TransportContract(VersionedTransportContract):
-    """Tests for transports with peers: a peer that dies, stalls or leaves is named and never stops the others."""
+    """Tests for transports with peers: a peer that dies, stalls or disconnects is named, and never stops the others."""
 
     number_after_an_abort = 2
     """A version is offered once over a link."""
@@ -42,7 +42,7 @@ class TransportContract(VersionedTransportContract):
         return RecoveringSender(super().sender(deadline_seconds, **options))
 
     def test_a_loss_that_disturbs_the_others_is_raised_with_the_survivors(self, staged: bool) -> None:
-        """A transport may go on without an error; a raised error names fewer survivors each time, and no lost peer."""
+        """A transport may continue without an error; a raised error has fewer survivors each time, and no lost peer."""
         sender, manifest = super().sender(), numbered(6)
         receivers = {peer: self.receiver(sender, peer) for peer in ("a", "b", "goes")}
         readers = [Reader(receivers[peer], manifest, version(1), staged=staged) for peer in ("a", "b")]
@@ -145,7 +145,7 @@ class TransportContract(VersionedTransportContract):
         send(sender, manifest, 1, 0)
         next(iter(receivers["early"]))
         receivers["early"].end()
-        # Before the last bucket has gone: who ends after that has missed nothing.
+        # Before the last bucket is sent: a peer that ends the update after that has missed nothing.
         assert failed(sender) == {"early": UpdateAbortedError}
         send_all(sender, manifest, 1, start=1)
         assert len(reader.result()) == 6
@@ -163,7 +163,7 @@ class TransportContract(VersionedTransportContract):
         self.update(sender, {"a": receiver}, manifest, 2, False)
 
     def test_a_peer_that_is_not_connected_or_opens_nothing_is_named(self, staged: bool) -> None:
-        """The one at once, the other at the deadline."""
+        """A peer that is not connected fails at once, one that opens nothing at the deadline."""
         sender, manifest = self.sender(SHORT_SECONDS), numbered(3)
         reader = Reader(self.receiver(sender), manifest, version(1), staged=staged)
         self.receiver(sender, "opens nothing")
@@ -243,7 +243,7 @@ class TransportContract(VersionedTransportContract):
         except (PeerDiedError, UpdateAbortedError):
             pass
         else:
-            # A receiver may hand out what it has whole in memory of its own, and nothing less.
+            # A receiver may still yield buckets that are complete in its own memory, but no others.
             assert num_sent == len(manifest.buckets)
         check(held, manifest, 1)
         with pytest.raises(PeerDiedError):

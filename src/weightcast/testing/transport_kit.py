@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class LinkAddress(NamedTuple):
-    """Address that a receiver of the transport `url` connects to, and the secret that it shows there."""
+    """Link address that a receiver of the transport `url` connects to, and the secret for its hello."""
 
     url: str
     link: str
@@ -54,7 +54,7 @@ def make_sender(
     secret: str = "",
     **options: Any,
 ) -> Any:
-    """A sender of the registered transport, with a listener of its own; leaving `stack` closes both."""
+    """Make a sender of the registered transport, and a link listener for it; leaving `stack` closes both."""
     listener = listen(url, run, lease_seconds=4 * SHORT_SECONDS, secret=secret)
     stack.callback(listener.close)
     make: Any = registry.transport(url).sender
@@ -66,7 +66,7 @@ def make_sender(
 
 
 def listener_of(sender: Any) -> LinkListener:
-    """The listener of a sender that `make_sender` made, or of a wrapper's `inner` one."""
+    """Return the listener of a sender from `make_sender`, or of a wrapper's `inner` sender."""
     while sender not in _listeners:
         sender = sender.inner
     return _listeners[sender]
@@ -86,7 +86,7 @@ def make_receiver(
     device: torch.device | None = None,
     deadline_seconds: float = PATIENCE_SECONDS,
 ) -> Any:
-    """A receiver that is connected by a link of its own; leaving `stack` closes both. Raises as `WorkerLink.open`."""
+    """Make a receiver and connect its link; leaving `stack` closes both. Raises as `WorkerLink.open`."""
     transport = registry.transport(address.url)
     link = WorkerLink(address.link, lease_seconds=PATIENCE_SECONDS, deadline_seconds=deadline_seconds)
     stack.callback(link.close)
@@ -111,17 +111,19 @@ class TransportEnds:
     url: str
     """The `transport` argument of a `Publisher`."""
     device = torch.device("cpu")
-    """Of the weights, at both ends."""
+    """Device of the weights, at both ends."""
 
     stack: contextlib.ExitStack
 
     def sender(self, deadline_seconds: float = PATIENCE_SECONDS) -> Sender:
+        """Make a sender of the transport."""
         made: Sender = make_sender(self.stack, self.url, device=self.device, deadline_seconds=deadline_seconds)
         return made
 
     def receiver(
         self, sender: Sender, peer: str = "a", *, run: str = RUN, deadline_seconds: float = PATIENCE_SECONDS
     ) -> Receiver:
+        """Make a receiver that is connected to `sender` under the name `peer`."""
         address = address_of(sender, self.url)
         made: Receiver = make_receiver(
             self.stack, address, peer, run=run, device=self.device, deadline_seconds=deadline_seconds
@@ -134,17 +136,17 @@ def version(number: int) -> WeightVersion:
 
 
 def numbered(num_buckets: int = 5, bucket_bytes: int = 8192) -> Manifest:
-    """Buckets of that size that hold one tensor each; `send` fills them."""
+    """Return a manifest of buckets of one tensor each, which `send` fills with numbers."""
     return plan([TensorSpec(f"t{i}", "uint8", (bucket_bytes,)) for i in range(num_buckets)], bucket_bytes)
 
 
 def value_of(number: int, index: int) -> int:
-    """Every payload byte of bucket `index` in version `number`."""
+    """Return the value of every payload byte of bucket `index` in version `number`."""
     return (number * 37 + index * 11 + 1) % 251
 
 
 def write_raw_header(buffer: BucketBuffer, raw_bytes: int, version: WeightVersion, index: int, origin: int = 0) -> int:
-    """Write the header of a payload that is in its place already; return how many bytes are to be sent."""
+    """Write the header of a payload that is in `buffer` already; return the number of bytes to send."""
     digest = queued_digest(buffer.payload[:raw_bytes])
     write_header(buffer.header, version, index, digest, raw_bytes=raw_bytes, origin=origin)
     return HEADER_BYTES + raw_bytes
@@ -177,9 +179,9 @@ def pack_and_send(sender: Sender, fill: Fill, manifest: Manifest, version: Weigh
 
 
 class RecoveringSender(Sender):
-    """Passes everything on to another sender; where that loses peers it opens the update again, as a publish run does.
+    """Passes all calls on to another sender. If that loses peers, it opens the update again, as a publish run does.
 
-    It keeps copies of what was sent, to send it again: tests send bucket by bucket, and need not know of losses.
+    It keeps copies of the sent buckets and sends them again, so that tests can send bucket by bucket after a loss.
     """
 
     def __init__(self, inner: Sender) -> None:
@@ -237,7 +239,7 @@ class RecoveringSender(Sender):
         self.inner.close()
 
     def _recover(self, survivors: Sequence[str]) -> None:
-        """Open the update again, and send what was sent and the survivors lack."""
+        """Open the update again, and send the buckets again that the survivors don't have."""
         while True:
             try:
                 for index in range(self._open(peers=survivors), len(self._sent)):
@@ -246,19 +248,19 @@ class RecoveringSender(Sender):
                     self.inner.send(index, bucket.numel())
                 return
             except PeersLostError as exc:
-                # No more of it: its traceback keeps what its frames have.
+                # Keep nothing else of the error: its traceback refers to frames that have buckets.
                 survivors = exc.survivors
 
 
 def check(bucket: Bucket, manifest: Manifest, number: int) -> None:
-    """The bucket is whole, and what `send` has sent in that version."""
+    """Raise unless the bucket has the bytes that `send` has sent in that version."""
     size = manifest.buckets[bucket.index]
     assert set(bucket.buffer.payload[:size].tolist()) <= {value_of(number, bucket.index)}
     check_bucket(bucket.buffer, size, version(number), bucket.index)
 
 
 def read_all(receiver: Receiver, manifest: Manifest, number: int) -> list[Bucket]:
-    """Iterate to the end, checking each bucket in its turn."""
+    """Iterate to the end, check each bucket, and return all."""
     buckets = []
     for bucket in receiver:
         check(bucket, manifest, number)
@@ -267,7 +269,7 @@ def read_all(receiver: Receiver, manifest: Manifest, number: int) -> list[Bucket
 
 
 def unpack(manifest: Manifest, payloads: Sequence[bytes]) -> Mapping[str, bytes]:
-    """The tensors' bytes by every name, from the buckets' bytes and the manifest alone."""
+    """Return the tensors' bytes by every name, from the payloads and the manifest alone."""
     found: dict[str, bytes] = {}
     for record in manifest.tensors:
         itemsize = DTYPES[record.dtype].itemsize
@@ -281,7 +283,7 @@ def unpack(manifest: Manifest, payloads: Sequence[bytes]) -> Mapping[str, bytes]
 
 
 class Background(Generic[T]):
-    """Runs a call in a thread; `result` waits for it, and raises what it raised."""
+    """Runs a call in a thread; `result` waits for it, and returns its result or raises its error."""
 
     def __init__(self, call: Callable[..., T], *args: object) -> None:
         self._errors: list[BaseException] = []
@@ -302,16 +304,16 @@ class Background(Generic[T]):
     def result(self) -> T:
         assert self.is_done_within(PATIENCE_SECONDS), f"the call did not return within {PATIENCE_SECONDS:g} s"
         if self._errors:
-            # Kept nowhere else: its traceback refers to this frame, and to frames that have buckets.
+            # Kept nowhere else, since its traceback refers to this frame, and to frames that have buckets.
             raise self._errors.pop()
         return self._outcome
 
 
 class Reader(Background[list[bytes]]):
-    """Receives one update in a thread, as a worker does; `result` gives copies of the buckets' bytes.
+    """Receives one update in a thread, as a worker does; `result` returns copies of the buckets' payloads.
 
-    It checks each bucket (IntegrityError), and ends the update after an error. `pause_at`: stop while holding that
-    bucket, until `go_on` is set. `on_bucket` is called with each bucket that was checked.
+    It checks each bucket (IntegrityError), and ends the update after an error. At the bucket `pause_at` it sets
+    `has_paused` and waits until `go_on` is set. It calls `on_bucket` with each checked bucket.
     """
 
     def __init__(
@@ -334,13 +336,13 @@ class Reader(Background[list[bytes]]):
                         self.has_paused.set()
                         self.go_on.wait(PATIENCE_SECONDS)
                     if bucket.index != index:
-                        raise IntegrityError(f"bucket {bucket.index} came, bucket {index} is the next")
+                        raise IntegrityError(f"bucket {bucket.index} arrived, expected bucket {index}")
                     size = manifest.buckets[index]
                     check_bucket(bucket.buffer, size, version, index)
                     payloads.append(bytes(bucket.buffer.payload[:size].cpu().numpy()))
                     on_bucket(bucket)
                 if len(payloads) != len(manifest.buckets):
-                    raise IntegrityError(f"{len(payloads)} of {len(manifest.buckets)} buckets came")
+                    raise IntegrityError(f"{len(payloads)} of {len(manifest.buckets)} buckets arrived")
             return payloads
 
         receiver.open(manifest, version, staged=staged)

@@ -123,7 +123,7 @@ class TransportMachine(RuleBasedStateMachine):
     @rule()
     def abort(self) -> None:
         for rig in self.rigs.values():
-            rig.end.abort("the machine said so")
+            rig.end.abort("aborted by a step of the machine")
             for peer in list(rig.readers):
                 assert rig.outcome(peer) == "over"
                 rig.receivers[peer].end()

@@ -1,4 +1,4 @@
-"""Tests for every transport, also for one that keeps versions and does not know its readers.
+"""Tests for every transport, including those that keep versions and don't know their readers.
 
 Subclass a contract in a test module, and set its `url`: `TransportContract`, which adds tests of peers, or for a
 transport that keeps versions `VersionedTransportContract`.
@@ -44,16 +44,16 @@ from weightcast.testing.transport_kit import (
 )
 
 ENDED = (PeerDiedError, PeerTimeoutError, UpdateAbortedError, ClosedError)
-"""How an iteration may end that must not end well."""
+"""Errors with which an iteration that can't complete may end."""
 
 
 class VersionedTransportContract(OverPayloads, TransportEnds):
-    """All ends are made in this process, by the registered transport of `url`, and each test leaves nothing behind."""
+    """Tests that make all ends in this process, by the registered transport of `url`, and leave nothing behind."""
 
     reads_in_place = False
-    """True if staged buckets are the sender's memory; its next update then waits until receivers have ended theirs."""
+    """True if staged buckets are the sender's memory, so that its next update waits for receivers to end theirs."""
     number_after_an_abort = 1
-    """Of the next version: a version may be written again."""
+    """Number of the version that is sent after an abort of version 1."""
 
     @pytest.fixture(autouse=True)
     def _close_what_was_made(self) -> Iterator[None]:
@@ -62,6 +62,7 @@ class VersionedTransportContract(OverPayloads, TransportEnds):
 
     @pytest.fixture(params=[True, False], ids=["staged", "streaming"])
     def staged(self, request: pytest.FixtureRequest) -> bool:
+        """Both install modes: True for staged, False for streaming."""
         return bool(request.param)
 
     def begin(
@@ -81,7 +82,7 @@ class VersionedTransportContract(OverPayloads, TransportEnds):
         staged: bool,
         payload: Payload | None = None,
     ) -> list[list[bytes]]:
-        """A version that every receiver gets whole, of a payload or of numbered buckets; return the buckets' bytes."""
+        """Send a version of a payload or of numbered buckets to every receiver; return the buckets' bytes."""
         readers = self.begin(sender, receivers, manifest, number, staged)
         if payload is None:
             send_all(sender, manifest, number)

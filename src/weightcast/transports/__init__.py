@@ -1,6 +1,6 @@
-"""Transports send buckets from a publisher to workers. They don't know of each other; `registry` finds one by its URL.
+"""Transports send buckets from a publisher to workers. They are independent; `registry` finds one by its URL's scheme.
 
-Code here moves bytes and knows which peer has them; other packages decide what an update means. The transports share
-these modules: `records`, `sending` and `receiving` run an update at either end and know which peers are connected, late
-or lost; `linked` sends records over links; `kept_memory` allocates host memory for buckets.
+Code here moves bytes and knows which peer has received them; other packages decide what an update means. All transports
+share these modules: `sending` and `receiving` run one end of an update and know which peers are connected, late or
+lost; `records` has the records that both ends exchange; `kept_memory` allocates host memory for buckets.
 """

@@ -17,8 +17,8 @@ from weightcast.host.memory import MappedMemory, SharedMemory
 def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = host_memory.LESS_AT_ONCE) -> torch.Tensor:
     """Return a flat uint8 tensor of `size_bytes`; on a CPU it is zeros, in huge pages if the host has them.
 
-    Raises InsufficientMemoryError if the host or the device has less available. Its text says that `what` needs the
-    memory and that `remedy` helps.
+    Raises InsufficientMemoryError if the host or the device has less available. The message says that `what` needs the
+    memory and recommends `remedy`.
     """
     if device.type != "cpu":
         return host_device.empty(size_bytes, device, what, remedy)
@@ -27,7 +27,7 @@ def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = hos
         mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as exc:
         raise InsufficientMemoryError(
-            f"{what} needs {size_bytes} bytes, which could not be mapped ({exc}): {remedy}"
+            f"{what} needs {size_bytes} bytes, which this process can't map ({exc}): {remedy}"
         ) from exc
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -35,10 +35,10 @@ def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = hos
 
 
 class KeptMemory:
-    """Memory that is kept while it is large enough; an index has the same buffer as long as the manifest stays.
+    """Memory that is reused while it is large enough. While the manifest stays, a bucket index has the same buffer.
 
-    With `shared`, all processes that map it use the same memory, and each fills a part. This process's writes into a
-    `buffer` are then private, so that no process overwrites another's bytes.
+    With `shared`, all processes that map it use the same memory, and each fills a part of it. This process's writes
+    into a `buffer` are then private, so that no process overwrites another's bytes.
     """
 
     size_bytes: int
@@ -78,14 +78,15 @@ class KeptMemory:
         self._targets.forget_above(len(arena_layout.slots))
 
     def buffer(self, index: int) -> BucketBuffer:
+        """Return the memory to read bucket `index` from."""
         return self._buffers.at(self.arena_layout, index)
 
     def target(self, index: int) -> BucketBuffer:
-        """Return the memory to write bucket `index` to; `buffer` shows it."""
+        """Return the memory to write bucket `index` to, which `buffer` then shows."""
         return self._targets.at(self.arena_layout, index)
 
     def reread(self, buffer: BucketBuffer) -> bool:
-        """Drop what this process has written into `buffer`, so that it shows its target again.
+        """Drop this process's writes into `buffer`, so that it shows its target again.
 
         Return False, without effect, if both are the same memory.
         """
@@ -96,19 +97,19 @@ class KeptMemory:
         return True
 
     def free(self) -> None:
-        """Free the memory. Buffers that were handed out stay as long as something refers to them."""
+        """Free the memory. Buffers that were returned stay valid as long as something refers to them."""
         self.size_bytes = 0
         self.arena_layout = ArenaLayout((), (), (), ())
         self._buffers = self._targets = Buffers(torch.empty(0, dtype=torch.uint8))
         self._view = None
 
     def close(self) -> None:
-        """Free the memory; nothing may be prepared afterwards."""
+        """Free the memory. Do not call `prepare` afterwards."""
         self.free()
 
 
 class MemoryToSend(KeptMemory):
-    """Memory that on a CPU other ranks of the trainer on this host can map, to pack into it."""
+    """Memory of a sender. On a CPU other trainer ranks of this host can map it, to pack their regions into it."""
 
     _mapping: MappedMemory | None
 
@@ -123,7 +124,7 @@ class MemoryToSend(KeptMemory):
         self._mapping = None
 
     def close(self) -> None:
-        """Free the memory at once, even if a kept error's traceback refers to buffers: they read as zeros then."""
+        """Free the memory at once, even if an error's traceback still refers to buffers, which then read as zeros."""
         if self._mapping is not None:
             self._mapping.free()
             self._mapping.memory.close()

@@ -1,4 +1,7 @@
-"""`memory://`: sender and receivers in one process hand each other references. The reference for every contract."""
+"""`memory://`: sender and receivers in one process, which read the sender's memory in place.
+
+It is the reference implementation that other transports are tested against.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,14 @@ _SCHEME = "memory://"
 
 
 class ReferredArena(msgspec.Struct, frozen=True, tag="referred_arena", tag_field="kind"):
-    """Memory of this process, which it has under that key."""
+    """Memory of this process, which `_arenas` finds by `key`."""
 
     generation: Count
     key: ShortText
 
 
 class MemoryArena(OwnedArena, MappedArena):
-    """Both ends of an arena."""
+    """An arena that serves as the sender's and as the receiver's end."""
 
     def __init__(self, generation: int, size_bytes: int, device: torch.device) -> None:
         super().__init__(generation, MemoryToSend(device, "sending this update").allocate(size_bytes), device)
@@ -41,15 +44,15 @@ class MemoryArena(OwnedArena, MappedArena):
         return ReferredArena(self.generation, self._key), None
 
     def reset(self) -> None:
-        """Wait for the device: work that was queued by an update that was given up may still read the arena."""
+        """Wait for the device: operations that an aborted update queued may still read the arena."""
         host_device.synchronize(self.device)
 
     def close(self, *, free: bool = False) -> None:
-        """The memory stays as long as a tensor needs it."""
+        """Do nothing: the memory is freed with the last tensor that refers to it."""
 
 
 _arenas: weakref.WeakValueDictionary[str, MemoryArena] = weakref.WeakValueDictionary()
-"""Those of this process that a sender or a receiver has, by key."""
+"""Arenas of this process that a sender or a receiver uses, by key."""
 
 
 class MemorySender(ArenaSender[MemoryArena]):
@@ -65,7 +68,7 @@ class MemorySender(ArenaSender[MemoryArena]):
         device: torch.device | str | None = None,
     ) -> None:
         if url != _SCHEME:
-            raise ValueError(f"{url!r}: memory has no address; pass {_SCHEME!r}")
+            raise ValueError(f"{url!r} has an address, and memory:// takes none: pass {_SCHEME!r}")
         super().__init__(run, listener, deadline_seconds, Released | FromPeer, device)
 
     def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> MemoryArena:
@@ -73,7 +76,7 @@ class MemorySender(ArenaSender[MemoryArena]):
 
 
 class MemoryReceiver(ArenaReceiver):
-    """See `ArenaReceiver`."""
+    """Implements `Receiver`; see `ArenaReceiver`."""
 
     def __init__(
         self,
@@ -85,13 +88,13 @@ class MemoryReceiver(ArenaReceiver):
         deadline_seconds: float = 60.0,
         device: torch.device | None = None,
     ) -> None:
-        """`device` changes nothing: buckets are the sender's own memory."""
+        """Make a receiver. `device` is ignored: buckets are the sender's own memory."""
         super().__init__(run, link, deadline_seconds, ReferredArena | BucketReady | FromSender)
 
     def _map(self, record: Any, descriptor: int | None) -> MappedArena:
         arena = _arenas.get(record.key)
         if arena is None:
-            what = "the publisher's memory is not in this process: memory:// joins ends of one process only; use ipc://"
+            what = "the publisher is in another process, and memory:// works within one process only: use ipc://"
             raise PeerDiedError(what, peer=PUBLISHER)
         return arena
 

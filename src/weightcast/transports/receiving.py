@@ -1,7 +1,7 @@
-"""Common base of the workers' ends of all transports: the update that is wanted, the wait for it, and its end.
+"""Base classes of the receivers of all transports: they open an update, wait for its buckets, and end it.
 
-Invariants: a bucket is handed out only in its turn, and only while the sender lives; what comes of a former update is
-never taken for the present one. `end` and `close` may be called from any thread and wake an iteration that waits.
+Invariants: buckets are yielded in order, and only while the sender is connected; a late record of a former update is
+never taken for one of the present update. `end` and `close` may be called from any thread and wake an iteration.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PUBLISHER = "trainer"
 
 @dataclasses.dataclass(slots=True, eq=False)
 class WantedUpdate:
-    """An update that the worker waits for. `is_done`: all was iterated."""
+    """The update that the worker waits for. `is_done` is true once every bucket was iterated."""
 
     manifest: Manifest
     version: WeightVersion
@@ -62,12 +62,13 @@ T = TypeVar("T")
 
 
 class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
-    """Iterates, ends and closes. A transport says how it hears of buckets and how it releases them."""
+    """Base of all receivers. A transport adds how it learns of buckets and how it releases them."""
 
     def __init__(self, run: str | None, deadline_seconds: float, condition: threading.Condition | None = None) -> None:
-        """`run`: the only one to be received, or None for all. The condition guards all state and is notified.
+        """Make a receiver for versions of `run`, or of every run for None.
 
-        `deadline_seconds`: how long nothing of an update may come.
+        An iteration fails if nothing of the update arrives for `deadline_seconds`. The condition guards all state and
+        is notified of every change.
         """
         self._run = run
         self._deadline_seconds = deadline_seconds
@@ -76,12 +77,12 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
         self._closed = False
 
     def __iter__(self) -> Iterator[Bucket]:
-        """Every bucket in order, once."""
+        """Yield every bucket in order, once."""
         with self._condition:
             self._require_open()
             wanted = self._wanted
         if wanted is None:
-            raise UpdateAbortedError("no update is open: it was ended, or open() was not called")
+            raise UpdateAbortedError("no update is open: call open() first (end() closes an update)")
         yield from self._buckets(wanted)
         wanted.is_done = True
 
@@ -102,37 +103,38 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
                 self._wanted = None
                 self._condition.notify_all()
 
-    # --- what a transport adds; but for `_release`, the caller holds the condition ---
+    # --- methods that a transport implements; the caller holds the condition, except for `_release` ---
 
     @abc.abstractmethod
     def _next_bucket(self, wanted: W) -> Bucket | None:
-        """Bucket `wanted.num_read`, if it is here."""
+        """Return bucket `wanted.num_read`, or None if it has not arrived."""
 
     def _release(self, wanted: W, index: int) -> None:
-        """The bucket after `index` was asked for."""
+        """Release bucket `index`: the caller has asked for the next one."""
         return
 
     @abc.abstractmethod
     def _leave(self, wanted: W) -> None:
-        """The update has ended here, in whichever way."""
+        """Release everything of the update, which has ended: completely read, failed or aborted."""
 
     @abc.abstractmethod
-    def _disconnect(self) -> None: ...
+    def _disconnect(self) -> None:
+        """Disconnect from the sender and free all memory."""
 
     def _listen(self) -> None:
-        """Take in what the sender has done by now, where no thread does. Does not wait."""
+        """Read the records that have arrived, if no thread does so by itself. Does not wait."""
         return
 
     def _heard_at(self) -> float:
-        """When the sender has shown last that it goes on, where that can be known."""
+        """Return the time of the sender's last sign of progress, or 0.0 if the transport has none."""
         return 0.0
 
     def _check_sender(self, wanted: W) -> None:
-        """Raises if the sender has ended the update, or has gone."""
+        """Raise if the sender has aborted the update, or is gone."""
         return
 
     def _wait(self, wanted: W, seconds: float) -> None:
-        """Let go of the condition until something happens, at most that long."""
+        """Release the condition until it is notified, for at most `seconds`."""
         self._condition.wait(seconds)
 
     # --- for transports ---
@@ -152,7 +154,10 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
             self._release(wanted, index)
 
     def _await(self, wanted: W, find: Callable[[], T | None]) -> T:
-        """Wait until something is found. Raises whatever ends the update, PeerTimeoutError if nothing is heard."""
+        """Call `find` until it returns something, and return that.
+
+        Raises the error that ends the update, or PeerTimeoutError if nothing arrives for the deadline.
+        """
         start = time.monotonic()
         while True:
             self._check_live(wanted)
@@ -165,34 +170,34 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
             self._wait(wanted, min(remaining, self._longest_wait_seconds(wanted)))
 
     def _longest_wait_seconds(self, wanted: W) -> float:
-        """After that long something is looked for that wakes nobody; at most as long as poll(2) can wait."""
+        """Return the time after which `find` is called again without a notification; at most poll(2)'s limit."""
         return MAX_SECONDS
 
     def _silence(self, wanted: W, seconds: float) -> str:
-        return f"nothing of version {wanted.version.number} came from the publisher for {seconds:g} s"
+        return f"nothing of version {wanted.version.number} arrived from the publisher for {seconds:g} s"
 
     def _check_live(self, wanted: W) -> None:
-        """Raises if the update is over for any reason."""
+        """Raise if the update has ended for any reason."""
         self._require_open()
         if self._wanted is not wanted:
-            what = f"version {wanted.version.number} was given up by its worker, in this process"
-            raise UpdateAbortedError(f"{what}, before all of it had come: end() was called")
+            what = f"this worker ended version {wanted.version.number} before all of it had arrived"
+            raise UpdateAbortedError(f"{what}: end() was called in this process")
         self._listen()
         self._check_sender(wanted)
 
     def _require_open(self, version: WeightVersion | None = None) -> None:
-        """Raises ClosedError, ValueError for a version of another run."""
+        """Raise ClosedError if this is closed, ValueError for a version of another run."""
         if self._closed:
-            raise ClosedError("this receiver was closed by its worker, in this process")
+            raise ClosedError("this worker has closed its receiver, in this process: make another receiver")
         if version is not None and self._run is not None and version.run != self._run:
             raise ValueError(f"version {version.number} is of run {version.run}, this receiver of run {self._run}")
 
 
-# --- receivers that hear records of their sender ---
+# --- receivers that are connected to their sender by a link ---
 
 
 class MappedArena:
-    """A receiver's end of a sender's arena. This will do for host memory that nobody writes."""
+    """A receiver's end of a sender's arena. The methods here suit host memory that no process overwrites."""
 
     generation: int
     size_bytes: int
@@ -200,23 +205,26 @@ class MappedArena:
     device = torch.device("cpu")
 
     def reset(self) -> None:
-        """An update was given up: let nothing that was read or written here reach the next one."""
+        """Drop this process's reads and writes of an aborted update, so that none can affect the next update."""
 
     def reread(self, buffer: BucketBuffer) -> bool:
-        """Make `buffer` show the sender's bytes again; False if that can't be. See `Receiver.reread`."""
+        """Make `buffer` show the sender's bytes again; return False if it can't. See `Receiver.reread`."""
         return False
 
     def close(self) -> None:
-        """Let go of it; the memory stays as long as a tensor needs it."""
+        """Release the arena; its memory stays mapped as long as a tensor refers to it."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PeerUpdate(WantedUpdate):
-    """`begin`: once the sender has begun it; `is_unlike` what was offered. `aborted`: why the sender has given it up.
+    """The update that the worker waits for, with what the sender has sent about it.
 
-    In an arena: `announced` are buckets that were not handed out yet, and arenas before the first bucket in them, each
-    with the descriptor that came with it. `given`: the bucket that was handed out last. `unreleased`: the one before
-    that, on a GPU, with what was queued when the next was asked for.
+    `begin`: the sender's record that begins the update, None before. `is_unlike`: that record does not match the offer.
+    `aborted`: the sender's reason for aborting the update.
+
+    For arenas: `announced` are records of buckets that were not yielded yet, each preceded by the record of a new arena
+    if it lies in one, with the file descriptor that arrived with the record. `given` is the bucket that was yielded
+    last. `unreleased`, on a GPU, is the bucket before that, with an event of the reads that were queued by then.
     """
 
     begin: records.BeginUpdate | None = None
@@ -231,21 +239,24 @@ V = TypeVar("V", bound=PeerUpdate)
 
 
 class PeerReceiver(ReceivingEnd[V]):
-    """Hears its sender over the session's link, in the thread that waits, or in the link's own.
+    """Base of receivers that get records from their sender over the session's link. A transport adds how bytes move.
 
-    A transport says how bytes move. Whatever is about another version than the one that is wanted is dropped.
+    Records arrive in the thread that waits, or in the link's own. Records about another version are dropped.
     """
 
     def __init__(self, run: str, link: WorkerLink | None, deadline_seconds: float, messages: Any) -> None:
-        """`link`: the session's, not open yet; it is closed by its owner. `messages`: the union of what may come."""
+        """Make a receiver on the session's `link`, which is not open yet and which its owner closes.
+
+        `messages` is the union of the records that the sender may send.
+        """
         if link is None:
-            raise ValueError("this transport has peers: its receiver needs the link of a publisher's session")
+            raise ValueError("link is None: the receiver of this transport needs the link of a publisher's session")
         super().__init__(run, deadline_seconds, link.condition)
         self._link = link
         link.carry(messages, self._on_record)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
-        """Wait for `version` from now on. Raises PeerDiedError if the sender has gone, InsufficientMemoryError."""
+        """Prepare for `version` and tell the sender so. Raises PeerDiedError if it is gone, InsufficientMemoryError."""
         self._require_open(version)
         self.end()
         with self._condition:
@@ -257,25 +268,25 @@ class PeerReceiver(ReceivingEnd[V]):
             self._tell(records.Opened(version.number, self._mapped_generation()))
             self._condition.notify_all()
 
-    # --- what a transport adds; the caller holds the condition ---
+    # --- methods that a transport implements; the caller holds the condition ---
 
     @abc.abstractmethod
     def _want(self, manifest: Manifest, version: WeightVersion, staged: bool) -> V:
-        """Prepare for an update. May wait for what is left of the one before."""
+        """Prepare memory for an update. May wait for operations of the former one."""
 
     @abc.abstractmethod
     def _on_other(self, record: Any) -> None:
-        """A record of the transport's own. Must not wait."""
+        """Handle a record that only this transport has. Must not wait."""
 
     def _mapped_generation(self) -> int:
-        """That of the sender's arena that is mapped here; 0 for none."""
+        """Return the generation of the sender's arena that is mapped here; 0 for none."""
         return 0
 
     def _on_begun(self, wanted: V) -> None:
-        """The sender has begun what is wanted, or after a loss has begun it again."""
+        """Handle the sender's BeginUpdate, which comes again after a loss."""
 
     def _on_aborted(self, wanted: V) -> None:
-        """The sender has given up what is wanted."""
+        """Handle the sender's UpdateAborted."""
 
     # --- records ---
 
@@ -286,7 +297,7 @@ class PeerReceiver(ReceivingEnd[V]):
         return self._link.worked_at
 
     def _tell(self, record: msgspec.Struct) -> None:
-        # A sender that has gone is noticed by the link.
+        # If the sender is gone, the link reports it.
         with contextlib.suppress(OSError):
             self._link.send(record)
 
@@ -313,40 +324,40 @@ class PeerReceiver(ReceivingEnd[V]):
             raise UpdateAbortedError(wanted.aborted)
         if wanted.is_unlike and (begin := wanted.begin):
             found, expected = (begin.num_buckets, begin.staged), (wanted.num_buckets, wanted.staged)
-            raise ManifestError(f"the publisher sends (buckets, staged) = {found}, the offer said {expected}")
+            raise ManifestError(f"the publisher begins (buckets, staged) = {found}, but has offered {expected}")
         if self._link.over:
-            what = f"the publisher at {self._link.address} has gone or dropped this receiver: {self._link.over}"
+            what = f"the publisher at {self._link.address} is gone or has dropped this receiver: {self._link.over}"
             raise PeerDiedError(what, peer=PUBLISHER)
 
     def _disconnect(self) -> None:
-        """Leave: the sender knows by the end of the link."""
+        """Shut the link down, which the sender sees as the end of this receiver."""
         self._link.leave()
 
 
 class ArenaReceiver(PeerReceiver[PeerUpdate]):
     """Implements `Receiver`: reads the sender's arena in place. Memory: none of its own.
 
-    Arenas are mapped by the thread that iterates: that of the link only keeps what it hears.
+    The thread that iterates maps arenas; the link's thread only stores the records.
     """
 
     _arena: MappedArena | None = None
 
     def reread(self, bucket: Bucket) -> bool:
-        """Drop what this process wrote over a bucket, if the arena's mapping is its own. The views stay valid."""
+        """Drop this process's writes into a bucket, if the arena is mapped privately. The views stay valid."""
         with self._condition:
             return self._arena is not None and self._arena.reread(bucket.buffer)
 
     def release(self) -> None:
-        """Let go of the arena, which is the sender's memory; it is announced again. See `Receiver.release`."""
+        """Unmap the arena, which is the sender's memory; the sender will announce it again. See `Receiver.release`."""
         with self._condition:
             if self._wanted is None:
                 self._use_arena(None)
 
-    # --- what a transport adds ---
+    # --- the method that a transport implements ---
 
     @abc.abstractmethod
     def _map(self, record: Any, descriptor: int | None) -> MappedArena:
-        """Map the arena of the transport's record, whose descriptor it owns from now on. Raises WeightcastError."""
+        """Map the arena that `record` announces, and take ownership of the descriptor. Raises WeightcastError."""
 
     # --- the arena ---
 
@@ -364,7 +375,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
     def _on_other(self, record: Any) -> None:
         wanted, is_bucket = self._wanted, isinstance(record, records.BucketReady)
         descriptor = None if is_bucket else self._link.pop_descriptor()
-        # What is left of a former update comes before this one has begun: its arena is announced again.
+        # Records that arrive before this update has begun are of a former one. Its arena will be announced again.
         if (
             wanted is not None
             and wanted.begin is not None
@@ -375,7 +386,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
             os.close(descriptor)
 
     def _next_bucket(self, wanted: PeerUpdate) -> Bucket | None:
-        """Raises ManifestError if the bytes that the sender speaks of aren't the next bucket's."""
+        """Return the next bucket, or None. Raises ManifestError if the sender announces another bucket or place."""
         index, ready = wanted.num_read, None
         while wanted.announced and ready is None:
             record, descriptor = wanted.announced.popleft()
@@ -390,28 +401,33 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
         size_bytes = wanted.manifest.buckets[index]
         largest, payload = HEADER_BYTES + size_bytes, ready.offset_bytes + HEADER_BYTES
         if arena is None or ready.generation != arena.generation:
-            raise ManifestError(f"bucket {ready.index} lies in arena {ready.generation}, which is not known here")
+            mapped = self._mapped_generation()
+            what = f"the publisher announced bucket {ready.index} in arena {ready.generation}"
+            raise ManifestError(f"{what}, but this receiver has arena {mapped} (0: none)")
         if ready.index != index:
-            raise ManifestError(f"bucket {ready.index} was announced, bucket {index} is the next")
+            raise ManifestError(f"the publisher announced bucket {ready.index}, expected bucket {index}")
         if not HEADER_BYTES <= ready.num_bytes <= largest:
-            what = f"bucket {index} of {ready.num_bytes} bytes was announced, expected {HEADER_BYTES} to {largest}"
-            raise ManifestError(what, fault="size")
+            what = f"the publisher announced {ready.num_bytes} bytes of bucket {index}"
+            raise ManifestError(f"{what}, expected {HEADER_BYTES} to {largest}", fault="size")
         if ready.offset_bytes + largest > arena.size_bytes:
-            raise ManifestError(f"bucket {index} of {largest} bytes would end behind the arena", fault="offset")
+            what = f"bucket {index} needs {largest} bytes from byte {ready.offset_bytes} of the publisher's arena on"
+            raise ManifestError(f"{what}, which ends at byte {arena.size_bytes}", fault="offset")
         if index == 0:
             arena.buffers.forget_above(wanted.num_buckets)
         return Bucket(index, arena.buffers.get(index, ready.offset_bytes, payload, size_bytes))
 
     def _release(self, wanted: PeerUpdate, index: int) -> None:
-        """On a GPU what reads the bucket is only queued: it is released when that is over, at the latest with the next
-        one, whose check has waited for as much.
+        """Release a bucket once nothing reads it.
+
+        On a GPU its reads may still be queued when the next bucket is asked for. It is then released when they are
+        over, at the latest with the next bucket, whose check waits for them anyway.
         """
         ready, arena = wanted.given, self._arena
         if wanted.staged or ready is None or arena is None:
             return
         read = host_device.recorded(arena.device) if arena.device.type == "cuda" else None
         former = None if wanted.unreleased is None else wanted.unreleased[1]
-        # Not under the condition, which the link's thread needs.
+        # Wait without the condition, which the link's thread needs.
         for event in (former, read if index + 1 == wanted.num_buckets else None):
             if event is not None and not event.query():
                 event.synchronize()
@@ -421,7 +437,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
             self._release_read(wanted)
 
     def _release_read(self, wanted: PeerUpdate) -> None:
-        """Tell the sender that a bucket may be overwritten, if what reads it is over."""
+        """Tell the sender that a bucket may be overwritten, if its reads are over."""
         if wanted.unreleased is None:
             return
         ready, read = wanted.unreleased
@@ -431,7 +447,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
                 self._tell(records.Released(ready.version, ready.generation, ready.index))
 
     def _longest_wait_seconds(self, wanted: PeerUpdate) -> float:
-        """The sender may wait for a bucket that is still being read here."""
+        """Return a short time while the sender may wait for a bucket whose reads are queued on this GPU."""
         return super()._longest_wait_seconds(wanted) if wanted.unreleased is None else host_device.POLL_SECONDS
 
     def _leave(self, wanted: PeerUpdate) -> None:
@@ -440,7 +456,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
             try:
                 self._arena.reset()
             except WeightcastError as exc:
-                logger.warning("the publisher's arena was let go: %s", exc)
+                logger.warning("the publisher's arena was unmapped, since it could not be reset: %s", exc)
                 self._use_arena(None)
         super()._leave(wanted)
 
@@ -452,7 +468,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
 
 
 def _forget(wanted: PeerUpdate) -> None:
-    """Close what came with arenas that were not mapped."""
+    """Close the descriptors of arenas that were announced but not mapped."""
     while wanted.announced:
         _, descriptor = wanted.announced.popleft()
         if descriptor is not None:

@@ -1,12 +1,12 @@
-"""Records that both ends of every transport with peers send each other; a transport adds records of its own.
+"""Records that sender and receivers of every transport with peers exchange; a transport adds records of its own.
 
-They travel on the session's link, which is of one run, and in which a version is offered once: whatever speaks of an
-update carries its `version`, so that nothing of a former one is taken for its successor; whatever speaks of bytes in an
-arena carries the arena's `generation`, which counts from 1.
+They are sent over the session's link. A link belongs to one run, and a version is offered over it once. Every record
+about an update has the update's `version`, so that a late record of a former update can't be taken for one of the
+present update; every record about bytes in an arena has the arena's `generation`, which counts from 1.
 
-A sender MUST NOT begin a version before a receiver has opened it, and each end MUST ignore what is about another
-version than the one it is at. A receiver gives an update up if nothing of it comes for the publisher's deadline and a
-lease: neither a record, nor a heartbeat with `waits`. So an engine does not stay paused for a publisher that hangs.
+A sender MUST NOT begin a version before a receiver has opened it, and each end MUST ignore records about another
+version than its present one. A receiver aborts an update if neither a record of it nor a heartbeat with `waits` arrives
+for the publisher's deadline plus a lease, so that a publisher that hangs can't keep an engine paused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 
 
 class BeginUpdate(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
-    """An update that the receiver has opened and takes part in. Once more: after a loss all buckets come again."""
+    """The sender begins an update that the receiver has opened. Sent again after a loss: all buckets follow again."""
 
     version: VersionNumber
     staged: bool
@@ -33,7 +33,7 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
 
 
 class BucketReady(msgspec.Struct, frozen=True, tag="ready", tag_field="kind"):
-    """A bucket is whole in the sender's arena: `num_bytes` of header and encoded payload, from `offset_bytes` on."""
+    """A bucket is complete in the sender's arena: `num_bytes` of header and encoded payload, from `offset_bytes` on."""
 
     version: VersionNumber
     generation: Count
@@ -43,7 +43,7 @@ class BucketReady(msgspec.Struct, frozen=True, tag="ready", tag_field="kind"):
 
 
 class UpdateAborted(msgspec.Struct, frozen=True, tag="aborted", tag_field="kind"):
-    """The update is over for this receiver."""
+    """The sender has aborted the update for this receiver."""
 
     version: VersionNumber
     reason: ShortText
@@ -53,14 +53,14 @@ class UpdateAborted(msgspec.Struct, frozen=True, tag="aborted", tag_field="kind"
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened", tag_field="kind"):
-    """The receiver waits for this version. `generation`: of the arena that it has mapped; 0 for none."""
+    """The receiver waits for this version. `generation` is that of the arena that it has mapped; 0 for none."""
 
     version: VersionNumber
     generation: Count = 0
 
 
 class Released(msgspec.Struct, frozen=True, tag="released", tag_field="kind"):
-    """The receiver reads a bucket of the arena no more."""
+    """The receiver has finished reading a bucket of the arena, which may be overwritten."""
 
     version: VersionNumber
     generation: Count
@@ -68,7 +68,7 @@ class Released(msgspec.Struct, frozen=True, tag="released", tag_field="kind"):
 
 
 class UpdateEnded(msgspec.Struct, frozen=True, tag="ended", tag_field="kind"):
-    """The receiver takes no more of an update, and reads none of its buckets."""
+    """The receiver has ended the update, whether installed or aborted, and reads none of its buckets any more."""
 
     version: VersionNumber
 

@@ -1,13 +1,14 @@
-"""Common base of the publisher's ends of all transports with peers: updates, peers, and arenas that peers read.
+"""Base classes of the senders of all transports with peers: updates, peers, and arenas that peers read.
 
-Peers are workers whose links the sender was handed; it opens no connection. Links are read under their listener's
-condition, by any thread that waits on it or by the listener's own, so that all of this happens under it.
+Peers are workers that are connected to the publisher's link listener; a sender opens no connection. Links are read
+under the listener's condition, by any thread that waits on it or by the listener's own, so a sender holds that
+condition in every method.
 
-Invariants: a peer that dies, stalls, leaves or sends what it must not is out of the update, with the reason in
-`failures`; every wait ends by the deadline, and lets newcomers in. A slot of an arena is rewritten only when each
-receiver that was told of its content has released it or has died; if one may still be reading (it made no progress for
-a deadline), the arena is abandoned to it and a new one takes its place, also in the middle of an update. Nothing is
-copied but by the caller.
+Invariants: a peer that dies, stalls, leaves or sends an invalid record is dropped from the update, with the reason in
+`failures`; every wait ends at the deadline, and accepts new peers meanwhile. A slot of an arena is rewritten only when
+each receiver to which its content was announced has released it or has died. If one may still be reading (it made no
+progress for a deadline), the sender leaves the arena to it and allocates another, even in the middle of an update. A
+sender copies no bytes; only its caller does.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ logger = logging.getLogger(__name__)
 
 MAX_REASON_CHARACTERS = 4096
 _NUM_SLOTS = 2
-"""One is packed while the other is read."""
+"""Slots of a streaming arena: one is packed while the other is read."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SentUpdate:
-    """The update in progress, or the last one, whose buckets may still be read. `peers`: those who still take it.
+    """The update in progress, or the last one, whose buckets may still be read.
 
-    `next`: the bucket to be sent next. `aborted`: why it was given up. `is_interrupted`: it has lost peers, and must be
-    opened again for the others.
+    `peers`: names of the peers that still take part. `next`: the bucket to send next. `aborted`: the reason for which
+    it was aborted. `is_interrupted`: it has lost peers and must be opened again for the others.
     """
 
     version: WeightVersion
@@ -72,10 +73,11 @@ class SentUpdate:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ConnectedPeer:
-    """A worker that is connected; one that connects again has another link, and is another peer.
+    """A connected worker. If it connects again, it has another link and is another peer.
 
-    `progress_at`: when it said something last. `opened`, `ended`: the last version that it has opened, and that it was
-    done with or has given up; -1 for none. `generation`: of the sender's arena that it has mapped; 0 for none.
+    `progress_at`: time of its last record. `opened`, `ended`: the last version that it has opened, and the last that it
+    has ended, whether installed or aborted; -1 for none. `generation`: that of the sender's arena that it has mapped; 0
+    for none.
     """
 
     link: Link
@@ -90,14 +92,14 @@ class ConnectedPeer:
 
 
 def check_length(manifest: Manifest, index: int, num_bytes: int) -> None:
-    """Raises ValueError unless that many bytes are a header and at most the raw payload of bucket `index`."""
+    """Raise ValueError unless `num_bytes` is a header and at most the raw payload of bucket `index`."""
     largest = HEADER_BYTES + manifest.buckets[index]
     if not HEADER_BYTES <= num_bytes <= largest:
-        raise ValueError(f"{num_bytes} bytes of bucket {index} were to be sent, expected {HEADER_BYTES} to {largest}")
+        raise ValueError(f"num_bytes of bucket {index} is {num_bytes}, expected {HEADER_BYTES} to {largest}")
 
 
 class RunSender(Sender):
-    """Sends versions of one run, each of their buckets in its turn, until it is closed."""
+    """Base of all senders: sends versions of one run, their buckets in order, until it is closed."""
 
     _closed = False
 
@@ -105,17 +107,19 @@ class RunSender(Sender):
         self.run = run
 
     def _require_open(self, version: WeightVersion | None = None) -> None:
-        """Raises ClosedError, ValueError for a version of another run."""
+        """Raise ClosedError if this is closed, ValueError for a version of another run."""
         if self._closed:
-            raise ClosedError("this sender was closed")
+            raise ClosedError("this sender was closed: make another publisher")
         if version is not None and version.run != self.run:
             raise ValueError(f"version {version.number} is of run {version.run}, this sender of run {self.run}")
 
 
 def check_next(index: int, following: int, num_buckets: int) -> None:
-    """Raises ValueError unless bucket `index` is the one to follow, and not behind the last one."""
-    if index != following or index >= num_buckets:
-        raise ValueError(f"bucket {index} of {num_buckets}: bucket {following} is the next")
+    """Raise ValueError unless bucket `index` is the next one and there is such a bucket."""
+    if index >= num_buckets:
+        raise ValueError(f"there is no bucket {index}: the plan has {num_buckets} buckets")
+    if index != following:
+        raise ValueError(f"bucket {index} was given, expected bucket {following}, which is the next one")
 
 
 U = TypeVar("U", bound=SentUpdate)
@@ -123,20 +127,23 @@ P = TypeVar("P", bound=ConnectedPeer)
 
 
 class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
-    """Opens, aborts and closes; knows the peers and who fails. A transport says which records travel, and bytes.
+    """Base of senders with peers: knows which peers are connected and which have failed.
 
-    `peer_type`: made for each worker that connects.
+    A transport adds how bytes move and the records for that. `peer_type` is the class of its peers.
     """
 
     peer_type: type[P]
 
     def __init__(self, run: str, listener: LinkListener, deadline_seconds: float, messages: Any) -> None:
-        """`listener`: of the links of the peers, closed by its owner. `messages`: the union of what peers may send."""
+        """Make a sender for the peers that connect to `listener`, which its owner closes.
+
+        `messages` is the union of the records that peers may send.
+        """
         super().__init__(run)
         self._listener = listener
         listener.carry(messages)
         self.condition = listener.condition
-        """Held in every call."""
+        """Held in every method."""
         self._deadline_seconds = deadline_seconds
         self._peers: dict[str, P] = {}
         self._failures: dict[str, WeightcastError] = {}
@@ -144,21 +151,21 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
-        """Those who were dropped, or have gone, since the version was opened: as of now. Does not wait."""
+        """Errors of the peers that were lost since the version was opened, by name. Does not wait."""
         with self.condition:
             if not self._closed:
                 self._listen()
             return dict(self._failures)
 
     def connected(self, peers: Sequence[str]) -> list[str]:
-        """Those of these peers that are connected now. Does not wait."""
+        """Return those of `peers` that are connected now. Does not wait."""
         with self.condition:
             self._require_open()
             self._listen()
             return [name for name in peers if name in self._peers]
 
     def abort(self, reason: str) -> None:
-        """End the update for every peer; what they hold they release. Does not wait."""
+        """Abort the update for every peer, which then releases its buckets. Does not wait."""
         with self.condition:
             update = self._update
             if update is not None and update.is_open and not self._closed:
@@ -170,7 +177,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         with self.condition:
             if not self._closed:
                 self.abort("the publisher was closed")
-                # Memory that the last readers have left by now is freed at once.
+                # Handle the records that have arrived: memory that nobody reads any more is freed at once.
                 self._listen()
                 self._closed = True
                 for peer in self._peers.values():
@@ -179,19 +186,19 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
                 self._disconnect()
                 self.condition.notify_all()
 
-    # --- what a transport adds; the caller holds the condition ---
+    # --- methods that a transport implements; the caller holds the condition ---
 
     @abc.abstractmethod
     def _disconnect(self) -> None:
-        """Nothing is sent any more: free all memory."""
+        """Free all memory: the sender is closed."""
 
     def _on_other(self, peer: P, record: Any) -> None:
-        """A record of the transport's own."""
+        """Handle a record that only this transport has."""
 
-    # --- what peers do ---
+    # --- records of peers ---
 
     def _listen(self) -> bool:
-        """Take in who has come and what peers have said by now; return whether there was anything. Does not wait."""
+        """Add new peers, and handle records and lost links; return whether there were any. Does not wait."""
         has_heard = False
         for link in self._listener.links():
             former = self._peers.get(link.peer)
@@ -207,12 +214,12 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         return has_heard
 
     def _hear(self, peer: P) -> None:
-        """Take in what a peer has said, and its end."""
+        """Handle the records of a peer, and the end of its link."""
         link = peer.link
         while link.records:
             self._on_record(peer, link.records.popleft())
         if link.ended:
-            gone = PeerDiedError(f"the receiver of {peer.name} has gone: {link.ended}", peer=peer.name)
+            gone = PeerDiedError(f"the receiver of {peer.name} has disconnected: {link.ended}", peer=peer.name)
             self._drop(peer, gone, may_be_reading=not link.has_left)
 
     def _on_record(self, peer: P, record: Any) -> None:
@@ -228,14 +235,14 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
                 self._on_other(peer, record)
 
     def _on_ended(self, peer: P, update: U) -> None:
-        """The peer takes no more of the present update."""
+        """Remove a peer that has ended the present update; it is lost unless all buckets were sent."""
         if peer.name in update.peers and not update.is_done:
-            what = f"{peer.name} left the update after {update.next} of {update.num_buckets} buckets were sent"
+            what = f"{peer.name} ended the update after {update.next} of {update.num_buckets} buckets were sent"
             self._lose(peer.name, UpdateAbortedError(what))
         update.peers.discard(peer.name)
 
     def _on_aborted(self, update: U) -> None:
-        """The update was given up: tell its peers. One that has no room for the record reads no more: its link ends."""
+        """Tell the update's peers that it was aborted. The link of one that has stopped reading ends."""
         self._listen()
         for name in sorted(update.peers):
             if name in self._peers:
@@ -243,16 +250,16 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         update.peers.clear()
 
     def _drop(self, peer: P, error: WeightcastError, *, may_be_reading: bool) -> None:
-        """The peer's link ends. `may_be_reading`: its process may live, and read what it was given."""
+        """End the link of a peer. `may_be_reading`: its process may live, and still read its buckets."""
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
-            peer.link.end(f"the publisher gave this receiver up: {error}")
+            peer.link.end(f"the publisher dropped this receiver: {error}")
             if self._update is not None and peer.name in self._update.peers:
                 logger.warning("%s", error)
                 self._lose(peer.name, error)
 
     def _lose(self, name: str, error: WeightcastError) -> None:
-        """The peer takes no more of the present update."""
+        """Remove a peer from the present update, because of `error`."""
         self._failures[name] = error
         if self._update is not None:
             self._update.peers.discard(name)
@@ -260,7 +267,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
     # --- for transports ---
 
     def _post(self, peer: P, record: msgspec.Struct, descriptor: int | None = None) -> bool:
-        """Send a peer a record, and wait for room up to the deadline; False if the peer is lost then."""
+        """Send a record; wait for room in the socket up to the deadline. Return False if the peer is lost by then."""
         data = frame(record)
         if not peer.link.put(data, descriptor):
             self._await_room(peer, data, descriptor)
@@ -270,7 +277,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         deadline = Deadline(self._deadline_seconds)
         while self._peers.get(peer.name) is peer and not peer.link.put(data, descriptor):
             if deadline.has_passed:
-                self._drop(peer, self._timed_out(peer.name, "took no record"), may_be_reading=True)
+                self._drop(peer, self._timed_out(peer.name, "read no record"), may_be_reading=True)
                 return
             peer.link.wake_for_room(True)
             try:
@@ -279,10 +286,10 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
                 peer.link.wake_for_room(False)
 
     def _wait(self, seconds: float) -> None:
-        """Wait at most that long until a peer does something, and take in what it does.
+        """Wait for a new peer, a record or a lost link, for at most `seconds`, and handle them.
 
-        Does not wait if a peer has done something already that was not taken in: nothing wakes this for it again.
-        Raises ClosedError if another thread has closed this.
+        Does not wait if there are some already: they would not notify the condition again. Raises ClosedError if
+        another thread closes this sender.
         """
         if not self._listen():
             self.condition.wait(seconds)
@@ -290,14 +297,14 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
             self._listen()
 
     def _begin_open(self, version: WeightVersion, peers: Sequence[str]) -> U | None:
-        """Give the former update up; but return it if it is interrupted and of this version: then it goes on.
+        """Abort the former update and return None; if it is of this version and was interrupted, return it to go on.
 
         Raises ClosedError, ValueError for a version of another run.
         """
         self._require_open(version)
         former = self._update
         is_interrupted = former is not None and former.is_open and former.is_interrupted
-        # If nobody was left, peers that are named now connected later: the version is begun for them.
+        # If no peer had survived, `peers` have connected since then: the version begins afresh for them.
         if former is not None and is_interrupted and former.version == version and (former.peers or not peers):
             former.is_interrupted = False
             return former
@@ -311,9 +318,10 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         return None
 
     def _await_opened(self, names: Sequence[str], version: WeightVersion) -> set[str]:
-        """Wait until all have opened the version or have failed; who does not by the deadline is a failure.
+        """Wait until each peer has opened the version or has failed; return the names of those that have opened it.
 
-        Returns the others. One that is not connected, or has given the version up already, is a failure at once.
+        A peer that does not open it by the deadline fails; one that is not connected, or has ended the version already,
+        fails at once.
         """
 
         def is_missing(name: str) -> bool:
@@ -327,21 +335,21 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
             if name in self._failures:
                 continue
             if name not in self._peers:
-                self._failures[name] = PeerDiedError(f"{name} is not connected: its receiver has gone", peer=name)
+                self._failures[name] = PeerDiedError(f"the receiver of {name} is not connected any more", peer=name)
             elif is_missing(name):
                 what = f"{name} has not opened version {version.number} within {self._deadline_seconds:g} s"
                 self._failures[name] = PeerTimeoutError(what, peer=name)
             elif self._peers[name].ended >= version.number:
-                what = f"{name} gave version {version.number} up before it began"
+                what = f"{name} aborted version {version.number} before the sender began it"
                 self._failures[name] = UpdateAbortedError(what)
         return {name for name in names if name not in self._failures}
 
     def _require_update(self, index: int) -> U:
-        """The update in progress, of which bucket `index` must be the next. Raises UpdateAbortedError, ValueError."""
+        """Return the update in progress, whose next bucket must be `index`. Raises UpdateAbortedError, ValueError."""
         self._require_open()
         update = self._update
         if update is None or not update.is_open or update.is_interrupted:
-            raise UpdateAbortedError("no update is open: it was aborted or lost peers, or open() was not called")
+            raise UpdateAbortedError("no update is open: call open() first (an abort or a lost peer ends an update)")
         check_next(index, update.next, update.num_buckets)
         return update
 
@@ -353,7 +361,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
 
 class OwnedArena(abc.ABC):
-    """The sender's end of memory that peers read. `generation`: its number among the sender's arenas."""
+    """The sender's end of memory that peers read. `generation` is its number among the sender's arenas."""
 
     def __init__(self, generation: int, whole: torch.Tensor, device: torch.device) -> None:
         self.generation = generation
@@ -363,17 +371,17 @@ class OwnedArena(abc.ABC):
 
     @abc.abstractmethod
     def announcement(self) -> tuple[msgspec.Struct, int | None]:
-        """Return what a receiver needs to map it: a record, and a descriptor that travels with it."""
+        """Return the record that a receiver needs to map the arena, and the file descriptor to send with it, if any."""
 
     def await_memory(self, end_bytes: int, seconds: float) -> float:
-        """Wait, at most that long, until the first `end_bytes` cost no time to be had; return how long that took.
+        """Wait up to `seconds` until the pages of the first `end_bytes` are populated; return the seconds waited.
 
-        Raises InsufficientMemoryError if there is too little left for what the arena has still to take.
+        Raises InsufficientMemoryError if the host has too little memory for the arena's other pages.
         """
         return 0.0
 
     def close(self, *, free: bool) -> None:
-        """Let go of it. With `free`, give the memory back at once, even if others still have it."""
+        """Release the arena. With `free`, free its memory at once, even if receivers still map it."""
         del self.buffers
 
 
@@ -386,11 +394,12 @@ A = TypeVar("A", bound=OwnedArena)
 
 
 class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
-    """Implements `Sender`. A loss never disturbs the others. A transport says what its arenas are.
+    """Implements `Sender`: peers read the sender's arena in place, so that the loss of one does not affect the others.
 
-    Memory: streaming, two buckets, one more on a GPU; staged, the whole version; kept for the next update. With
-    a CUDA `device` streaming buckets lie in that device's memory; staged ones are in host memory always. A bucket on a
-    GPU is announced once its packing is over, so that nothing that a receiver waits for can end with this process.
+    A transport adds its kind of arena. Memory: two buckets when streaming, three on a GPU; the whole version when
+    staged. It is kept for the next update. With a CUDA `device` streaming buckets lie in that device's memory; staged
+    buckets are always in host memory. A bucket on a GPU is announced only when its packing is over, so that no receiver
+    waits for work on the GPU that would end with this process.
     """
 
     peer_type = ConnectedPeer
@@ -416,7 +425,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
         return self._memory_seconds
 
     def prepare(self, manifest: Manifest, *, staged: bool) -> None:
-        """Allocate an arena in host memory; one on a GPU costs no time. See `Sender.prepare`."""
+        """Allocate the arena if it is in host memory; on a GPU that takes no time later. See `Sender.prepare`."""
         with self.condition:
             self._require_open()
             device, arena_layout = self._layout(manifest, staged=staged)
@@ -424,8 +433,9 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
                 self._replace_arena(arena_layout.size_bytes, device)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Begin an update. Waits until the former one's buckets are released and `peers` have opened it; those who fail
-        in that, or have gone, are in `failures`. Raises InsufficientMemoryError.
+        """Begin an update. Waits until the former update's buckets are released and `peers` have opened this one.
+
+        Peers that fail to do so, or are gone, are in `failures`. Raises InsufficientMemoryError.
         """
         with self.condition:
             self._begin_open(version, peers)
@@ -461,9 +471,10 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
             return arena.buffers.at(arena_layout, index)
 
     def send(self, index: int, num_bytes: int) -> None:
-        """Tell the peers of bucket `index`, on a GPU once its packing is over.
+        """Announce bucket `index` to the peers, on a GPU once its packing is over.
 
-        Waits besides only for a peer hundreds of buckets behind. Raises PeerTimeoutError if the GPU does not get done.
+        Waits only for that, and for a peer that is hundreds of buckets behind. Raises PeerTimeoutError if the packing
+        does not end by the deadline.
         """
         with self.condition:
             update = self._require_update(index)
@@ -487,7 +498,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
                     self._readers.setdefault(slot, set()).add(name)
 
     def release(self) -> None:
-        """Let go of the arena; see `Sender.release`. A reader that has not released it by the deadline keeps it."""
+        """Free the arena; see `Sender.release`. A reader that has not released it by the deadline keeps it mapped."""
         with self.condition:
             self._require_open()
             self._await_released()
@@ -499,28 +510,28 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
             is_packed = any(packed.query() for _ in polls)
         self._require_update(index)
         if not is_packed:
-            what = f"bucket {index} was not packed within {self._deadline_seconds:g} s"
-            raise PeerTimeoutError(f"{what}: the trainer's GPU does something else", peer="trainer")
+            what = f"the trainer's GPU did not finish packing bucket {index} within {self._deadline_seconds:g} s"
+            raise PeerTimeoutError(f"{what}: other work is queued before it, or the GPU hangs", peer="trainer")
 
     @contextlib.contextmanager
     def _unlocked(self) -> Iterator[None]:
-        """Nothing of the links is waited for: heartbeats need the condition meanwhile, which is held once."""
+        """Release the condition, which is not held recursively: heartbeats need it during a wait for something else."""
         self.condition.release()
         try:
             yield
         finally:
             self.condition.acquire()
 
-    # --- what a transport adds ---
+    # --- the method that a transport implements ---
 
     @abc.abstractmethod
     def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> A:
-        """Raises InsufficientMemoryError."""
+        """Allocate an arena. Raises InsufficientMemoryError."""
 
     def _disconnect(self) -> None:
         self._close_arena()
 
-    # --- what peers do ---
+    # --- records of peers ---
 
     def _on_other(self, peer: ConnectedPeer, record: Any) -> None:
         update, arena = self._update, self._arena
@@ -537,27 +548,27 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
     def _drop(self, peer: ConnectedPeer, error: WeightcastError, *, may_be_reading: bool) -> None:
         if self._peers.get(peer.name) is not peer:
             return
-        held = self._forget_reader(peer.name)
+        read = self._forget_reader(peer.name)
         if may_be_reading:
-            self._lost_slots |= held
+            self._lost_slots |= read
         super()._drop(peer, error, may_be_reading=may_be_reading)
-        if held and isinstance(error, PeerTimeoutError):
+        if read and isinstance(error, PeerTimeoutError):
             self._failures[peer.name] = error
 
     def _forget_reader(self, name: str) -> set[int]:
-        """The slots that the peer was reading."""
-        held = {slot for slot, readers in self._readers.items() if name in readers}
-        for slot in held:
+        """Remove a peer from the readers of all slots; return the slots that it was reading."""
+        read = {slot for slot, readers in self._readers.items() if name in readers}
+        for slot in read:
             self._readers[slot].discard(name)
-        return held
+        return read
 
     def _await_released(self, slot: int | None = None) -> None:
-        """Wait until nobody reads a slot, or any; a reader that does nothing for the deadline is dropped."""
+        """Wait until no peer reads the slot, or for None any slot; drop a reader without progress for the deadline."""
         start = time.monotonic()
         while names := self._names_reading(slot):
             now = time.monotonic()
             ends = {name: max(start, self._peers[name].progress_at) + self._deadline_seconds for name in names}
-            # Listen before anyone is dropped: it may be this process that stood still.
+            # Read records before a peer is dropped: if this process was stopped, they may be waiting in its socket.
             self._wait(max(0.0, min(ends.values()) - now))
             for name in self._names_reading(slot):
                 peer = self._peers[name]
@@ -571,12 +582,12 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
 
     def _layout(self, manifest: Manifest, *, staged: bool) -> tuple[torch.device, ArenaLayout]:
         device = torch.device("cpu") if staged else self._device
-        # On a GPU a reader releases a bucket only when it has the next one.
+        # On a GPU a reader releases a bucket only after it got the next one, hence one more slot.
         num_slots = _NUM_SLOTS + (device.type == "cuda")
         return device, arena_layout_of(manifest, num_slots=num_slots, staged=staged)
 
     def _await_memory(self, arena: A, end_bytes: int) -> None:
-        """Wait a while for the first bytes of the arena; those that are slow to come are written to all the same."""
+        """Wait for the first bytes of the arena to be populated; if that takes too long, go on without."""
         with self._unlocked():
             seconds = arena.await_memory(end_bytes, GRACE_SECONDS)
         self._require_open()
@@ -592,7 +603,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
         self._lost_slots.clear()
 
     def _close_arena(self) -> None:
-        """Let go of the arena. Its memory is freed, unless a stalled reader may still be in it."""
+        """Close the arena. Its memory is freed at once, unless a stalled reader may still read it."""
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.close(free=not self._lost_slots and not any(self._readers.values()))

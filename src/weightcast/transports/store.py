@@ -1,9 +1,9 @@
-"""`file:///dir`: a directory of versions, written by one publisher, and followed by all who can read it.
+"""`file:///dir`: a directory of versions, which one publisher writes and any number of readers follow.
 
-The directory itself is the package `weightcast.store`. Invariants: a bucket's buffer is handed out again only when its
-bytes are with the filesystem; an error of any writing thread is raised, and nothing is sealed then; what is sealed is
-given up unless `commit` comes next. Bytes are read into memory of the reading process, from a slot that is pinned
-meanwhile; the pin ends with the last bucket, or with `end`.
+The package `weightcast.store` defines the directory. Invariants: a bucket's buffer is reused only when the filesystem
+has its bytes; an error of any writing thread is raised, and the version is not sealed then; a sealed version is dropped
+unless `commit` is called next. Readers copy bytes into memory of their own from a slot that is pinned meanwhile; the
+pin ends with the last bucket, or with `end`.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class _PinnedMemory(KeptMemory):
 
 
 class _BufferedSender(RunSender, Generic[W]):
-    """Base of the senders of all origins: a ring of buffers, written by one thread or several.
+    """Base of the senders of all origins: a ring of buffers, which one thread or several write to the filesystem.
 
-    Memory: one bucket; with several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.
+    Memory: one bucket, and with several threads one more for each, at most `MAX_BUFFERS` or the number of buckets.
     """
 
     writer_type: type[W]
@@ -80,16 +80,16 @@ class _BufferedSender(RunSender, Generic[W]):
         deadline_seconds: float = 60.0,
         device: torch.device | str | None = None,
     ) -> None:
-        """`listener` changes nothing: readers need no link. Raises as the writer."""
+        """Make a sender that owns the store. `listener` is ignored: readers need no link. Raises as the writer."""
         address = StoreAddress.parse(url)
         num_threads = address.num_threads
         self._address, self._directory = address, address.directory
         super().__init__(run)
         self._max_buffers = 1 if num_threads == 1 else min(num_threads + 1, MAX_BUFFERS)
         self._num_buffers = 1
-        # It starts a thread only for a bucket that no other one is free for.
+        # The pool starts a thread only if no other thread is free.
         self._pool = ThreadPoolExecutor(self._max_buffers, "weightcast-store")
-        # Zeros: what lies between the end of a bucket and of its buffer must not be another's memory.
+        # Zeros, since the bytes between the end of a bucket and the end of its buffer are written, too.
         kind = _PinnedMemory if torch.device(device or "cpu").type == "cuda" else MemoryToSend
         self._ring = kind(_HOST_MEMORY, "writing this version")
         self._plan: Manifest | None = None
@@ -98,12 +98,12 @@ class _BufferedSender(RunSender, Generic[W]):
         self._writer: W = self.writer_type(address, run, deadline_seconds=deadline_seconds)
 
     def _writing(self) -> Translated:
-        """The store's files: raises WeightcastError for an OSError that stands for nothing else."""
+        """Translate an OSError of the store's files into a WeightcastError."""
 
         def raise_as_stores(error: OSError) -> NoReturn:
             raise WeightcastError(
-                f"the store {self._directory} can't be written: {error}; its newest version stays. Mend the filesystem "
-                "(is it mounted, writable, and not full?) and publish again"
+                f"can't write to the store {self._directory}: {error}; its newest version stays. Check that the "
+                "filesystem is mounted, writable and not full, and publish again"
             ) from error
 
         return Translated(OSError, raise_as_stores)
@@ -114,21 +114,22 @@ class _BufferedSender(RunSender, Generic[W]):
         return {}
 
     def connected(self, peers: Sequence[str]) -> list[str]:
-        """All of them: readers of a store connect to nobody."""
+        """Return all of them: readers of a store don't connect to the publisher."""
         return list(peers)
 
     def buffer(self, index: int) -> BucketBuffer:
-        """Return memory to pack bucket `index`, the next one, into. Waits until the former one there was written."""
+        """Return memory to pack bucket `index`, the next one, into. Waits until its former content was written."""
         self._require_update(index)
         with self._writing():
             self._await_writes(self._num_buffers - 1)
         return self._ring.buffer(index)
 
     def send(self, index: int, num_bytes: int) -> None:
-        """Write bucket `index`; with the last one, finish. Raises InsufficientMemoryError, StaleVersionError,
-        or another WeightcastError if the filesystem fails.
+        """Write bucket `index`, in the background if there are several threads.
 
-        Finished is what the filesystem has taken, and sealed if it is all of the version.
+        With the last bucket, wait until the filesystem has all of them, and seal the version if no other origin sends a
+        part of it. Raises InsufficientMemoryError, StaleVersionError, or another WeightcastError if the filesystem
+        fails.
         """
         plan, buffer = self._require_update(index), self._ring.buffer(index)
         check_length(plan, index, num_bytes)
@@ -143,8 +144,8 @@ class _BufferedSender(RunSender, Generic[W]):
                 self._finish_all()
 
     def abort(self, reason: str) -> None:
-        """Give the version up; the one before stays."""
-        if self._writer.is_locked:  # else the threads are another process's
+        """Drop the version; the one before stays."""
+        if self._writer.is_locked:  # In a forked child the threads are the parent's.
             wait(self._writes)
         self._writes.clear()
         self._plan = None
@@ -152,7 +153,7 @@ class _BufferedSender(RunSender, Generic[W]):
             self._writer.abort(reason)
 
     def close(self) -> None:
-        """Let the store go; another publisher may take it. Idempotent."""
+        """Release the store, so that another publisher can use it. Idempotent."""
         if self._closed:
             return
         self.abort("the publisher was closed")
@@ -162,7 +163,7 @@ class _BufferedSender(RunSender, Generic[W]):
         self._ring.close()
 
     def _begin(self, plan: Manifest) -> None:
-        """Take buckets of this plan from now on. The writer has begun."""
+        """Prepare buffers for the buckets of a plan. The writer has begun already."""
         self._plan, self._digests = plan, []
         self._num_buffers = max(1, min(self._max_buffers, len(plan.buckets)))
         self._ring.prepare(arena_layout_of(plan, num_slots=self._num_buffers, staged=False))
@@ -180,24 +181,24 @@ class _BufferedSender(RunSender, Generic[W]):
         return buffer.flat(num_bytes).numpy().data
 
     def _await_writes(self, most: int) -> None:
-        """Wait until at most so many are under way."""
+        """Wait until at most `most` writes are under way."""
         while len(self._writes) > most:
-            # In no variable: it has the error, whose traceback would keep this frame, and with it the ring.
+            # Not in a variable: the future has the error, whose traceback would keep this frame and the ring alive.
             self._writes.popleft().result()
 
     def _require_update(self, index: int) -> Manifest:
         self._require_open()
         plan = self._plan
         if plan is None:
-            raise UpdateAbortedError("no update is open: it was committed or aborted, or open() was not called")
+            raise UpdateAbortedError("no update is open: call open() first (commit() and abort() end an update)")
         check_next(index, len(self._digests), len(plan.buckets))
         return plan
 
 
 class StoreSender(_BufferedSender[StoreWriter]):
-    """Implements `Sender`, of a transport that keeps versions. All calls come from one thread.
+    """Implements `Sender` of a transport that keeps versions. One thread calls it.
 
-    It takes the store when it is made. The store's files besides: see `StoreWriter`.
+    The constructor locks the store; `StoreWriter` describes its files.
     """
 
     writer_type = StoreWriter
@@ -208,9 +209,9 @@ class StoreSender(_BufferedSender[StoreWriter]):
     _version: WeightVersion | None = None
 
     def newest_version(self) -> int | None:
-        """The number of the store's newest version, or of the last one that was given up, whichever is larger.
+        """Return the larger one of the numbers of the store's newest version and of the last version that was dropped.
 
-        Of whichever run; None if there is none. Raises as `StoreWriter.ensure_lock`.
+        The versions may be of any run. Return None if there is none. Raises as `StoreWriter.ensure_lock`.
         """
         self._require_open()
         with self._writing():
@@ -220,13 +221,16 @@ class StoreSender(_BufferedSender[StoreWriter]):
         return None if number < 0 else number
 
     def begin_together(self, manifest: Manifest, version: WeightVersion) -> str:
-        """Take a slot for a version of several origins, and make room in it. Raises as `StoreWriter.begin`."""
+        """Reserve a slot for a version that several origins write; return its location for `JoinedStoreSender.join`.
+
+        Raises as `StoreWriter.begin`.
+        """
         where = self._begin_writing(manifest, version, manifest.spans[0])
         self._begun_together = version
         return where
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Take a slot and make room in it, unless `begin_together` has; `peers` and `staged` change nothing.
+        """Reserve a slot unless `begin_together` has done so. `peers` and `staged` are ignored.
 
         Raises as `StoreWriter.begin`.
         """
@@ -237,16 +241,19 @@ class StoreSender(_BufferedSender[StoreWriter]):
         return 0
 
     def seal(self, others: Sequence[bytes]) -> None:
-        """Of a version that is shared: all origins have sent. `others`: the digests of their buckets, in order."""
+        """Seal a version of several origins, once all have sent. `others`: digests of their buckets, in order."""
         self._require_open()
         if self._begun_together is None or self._plan is not None:
-            raise UpdateAbortedError("no version is shared, or buckets of it are missing: it was aborted, say")
+            raise UpdateAbortedError(
+                "no version of several origins is complete: call begin_together() and send every bucket first (abort() "
+                "drops the version)"
+            )
         self._begun_together = None
         with self._writing():
             self._writer.seal([*self._digests, *others])
 
     def commit(self) -> None:
-        """Make the version whose buckets were all sent the newest. Raises as `StoreWriter.commit`."""
+        """Make the sealed version the newest one. Raises as `StoreWriter.commit`."""
         self._require_open()
         with self._writing():
             self._writer.commit()
@@ -316,35 +323,36 @@ class StoreSender(_BufferedSender[StoreWriter]):
 
 
 class JoinedStoreSender(_BufferedSender[OriginWriter]):
-    """Implements `Sender` for one origin: writes its files beside another rank's `StoreSender`, which it joins.
+    """Implements `Sender` for one origin of a version that another rank's `StoreSender` has begun.
 
-    Nothing is opened before it has joined.
+    It writes the origin's own files. Call `join` before `open`.
     """
 
     writer_type = OriginWriter
 
     def join(self, manifest: Manifest, origin: int, place: str) -> None:
-        """Open the origin's files where the publishing rank has begun. Raises as `OriginWriter.begin`."""
+        """Open the origin's files in the slot `place` of the publishing rank. Raises as `OriginWriter.begin`."""
         self._require_open()
         self.abort("the publisher began another update")
         with self._writing():
             self._writer.begin(manifest, origin, place)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Send these buckets, the origin's own, to where `join` was called for."""
+        """Prepare for the origin's buckets, which `send` writes to the files that `join` has opened."""
         self._require_open(version)
         if not self._writer.is_locked:
-            raise UpdateAbortedError("this sender writes beside another one: join comes first")
+            raise UpdateAbortedError("this sender has not joined the publishing rank's version: call join() first")
         self._begin(manifest)
         return 0
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class StoreUpdate(WantedUpdate):
-    """`pinned`: once it is. `attempt`: the writer's last one when it was opened.
+    """The version that is read.
 
-    `num_ahead`: how many buckets are read while one is taken. `arena`: where they are read to. `portion`: those whose
-    payload this rank reads; None for all.
+    `pinned`: None until the version is in the store and pinned. `attempt`: the number of the writer's last attempt when
+    the update was opened. `num_ahead`: number of buckets that are read in advance. `arena`: the memory that they are
+    read into. `portion`: the buckets whose payload this rank reads; None for all.
     """
 
     arena: KeptMemory
@@ -357,11 +365,11 @@ class StoreUpdate(WantedUpdate):
 
 
 class StoreReceiver(ReceivingEnd[StoreUpdate]):
-    """Implements `Receiver`, of a transport that keeps versions.
+    """Implements `Receiver` of a transport that keeps versions.
 
-    Memory, kept between updates: staged, the whole version, in every process that reads, but once for the ranks of an
-    engine on one host; streaming, one bucket, with several threads one more for each, but no more than there are, and
-    at most `MAX_BUFFERS`.
+    Memory, kept between updates: staged, the whole version, in every reading process, but only once for the ranks of an
+    engine on one host; streaming, one bucket, and with several threads one more for each, at most `MAX_BUFFERS` or the
+    number of buckets.
     """
 
     def __init__(
@@ -374,22 +382,24 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         deadline_seconds: float = 60.0,
         device: torch.device | None = None,
     ) -> None:
-        """`run`: the only one to be read, or empty for all, also of a directory that is not there yet.
+        """Make a reader of versions of `run`; with an empty `run` of every run, and the directory need not exist yet.
 
-        `link` and `device` change nothing: versions are read into host memory.
+        `link` and `device` are ignored: versions are read into host memory.
 
         Raises PeerDiedError if there is no store, StaleVersionError if another run writes it.
         """
-        # All of a version is packed and written before any of it can be read.
+        # Twice, since the publisher packs and writes a whole version before any of it can be read.
         super().__init__(run or None, 2 * deadline_seconds)
         address = StoreAddress.parse(url)
         self._directory = directory = address.directory
         self._reader = StoreReader(directory, label=peer)
         record = self._reader.writer().record if run else None
         if run and record is None:
-            raise PeerDiedError(f"there is no store in {directory} on this host: is it mounted here?", peer=PUBLISHER)
+            what = f"there is no store in {directory} on this host: check that the directory is mounted here"
+            raise PeerDiedError(what, peer=PUBLISHER)
         if record is not None and record.run != run:
-            raise StaleVersionError(f"the receiver is of run {run}, the store {directory} of {record.run}: init again")
+            what = f"run {record.run} writes the store {directory}, this receiver is of run {run}"
+            raise StaleVersionError(f"{what}: initialise the engine again")
         self._num_ahead = 0 if address.num_threads == 1 else address.num_threads
         self._new_pool = functools.partial(ThreadPoolExecutor, address.num_threads, "weightcast-store")
         self._pool = self._new_pool()
@@ -397,11 +407,16 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         self._common_memory: SharedMemory | None = None
         self._together: KeptMemory | None = None
         self._portion: Portion | None = None
-        """Of the version that is opened next."""
+        """Portion of the version that is opened next."""
+        self._late_reads: list[Future[None]] = []
+        """Reads of an ended version into memory that several ranks read; they may still write to it."""
         self._newest: PinnedVersion | None = None
 
     def newest(self, known: WeightVersion | None) -> StoredVersion | None:
-        """The newest version, unless it is `known` or there is none, pinned until `end`. Raises IntegrityError."""
+        """Return the newest version, pinned until `end`, or None if it is `known` or the store is empty.
+
+        Raises IntegrityError.
+        """
         with self._condition:
             self._require_open()
             with self._unlocked():
@@ -425,11 +440,20 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             return self._common_memory.location
 
     def read_together(self, manifest: Manifest, portion: Portion) -> bool:
-        """Versions of several origins are read by each rank: tensors of theirs are put together before all is here."""
+        """Read the same memory as the engine's other ranks; return False if this version has several origins.
+
+        Each rank then reads such a version by itself, since it joins tensors from several origins before the last
+        bucket is there.
+        """
         if len(manifest.spans) > 1 or not portion.memory:
             return False
         with self._condition:
             self._require_open()
+            if not all(read.done() for read in self._late_reads):
+                raise WeightcastError(
+                    f"a read of an ended version in the store {self._directory} has not finished, and would overwrite "
+                    "the next one: check that the filesystem answers, and publish again"
+                )
             shared = None if self._together is None else self._together.shared
             if shared is None or shared.location != portion.memory:
                 self._together = KeptMemory(*_READ_INTO, shared=SharedMemory.open(portion.memory))
@@ -441,7 +465,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             return self._wanted is not None and self._wanted.arena.reread(bucket.buffer)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
-        """Read `version` from now on, or wait for it. Raises InsufficientMemoryError if its memory does not fit."""
+        """Prepare to read `version`, which may not be in the store yet. Raises InsufficientMemoryError."""
         with self._condition:
             self._require_open(version)
             super().end()
@@ -468,12 +492,15 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         with self._condition:
             self.end()
             super().close()
-        # A read that a network filesystem does not answer may go on.
+        # Don't wait for a read that a network filesystem does not answer.
         self._pool.shutdown(wait=False)
 
     @contextlib.contextmanager
     def _unlocked(self) -> Iterator[None]:
-        """The filesystem is asked: `end` and `close` must not wait for its answer. The condition is held once."""
+        """Release the condition during a call of the filesystem, so that `end` and `close` don't wait for it.
+
+        The condition is not held recursively.
+        """
         self._condition.release()
         try:
             yield
@@ -481,10 +508,10 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             self._condition.acquire()
 
     def _leave(self, wanted: StoreUpdate) -> None:
-        """Leave the arena to reads that are under way; the version stays pinned until they are over."""
+        """End the update. Reads that are under way keep the arena, and the version's pin until they are over."""
         reads = [read for read in wanted.reads if not read.cancel() and not read.done()]
         if reads and self._num_ahead:
-            # Its threads are busy with what nobody wants any more.
+            # The threads are busy with reads of the ended update.
             self._pool.shutdown(wait=False)
             self._pool = self._new_pool()
         if reads and wanted.arena is self._arena:
@@ -498,9 +525,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             pinned.close()
 
     def _await_shared_reads(self, reads: list[Future[None]]) -> None:
-        """Other ranks read into the same memory: this one reads nothing more there while an old read goes on."""
-        if wait(reads, GRACE_SECONDS).not_done:
-            self._ended = f"the filesystem of {self._directory} has not ended a read for {GRACE_SECONDS:g} s"
+        """Wait for old reads into memory that other ranks read, too, before the next version is read into it."""
+        self._late_reads = [*wait(reads, GRACE_SECONDS).not_done]
 
     def _disconnect(self) -> None:
         self._arena.free()
@@ -519,12 +545,12 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
     def _silence(self, wanted: StoreUpdate, seconds: float) -> str:
         number = wanted.version.number
-        return f"version {number} did not come into the store {self._directory} within {seconds:g} s"
+        return f"version {number} was not committed to the store {self._directory} within {seconds:g} s"
 
     def _pin(self, wanted: StoreUpdate) -> PinnedVersion | None:
-        """The version, if it is there. Raises if it will not come."""
+        """Pin the version, or return None if it is not there yet. Raises if it can't come any more."""
         version = wanted.version
-        # In this order: a writer commits before it lets go.
+        # In this order, since a writer commits before it releases the store.
         writer, pinned = self._reader.writer(), self._reader.pin(version)
         if pinned is not None:
             return pinned
@@ -532,18 +558,18 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         newest = None if commit is None else commit.newest.version
         if newest is not None and newest.run == version.run and newest.number > version.number:
             raise UpdateAbortedError(
-                f"the store went on to version {newest.number} before version {version.number} was read"
+                f"the store has version {newest.number} already: version {version.number} was not read in time"
             )
         record = writer.record
         if record is None or record.run != version.run or not writer.is_alive:
-            what = f"the publisher of run {version.run} has let go of the store {self._directory}"
+            what = f"the publisher of run {version.run} has closed the store {self._directory}, or its process ended"
             raise PeerDiedError(what, peer=PUBLISHER)
         if record.aborted and record.number == version.number and record.attempt > wanted.attempt:
             raise UpdateAbortedError(record.aborted)
         return None
 
     def _next_bucket(self, wanted: StoreUpdate) -> Bucket | None:
-        if wanted.pinned is None:  # else it was pinned by `newest`
+        if wanted.pinned is None:  # `newest` may have pinned it.
             with self._unlocked():
                 found = self._pin(wanted)
             if found is not None and self._wanted is not wanted:
@@ -557,7 +583,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         stored, expected = pinned.manifest.buckets, wanted.manifest.buckets
         if number == 0 and stored != expected:
             raise ManifestError(
-                f"the store has another plan ({len(stored)} buckets) than was offered ({len(expected)} buckets)"
+                f"version {wanted.version.number} in the store {self._directory} has another plan ({len(stored)} "
+                f"buckets) than the publisher offered ({len(expected)} buckets)"
             )
         index = order[number]
         here: Future[None] | None = None
@@ -565,7 +592,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             here = Future()
             here.set_running_or_notify_cancel()
             wanted.reads.append(here)
-        # A streaming bucket's memory is free when the next one is asked for: look no further than that.
+        # Read no further ahead: a streaming bucket's memory is free only when the next bucket is asked for.
         for ahead in order[number + len(wanted.reads) : number + wanted.num_ahead]:
             wanted.reads.append(self._pool.submit(_read, pinned, wanted, ahead))
         following = wanted.reads[0]
@@ -587,7 +614,7 @@ def _close_after(reads: list[Future[None]], pinned: PinnedVersion) -> None:
 
 
 def _complete(future: Future[None], call: Callable[[], None]) -> None:
-    """Make the call here, and the future what a pool's would be."""
+    """Make the call in this thread, and store its result in the future as a pool would."""
     try:
         call()
         future.set_result(None)
@@ -606,7 +633,7 @@ TRANSPORT = Transport(
     keeps_versions=True,
     joined_sender=JoinedStoreSender,
     origins="any",
-    # Packed, digested and written while it is in a core's cache.
+    # A bucket that fits in a core's cache is packed, digested and written without reading memory twice.
     default_bucket_size_bytes={"cpu": 2 << 20, "cuda": 64 << 20},
     same_host=False,
 )

@@ -84,6 +84,7 @@ class EngineServer:
 
     @property
     def port(self) -> int:
+        """TCP port of this server. Raises ClosedError before `start` and after `close`."""
         if self._socket is None:
             raise ClosedError("the server has no port, because it was not started or was closed: call start() first")
         return self._port

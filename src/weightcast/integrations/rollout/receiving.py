@@ -143,7 +143,7 @@ class RolloutEngine:
             while tensors is not None:
                 for batch in self._batches(tensors):
                     if self._tensors is None:
-                        raise UpdateAbortedError("the update was given up while the rollout took its tensors")
+                        raise UpdateAbortedError("the update was aborted while the rollout was reading its tensors")
                     self._progress_at = time.monotonic()
                     yield batch
                 host_device.synchronize(self._device)

@@ -1,7 +1,7 @@
-"""`gloo://` and `nccl://`: flat broadcasts of whole buckets in a torch.distributed group of weightcast's own.
+"""`gloo://` and `nccl://`: each bucket is one flat broadcast in a torch.distributed group of weightcast's own.
 
-`sender` and `receiver` are the two ends, `group` the sender's groups, `buffers` the memory where buckets arrive and how
-workers of one host share it, `records` the records that are sent beside the broadcasts.
+`sender` and `receiver` are the two ends, `group` the sender's groups, `buffers` the memory that buckets are received
+into and that workers of one host share, `records` the records that are sent over the link beside the broadcasts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NCCL = Transport(
     sender=CollectiveSender,
     receiver=CollectiveReceiver,
     same_host=False,
-    # Small, since each engine's GPU holds two or three buckets beside caches that leave little memory.
+    # Small, since each engine's GPU has two or three buckets beside its KV cache, which leaves little memory.
     default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 64 << 20},
     origins="any",
 )

@@ -1,9 +1,9 @@
-"""Memory that a receiver's buckets arrive in and are handed out from: its own, or shared with other workers.
+"""Memory that a receiver's buckets are received into and read from: its own, or shared with other workers.
 
-Workers of one engine on one host share: the one that has joined the group receives into memory that the others map.
-Invariants: the same index is the same buffer in every update while the manifest stays; what a group that was left may
-still write to is never handed out, and never waited for; what an engine writes into a bucket stays its own, so that
-none spoils another's bytes.
+Workers of one engine on one host share memory: one of them joins the group and receives into memory that the others
+map. Invariants: while the manifest stays, an index has the same buffer in every update; memory that a former group may
+still write to is not used for buckets; an engine's writes into a bucket are private, so that no worker can change the
+bytes that another reads.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from weightcast.host.memory import SharedMemory
 from weightcast.transports.kept_memory import KeptMemory, allocate
 
 NUM_UNDER_WAY = 2
-"""Broadcasts that a receiver waits for at once, at most: the next one follows without a pause."""
+"""Largest number of broadcasts that a receiver has posted at once, so that one follows the other without a pause."""
 NUM_SLOTS = 1 + NUM_UNDER_WAY
-"""Streaming: one that is read, and those that arrive."""
+"""Slots when streaming: one that is read, and one for each posted broadcast."""
 _HOST_MEMORY = torch.device("cpu")
 _WHAT = "receiving this update"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketTarget:
-    """Memory for the next bucket, of `num_bytes` with its header. `staging`: host memory to copy it to from there."""
+    """Memory to receive a bucket into, `num_bytes` with its header. `staging`: host memory to copy it to afterwards."""
 
     index: int
     buffer: BucketBuffer
@@ -39,19 +39,19 @@ class BucketTarget:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The bytes that are broadcast."""
+        """The bytes to receive, as one tensor."""
         return self.buffer.flat(self.num_bytes)
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Writing:
-    """A thread that may write to `targets`, also after its group was left."""
+    """A thread that may write to `targets`, even after the receiver has left its group."""
 
     targets: tuple[BucketTarget, ...] = ()
     thread: threading.Thread | None = None
 
     def has_ended(self, seconds: float) -> bool:
-        """Wait that long for it to end; whether it has."""
+        """Wait up to `seconds` for the thread to end; return true if it has ended."""
         if self.thread is None:
             return True
         if threading.current_thread() is not self.thread:
@@ -60,57 +60,57 @@ class Writing:
 
 
 class ReceiveBuffers:
-    """A receiver's memory for buckets, of one update after the other."""
+    """A receiver's memory for buckets, reused from update to update."""
 
     def __init__(self, peer: str, device: torch.device) -> None:
         self._shared: SharedMemory | None = None
-        """Memory of staged updates that workers of this host read together, if they do."""
+        """Memory for staged updates that several workers of this host read; None if this worker reads alone."""
         self._is_lent = False
         self._peer = peer
         self._device = device
         self._memory = KeptMemory(device, _WHAT)
         self._replaced: dict[int, BucketBuffer] = {}
-        """By slot: where its buckets arrive because a group that was left may still write to the slot."""
+        """Replacement for each slot that a former group may still write to."""
         self._left: list[Writing] = []
 
     def prepare(self, manifest: Manifest, *, staged: bool) -> None:
-        """Have memory for an update. Raises InsufficientMemoryError."""
+        """Prepare memory for an update. Raises InsufficientMemoryError."""
         device, shared = _HOST_MEMORY if staged else self._device, self._shared if staged else None
         if (device, shared) != (self._memory.device, self._memory.shared) or self._replaced:
             self.free()
             self._memory = KeptMemory(device, _WHAT, shared=shared)
-        # Staged, a place for each bucket; streaming, slots in turn.
+        # Staged buckets have a slot each; streaming ones use the slots in turn.
         self._memory.prepare(arena_layout_of(manifest, num_slots=NUM_SLOTS, staged=staged))
 
     def buffer(self, index: int) -> BucketBuffer:
-        """A bucket that has come in, as this worker sees it."""
+        """Return the memory to read a received bucket from."""
         return self._replaced.get(self._memory.arena_layout.slots[index]) or self._memory.buffer(index)
 
     def reread(self, buffer: BucketBuffer) -> bool:
-        """Drop what this worker wrote over a bucket; False where every update arrives again."""
+        """Drop this worker's writes into a bucket; return False if its memory is not shared."""
         return self._memory.reread(buffer)
 
     def free(self) -> None:
-        """Free it; what was handed out stays as long as it is referred to."""
+        """Free the memory. Buffers that were returned stay valid as long as something refers to them."""
         self._memory.free()
         self._replaced.clear()
 
-    # --- which memory, from the next `prepare` on ---
+    # --- the choice of the memory that the next `prepare` uses ---
 
     def keep_alone(self) -> str:
-        """Use memory of this worker's own."""
+        """Use memory of this worker alone. Return an empty location."""
         self._use(None)
         return ""
 
     def lend(self) -> str:
-        """Use memory that others of this host map, too; return where they find it."""
+        """Use memory that other workers of this host map, too; return its location."""
         if self._shared is None or not self._is_lent:
             self._use(SharedMemory.make(), is_lent=True)
         assert self._shared is not None
         return self._shared.location
 
     def read_along(self, location: str) -> None:
-        """Use what another worker lends. Raises UnsupportedError if this process can't reach it."""
+        """Use the memory of another worker. Raises UnsupportedError if this process can't open it."""
         if self._shared is None or self._shared.location != location:
             self._use(SharedMemory.open(location))
 
@@ -120,16 +120,16 @@ class ReceiveBuffers:
         self._shared, self._is_lent = shared, is_lent
 
     def close(self) -> None:
-        """Free it and map nothing more."""
+        """Free the memory, and close the memory that is shared."""
         self.free()
         self._use(None)
 
-    # --- the stream's thread ---
+    # --- called by the stream's thread ---
 
     def target(self, manifest: Manifest, index: int, *, is_here: bool) -> BucketTarget:
-        """Return the memory to receive bucket `index` into. `is_here`: it has arrived before, and this copy is dropped.
+        """Return the memory to receive bucket `index` into. `is_here`: it arrived before, and this copy is dropped.
 
-        Raises PeerTimeoutError: a broadcast that was left does not end.
+        Raises PeerTimeoutError if a broadcast of a former group does not end.
         """
         num_bytes = HEADER_BYTES + manifest.buckets[index]
         buffer = None if is_here else self._await_target(index)
@@ -142,10 +142,11 @@ class ReceiveBuffers:
         self._left = [stream for stream in self._left if not stream.has_ended(0)]
         if self._memory.shared is not None:
             if not all(stream.has_ended(GRACE_SECONDS) for stream in self._left):
-                raise PeerTimeoutError("a broadcast of a former group is still under way", peer=self._peer)
+                what = f"a broadcast of a former group has not ended within {GRACE_SECONDS:g} s"
+                raise PeerTimeoutError(f"{what}: it may still write to the memory of bucket {index}", peer=self._peer)
             return self._memory.target(index)
         buffer = self.buffer(index)
-        # Another manifest's buckets may lie across.
+        # A former update of another manifest had other offsets: compare addresses, not slots.
         start, end = _span(buffer)
         late = [_span(target.staging or target.buffer) for stream in self._left for target in stream.targets]
         if any(start < other_end and other_start < end for other_start, other_end in late):
@@ -155,10 +156,10 @@ class ReceiveBuffers:
         return self.buffer(index)
 
     def leave(self, stream: Writing) -> None:
-        """A broadcast of this stream may go on for a while."""
+        """Note that a broadcast of this stream may still write to its targets."""
         self._left.append(stream)
 
 
 def _span(buffer: BucketBuffer) -> tuple[int, int]:
-    """The addresses from its first byte to behind its last."""
+    """Return the address of the first byte and the one behind the last byte."""
     return buffer.header.data_ptr(), buffer.payload.data_ptr() + buffer.payload.numel()

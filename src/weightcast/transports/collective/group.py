@@ -1,7 +1,7 @@
-"""One group of the sender, from its making to its end: its members, and the broadcasts that are under way in it.
+"""One torch.distributed group of the sender: its members, and the broadcasts that are under way in it.
 
-Invariants: a group is of exactly the members that it was made for; it is never mended, only closed; closing never waits
-(a stalled member can keep a socket busy until the group's timeout, so a thread of its own sees it off).
+Invariants: the members of a group never change; a broken group is closed, not repaired; `close` never waits (a stalled
+member can keep a socket busy until the group's timeout, so a background thread closes the group).
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ _ALL = 1 << 62
 
 
 def engine_of(name: str) -> str:
-    """Workers of one engine have its name in common."""
+    """Return the name of the engine that a worker belongs to."""
     return name.partition("#")[0]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class GroupMember(ConnectedPeer):
-    """`joining`, `left`: its last word on the group that it was invited to. `progress`: of the present update in it."""
+    """A peer as a member of groups.
+
+    `joining`, `left`: the last records that it sent about a group. `progress`: its progress with the present update.
+    """
 
     joining: records.Joining = dataclasses.field(default_factory=lambda: records.Joining(epoch=0))
     left: records.JoinFailed = dataclasses.field(default_factory=lambda: records.JoinFailed(epoch=0, reason=""))
@@ -41,11 +44,11 @@ class GroupMember(ConnectedPeer):
         return int(self.name.partition("#")[2] or 0)
 
     def failure(self) -> PeerDiedError:
-        return PeerDiedError(f"{self.name} could not connect to the group: {self.left.reason}", peer=self.name)
+        return PeerDiedError(f"{self.name} could not join the group of receivers: {self.left.reason}", peer=self.name)
 
 
 class GroupSettings(NamedTuple):
-    """Settings of all groups of a sender. `condition` is notified of the end of connecting and of broadcasts."""
+    """Settings of all groups of a sender. `condition` is notified when connecting or a broadcast ends."""
 
     backend: str
     host: str
@@ -55,12 +58,12 @@ class GroupSettings(NamedTuple):
 
 
 class BroadcastGroup:
-    """A group of the sender (rank 0) and `joined`; `readers` says who reads along with each of these."""
+    """A group of the sender (rank 0) and `joined`. `readers` are the workers that read the memory of each of these."""
 
     def __init__(
         self, number: int, settings: GroupSettings, readers: Mapping[GroupMember, Sequence[GroupMember]]
     ) -> None:
-        """Serve the group's store; `invite` says what the members need to connect. Raises PeerError."""
+        """Serve the group's rendezvous store, through which the members connect. Raises PeerError."""
         self.number = number
         self.joined = tuple(readers)
         self.readers = dict(readers)
@@ -75,7 +78,7 @@ class BroadcastGroup:
         self._store, self._port = serve_store(settings.host, settings.deadline_seconds)
 
     def invite(self) -> None:
-        """Tell those who are to join."""
+        """Ask the members that join the group to prepare for it."""
         for position, member in enumerate(self.joined):
             join = records.Join(
                 epoch=self.number,
@@ -89,16 +92,16 @@ class BroadcastGroup:
             member.link.send(join)
 
     def invite_readers(self) -> None:
-        """Tell the others where to read, once those who joined have said so."""
+        """Send the other workers the location of the memory to read, once the members that join have sent it."""
         for member, readers in self.readers.items():
             for reader in readers:
                 reader.link.send(records.ReadAlong(self.number, member.joining.memory))
 
     def connect(self) -> None:
-        """Begin to connect, in a thread: gloo may take several deadlines to find out that a member has died."""
+        """Begin to connect, in a thread: gloo may take several deadlines to notice that a member has died."""
         for member in self.joined:
             member.link.send(records.Connect(self.number))
-        # The store is handed over: `close` drops it, and torch's group crashes without one.
+        # The thread keeps a reference to the store: `close` drops ours, and torch's group crashes without a store.
         awaited_at_exit(functools.partial(self._connect, self._store), "weightcast-group")
 
     @property
@@ -129,23 +132,23 @@ class BroadcastGroup:
             group.close()
 
     def send(self, index: int, buffer: torch.Tensor) -> None:
-        """Begin to broadcast a bucket. Raises PeerError if the group is broken."""
+        """Begin to broadcast a bucket. Raises PeerError if the group has failed."""
         assert self._group is not None
         self._broadcasts[index] = Broadcast(self._group, buffer, self._settings.condition)
 
     def error(self) -> str:
-        """How the group or a broadcast has failed; empty if none has."""
+        """Return the error of the group or of a broadcast; empty if there is none."""
         errors = (broadcast.error for broadcast in self._broadcasts.values())
         return self.connect_error or next((error for error in errors if error), "")
 
     def is_quiet(self, below: int = _ALL) -> bool:
-        """Return whether no broadcast of a bucket below `below` is under way. Forgets those over without an error."""
+        """Return true if no broadcast of a bucket below `below` is under way. Forgets those that have succeeded."""
         for index in [index for index, each in self._broadcasts.items() if each.is_over and not each.error]:
             del self._broadcasts[index]
         return all(broadcast.is_over for index, broadcast in self._broadcasts.items() if index < below)
 
     def close(self) -> None:
-        """Disconnect, in the background: operations may be under way. Idempotent."""
+        """Disconnect in a background thread, since operations may be under way. Idempotent."""
         self._is_closed = True
         group, self._group = self._group, None
         self._store = None

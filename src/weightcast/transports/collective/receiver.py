@@ -1,8 +1,8 @@
-"""A worker's end of the collective transport: hears the sender over a link, and takes its broadcasts in the background.
+"""A worker's end of the collective transport: records arrive over the link, broadcasts in a background thread.
 
-Invariants: anything that still arrives from a group that was left is ignored; a thread that takes a group's broadcasts
-ends with the group, or at the next bucket after the group was left; a broadcast that nobody answers any more ends with
-the sender's side.
+Invariants: anything that still arrives from a former group is ignored; the thread that receives a group's broadcasts
+ends with the group, or at the next bucket after the receiver has left the group; a posted broadcast ends at the latest
+when the sender closes the group.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from weightcast.transports.sending import MAX_REASON_CHARACTERS
 
 @dataclasses.dataclass(slots=True, eq=False)
 class BroadcastUpdate(PeerUpdate):
-    """`num_received` buckets are here, `num_released` of them may be overwritten.
+    """The update that the worker waits for, with its progress.
 
-    `reads`: streaming to a GPU, by slot, what was queued when its bucket was released, and may still read it.
+    `num_received` buckets are here; `num_released` of them may be overwritten. `reads`: when streaming to a GPU, an
+    event for each slot, recorded when its bucket was released: reads that were queued by then may still be running.
     """
 
     num_received: int = 0
@@ -45,16 +46,16 @@ class BroadcastUpdate(PeerUpdate):
 
 
 _receivers: weakref.WeakSet[CollectiveReceiver] = weakref.WeakSet()
-"""Those of this process."""
+"""All receivers of this process."""
 _receivers_lock = threading.Lock()
 
 
 class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
     """Implements `Receiver`.
 
-    Memory: staged, the whole version, in host memory, once for all workers of the engine on this host; streaming, three
-    buckets, on the GPU with NCCL. Besides, two buckets where they can't arrive in their place: staged with NCCL, and
-    those that come again after a loss.
+    Memory: staged, the whole version in host memory, once for all workers of the engine on this host; streaming, three
+    buckets, on the GPU with NCCL. Two further buckets if they can't be received into their slots: staged with NCCL, or
+    received again after a loss.
     """
 
     def __init__(
@@ -67,26 +68,27 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
         deadline_seconds: float = 60.0,
         device: torch.device | None = None,
     ) -> None:
-        """`device`: where NCCL's broadcasts arrive, a GPU. Raises UnsupportedError."""
+        """Make a receiver. `device` is the GPU on which NCCL's broadcasts arrive. Raises UnsupportedError."""
         self.backend = registry.scheme(url)
         process_group.require(self.backend)
         if self.backend == "nccl" and (device is None or device.type != "cuda"):
             raise UnsupportedError(
-                "nccl moves memory of GPUs, and this engine does not say that its weights are on one: give the engine "
-                "a property `devices` (see weightcast.seams.engine.OnDevice), or publish over gloo://"
+                f"nccl sends GPU memory, and this engine's weights are on {device or 'no device that it names'}: give "
+                "the engine a property `devices` (see weightcast.seams.engine.OnDevice) if they are on a GPU, or "
+                "publish over gloo://"
             )
         self.device = torch.device("cpu") if device is None or self.backend != "nccl" else device
         self._buffers = ReceiveBuffers(peer, self.device)
         self._stream: BroadcastStream | None = None
         self._epoch = 0
-        """Of the group that this worker was invited to last."""
+        """Epoch of the group that this worker was invited to last."""
         super().__init__(run, link, deadline_seconds, records.ToReceiver)
         close_at_exit(self)
         with _receivers_lock:
             _receivers.add(self)
 
     def reread(self, bucket: Bucket) -> bool:
-        """With shared memory, what this worker wrote over a bucket is dropped; else every update arrives again."""
+        """Drop this worker's writes into a bucket; return False if its memory is not shared."""
         return self._buffers.reread(bucket.buffer)
 
     def release(self) -> None:
@@ -129,7 +131,7 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
             wanted.num_released = index + 1
             self._condition.notify_all()
 
-    # --- what the sender says, in the thread that reads the link ---
+    # --- records of the sender, in the thread that reads the link ---
 
     def _on_begun(self, wanted: BroadcastUpdate) -> None:
         stream = self._stream
@@ -159,7 +161,7 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
                     self._tell_read_along(wanted)
 
     def _answer(self, invitation: records.Join | records.ReadAlong) -> records.Joining:
-        """Have the memory that it takes. Raises InsufficientMemoryError, UnsupportedError."""
+        """Prepare the memory for a group and return the answer. Raises InsufficientMemoryError, UnsupportedError."""
         buffers, memory = self._buffers, ""
         if isinstance(invitation, records.ReadAlong):
             buffers.read_along(invitation.memory)
@@ -182,12 +184,12 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
             self._buffers.leave(stream)
             self._condition.notify_all()
 
-    # --- what the stream does, in its own thread ---
+    # --- called by the stream, in its own thread ---
 
     def next_target(self, stream: BroadcastStream, *, wait: bool) -> BucketTarget | None:
-        """Return memory for the next bucket; None if none can be received now; with `wait` only if the stream was left.
+        """Return memory for the next bucket, or None if there is no room now; with `wait`, only if the group was left.
 
-        On a GPU the thread's own stream waits for what still reads the bucket that was there.
+        On a GPU the thread's CUDA stream waits for queued reads of the slot's former bucket.
         """
         with self._condition:
             if wait:
@@ -210,11 +212,11 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
 
     @property
     def is_among_several(self) -> bool:
-        """True if this process also takes broadcasts of other origins on this GPU.
+        """True if this process also receives broadcasts of other origins on this GPU.
 
-        Engines begin those in orders of their own. A broadcast that is queued behind another one may then stand in a
-        queue of the GPU's before that of another origin, for which another engine waits, and so on in a circle: surely
-        with CUDA_DEVICE_MAX_CONNECTIONS=1. A broadcast that is queued behind none runs beside the others, in any order.
+        Engines post those in different orders. If each origin's next broadcast were queued behind its former one, then
+        kernels of two origins could block each other in the GPU's hardware queues on several engines in a circle, which
+        is certain with CUDA_DEVICE_MAX_CONNECTIONS=1. With one broadcast posted per origin, they run in any order.
         """
         if self.backend != "nccl":
             return False
@@ -238,7 +240,10 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
             self._condition.notify_all()
 
     def on_broken(self, stream: BroadcastStream, reason: str, *, is_own: bool = False) -> None:
-        """`is_own`: by this receiver's own failure. The sender finds out who was lost, and invites to another group."""
+        """Leave the group and tell the sender, which invites the survivors to another group.
+
+        `is_own`: this receiver itself has failed.
+        """
         with self._condition:
             if not stream.is_left:
                 self._leave_group()
@@ -247,11 +252,11 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
 
 @dataclasses.dataclass(eq=False)
 class BroadcastStream(Writing):
-    """A receiver's part in one group: a thread that connects to it and takes its broadcasts in order, two at a time.
+    """A receiver's part in one group: a thread that connects to it and receives its broadcasts in order, two at a time.
 
-    `host`: the address of this host that the others reach. `position`: the bucket that comes next, once the sender has
-    said so; `num_received`: of the update, in this group. `is_in_group`: whether what fails now is the group's failure,
-    and not this receiver's own.
+    `host`: the address of this host that other members connect to. `position`: the bucket to post next, None until the
+    sender has begun; `num_received`: number of the update's buckets that were received in this group. `is_in_group`:
+    true while the thread waits for the group, so that an error is the group's failure and not this receiver's own.
     """
 
     receiver: CollectiveReceiver
@@ -267,12 +272,12 @@ class BroadcastStream(Writing):
         return records.Progress(self.join.epoch, wanted.version.number, self.num_received, self.position or 0)
 
     def start(self) -> None:
-        """Connect, and take what is broadcast. Idempotent."""
+        """Start the thread, which connects and receives. Idempotent."""
         if self.thread is None:
             self.thread = awaited_at_exit(self._run, "weightcast-collective")
 
     def leave(self) -> None:
-        """Nothing that comes counts any more. With NCCL, a broadcast that is waited for ends; gloo's can't be ended."""
+        """Ignore all further broadcasts. NCCL's posted broadcasts are aborted; those of gloo can't be."""
         self.is_left = True
         if self.group is not None and self.receiver.backend == "nccl":
             awaited_at_exit(self.group.close, "weightcast-group-end")
@@ -280,8 +285,8 @@ class BroadcastStream(Writing):
     def _run(self) -> None:
         try:
             join = self.join
-            # The link says whether the sender lives. But gloo does not wake a receive whose connection broke in the
-            # middle of a message: its thread, sockets and buffer live until then.
+            # The link shows if the sender lives, so that this limit is only needed for gloo, which does not wake a
+            # receive whose connection broke in the middle of a message: its thread, sockets and buffer live until then.
             timeout_seconds = min(join.deadline_seconds + self.receiver._deadline_seconds, MAX_SECONDS)
             # The engine's default stream must never wait for a broadcast.
             with host_device.own_stream(self.receiver.device):
@@ -305,11 +310,11 @@ class BroadcastStream(Writing):
                 group.close()
 
     def _was_left(self) -> bool:
-        """Return whether the stream was left by now; another thread may leave it at any time."""
+        """Return true if the group was left by now; another thread may leave it at any time."""
         return self.is_left
 
     def _receive_all(self, group: ProcessGroup) -> None:
-        """Begin to receive as many buckets as can be, if need be wait for one, take the first; until it was left."""
+        """Post broadcasts while there is room, wait for the first one, and repeat until the group is left."""
         works: collections.deque[Work] = collections.deque()
         while True:
             while len(works) < (1 if self.receiver.is_among_several else NUM_UNDER_WAY):
@@ -319,7 +324,7 @@ class BroadcastStream(Writing):
                     break
                 self.targets = (*self.targets, target)
                 if self._was_left():
-                    # The thread that left it may have looked for targets before.
+                    # The thread that left the group may have read `targets` before this one was added.
                     return
                 self.is_in_group = True
                 works.append(group.broadcast(target.flat, root=0))
@@ -335,5 +340,5 @@ class BroadcastStream(Writing):
                 copy_all([target.staging.flat(target.num_bytes)], [target.flat])
             self.targets = self.targets[1:]
             self.receiver.on_received(self, target)
-            # This thread may wait for the next update now, and must not keep the slot, which `release` gives back.
+            # This thread may now wait for the next update; its reference would keep memory alive that `release` frees.
             del target

@@ -1,21 +1,21 @@
-"""Records of the collective transport's sender and receivers, beside the broadcasts and every transport's records.
+"""Records of the collective transport, which sender and receivers exchange over the link beside the broadcasts.
 
-The link listens at the URL's HOST:PORT, at which groups meet, too.
+The link listens at the URL's HOST:PORT; the rendezvous stores of groups listen on the same host.
 
-- After `begin`, group rank 0 broadcasts buckets 0, 1, ... of the offered plan, each one flat broadcast of header
-  and payload, and each only once every receiver has said that it waits for it. Its length is what the plan says,
-  which is that of codec `raw`: a sender MUST NOT broadcast another, since receivers wait for that many bytes. A
-  receiver posts broadcast k + 1 as soon as it has room for it.
-- A group is never mended. After any loss the sender closes it; when the publisher has opened the update again for
-  the survivors, they are invited to the next `epoch`, with a store of its own; then comes `begin` of the same
-  `version`, and all buckets once more. A receiver that has a bucket MUST take its broadcast and drop it.
-- A receiver MUST NOT hand out memory that a broadcast of a closed group may still write to.
-- Those who read along are workers of one engine on one host in a staged update. `memory` is `PID/DESCRIPTOR/NAME`:
-  anonymous memory of that process, sealed against shrinking, which they map privately.
+- After `begin`, group rank 0 broadcasts buckets 0, 1, ... of the offered plan, each as one flat broadcast of header and
+  payload, and each only when every receiver has sent that it waits for it. Receivers post the length that the plan has
+  for codec `raw`: a sender MUST NOT broadcast another length. A receiver posts broadcast k + 1 as soon as it has room
+  for that bucket.
+- A broken group is not repaired. After any loss the sender closes it. When the publisher has opened the update again
+  for the survivors, the sender invites them to the next `epoch`, which has a store of its own; then it sends `begin` of
+  the same `version` and all buckets again. A receiver that already has a bucket MUST receive its broadcast and drop it.
+- A receiver MUST NOT use memory for a bucket while a broadcast of a closed group may still write to it.
+- In a staged update several workers of one engine on one host read the memory of one of them (`ReadAlong`). `memory` is
+  `PID/DESCRIPTOR/NAME`: anonymous memory of that process, sealed against shrinking, which the others map privately.
 
 The store and the data connections of torch.distributed are neither authenticated nor encrypted. The store listens on
-the sender's address only, while its group lives. Who can reach it can spoil a broadcast, which the bucket's digest
-finds unless the damage was made to match it: use a network that you trust.
+the sender's address only, while its group lives. Any process that can connect to it can corrupt a broadcast; the
+bucket's digest detects that unless the corruption was computed to match it. Use a network that you trust.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class Join(msgspec.Struct, frozen=True, tag="join", tag_field="kind"):
-    """Be of group `epoch`, whose store is at `host` and `port`, and connect when told to; leave the former group.
+    """Leave the former group and prepare to join group `epoch`, whose store is at `host` and `port`.
 
-    `deadline_seconds`: for so long the sender waits for another member, at most. `is_read_along`: other workers of the
-    same engine and host read what this one receives.
+    The receiver connects at `Connect`. `deadline_seconds`: the sender's limit for waiting for a member.
+    `is_read_along`: other workers of the same engine and host read the memory that this one receives into.
     """
 
     epoch: Count
@@ -51,20 +51,20 @@ class Join(msgspec.Struct, frozen=True, tag="join", tag_field="kind"):
 
 
 class Connect(msgspec.Struct, frozen=True, tag="connect", tag_field="kind"):
-    """Everybody has answered the invitation: connect to the others of group `epoch` now."""
+    """Connect to the other members of group `epoch` now: all have answered the invitation."""
 
     epoch: Count
 
 
 class ReadAlong(msgspec.Struct, frozen=True, tag="read_along", tag_field="kind"):
-    """Join no group: another worker of this host receives for both, into memory that is found at `memory`."""
+    """Read the memory at `memory`, which a worker of this host receives into, instead of joining group `epoch`."""
 
     epoch: Count
     memory: ShortText
 
 
 class Arrived(msgspec.Struct, frozen=True, tag="arrived", tag_field="kind"):
-    """To those who read along: the first `num_buckets` of the update lie in the memory."""
+    """The first `num_buckets` of the update are in the memory that this worker reads along."""
 
     version: VersionNumber
     num_buckets: Count
@@ -77,9 +77,9 @@ ToReceiver: TypeAlias = Join | Connect | ReadAlong | Arrived | FromSender
 
 
 class Joining(msgspec.Struct, frozen=True, tag="joining", tag_field="kind"):
-    """The receiver is ready to connect to group `epoch`, or reads along with one that is.
+    """The receiver is ready to connect to group `epoch`, or has mapped the memory of a worker that is.
 
-    `memory`: where others of its host find what it receives, if they are to read along.
+    `memory`: the location of the memory that other workers of its host are to read; empty if there are none.
     """
 
     epoch: Count
@@ -87,7 +87,7 @@ class Joining(msgspec.Struct, frozen=True, tag="joining", tag_field="kind"):
 
 
 class JoinFailed(msgspec.Struct, frozen=True, tag="join_failed", tag_field="kind"):
-    """The receiver could not connect to group `epoch`, or is in it no more. `is_own`: by a failure of its own."""
+    """The receiver could not join group `epoch`, or has left it. `is_own`: because of a failure of its own."""
 
     epoch: Count
     reason: ShortText
@@ -95,8 +95,9 @@ class JoinFailed(msgspec.Struct, frozen=True, tag="join_failed", tag_field="kind
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="kind"):
-    """Of the update the first `num_received` buckets have come in group `epoch`, and it waits for all before
-    `num_awaited`: those may be broadcast.
+    """The receiver has received the update's first `num_received` buckets in group `epoch`.
+
+    It waits for the buckets before `num_awaited`, which may be broadcast.
     """
 
     epoch: Count = 0

@@ -1,10 +1,10 @@
-"""The publisher's end of the collective transport: one flat broadcast per bucket to every receiver at once.
+"""The publisher's end of the collective transport: each bucket is one flat broadcast to all receivers.
 
-Invariants: a bucket is broadcast once every receiver waits for it; a slot is rewritten only when its former broadcast
-is over, and never while a broken group may still read it; a group in which anything went wrong is left, and those that
-are to blame for it are lost, each with the reason, and all workers of its engine with it, since an engine is updated
-whole or not at all; the update then begins again for the others, in a new group and from the first bucket on; what
-fails twice with nobody to blame is given up.
+Invariants: a bucket is broadcast only when every receiver waits for it; a slot is rewritten only when its former
+broadcast is over, and never while a broken group may still read it. After any failure in a group the sender closes it.
+The workers that caused the failure are lost, each with its reason, and so are the other workers of their engines, since
+all workers of an engine install a version or none does. The update then begins again for the survivors, in a new group
+and from the first bucket on. If it fails twice and no worker caused that, all are lost.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ from weightcast.transports.records import UpdateAborted
 from weightcast.transports.sending import MAX_REASON_CHARACTERS, SendingEnd, SentUpdate
 
 _NUM_SLOTS = 2
+"""One is packed while the other is broadcast."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class GroupUpdate(SentUpdate):
-    """`num_fruitless`: how often it was interrupted with nobody to blame since it lost somebody."""
+    """The update in progress. `num_fruitless` counts interruptions in a row for which no peer was to blame."""
 
     num_fruitless: int = 0
 
@@ -54,7 +55,7 @@ class GroupUpdate(SentUpdate):
 class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
     """Implements `Sender`. Memory: two buckets, on the GPU with NCCL, kept for the next update.
 
-    `deadline_seconds` bounds each wait, and each broadcast from its beginning to its end.
+    `deadline_seconds` limits each wait, and each broadcast from its start to its end.
     """
 
     peer_type = GroupMember
@@ -68,28 +69,28 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
         deadline_seconds: float = 60.0,
         device: torch.device | str | None = None,
     ) -> None:
-        """Groups meet at the URL's host. Raises ValueError, UnsupportedError."""
+        """Make a sender whose groups connect through the URL's host. Raises ValueError, UnsupportedError."""
         backend, (host, _) = registry.scheme(url), registry.endpoint(url)
         if url.partition("://")[2].strip("/") != urllib.parse.urlsplit(url).netloc.rpartition("@")[2]:
-            raise ValueError(f"{url!r} is not the endpoint of a sender; write {backend}://HOST:PORT")
+            raise ValueError(f"{url!r} has more than an address; write {backend}://HOST:PORT")
         process_group.require(backend)
         device = torch.device((device or "cuda") if backend == "nccl" else "cpu")
         if backend == "nccl" and device.type != "cuda":
-            raise UnsupportedError(f"nccl moves no memory of {device}: use gloo:// or ipc://")
+            raise UnsupportedError(f"nccl sends GPU memory, and the weights are on {device}: use gloo:// or ipc://")
         super().__init__(run, listener, deadline_seconds, records.FromReceiver)
         self.num_groups = 0
         self._group: BroadcastGroup | None = None
-        """Kept from update to update while its members stay."""
+        """Reused for the next update if its members stay."""
         self._settings = GroupSettings(backend, host, device, deadline_seconds, self.condition)
         self._slots = MemoryToSend(device, "sending this update")
         self._slots_are_lost = False
-        """A broadcast of a group that was left may still be reading the slots."""
+        """True if a broadcast of a closed group may still read the slots."""
         close_at_exit(self)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Begin an update, or begin it again after a loss: wait until `peers` have opened it, and for their group.
+        """Begin an update, or begin it again after a loss: wait until `peers` have opened it and have joined a group.
 
-        An update in progress that has lost nobody begins again too: another origin's sender may have.
+        An update in progress begins again even if this sender has lost no peer: another origin's sender may have.
         """
         with self.condition:
             former = self._update
@@ -128,14 +129,14 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
             return self._slots.buffer(index)
 
     def send(self, index: int, num_bytes: int) -> None:
-        """Begin to broadcast the bucket, once everybody waits for it. The last waits until everybody has all of them.
+        """Begin to broadcast the bucket once all receivers wait for it; with the last one, wait until it is received.
 
-        Raises ValueError unless it is as long as the plan says: receivers wait for that many bytes.
+        Raises ValueError unless `num_bytes` is the length in the plan, which receivers wait for.
         """
         with self.condition:
             update, group = self._require_update(index), self._group
             if num_bytes != (expected := HEADER_BYTES + update.manifest.buckets[index]):
-                raise ValueError(f"{num_bytes} bytes of bucket {index} were to be broadcast, expected {expected}")
+                raise ValueError(f"num_bytes of bucket {index} is {num_bytes}, expected {expected}")
             if group is not None:
 
                 def is_awaited() -> bool:
@@ -153,14 +154,14 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
             def is_received() -> bool:
                 return group.is_quiet() and all(m.progress.num_received == update.num_buckets for m in group.members)
 
-            # A group that is broken already is left here, and not at the next bucket.
+            # Notice a broken group here already, and not only at the next bucket.
             self._await(update, group, lambda: not update.is_done or is_received(), lambda: self._slow(update, group))
             if update.is_done:
-                # From now on nobody can be lost to this update any more.
+                # All receivers have all buckets: this update can't lose a peer any more.
                 update.peers.clear()
 
     def release(self) -> None:
-        """Free the slots, unless a group that was left may still read them; see `Sender.release`."""
+        """Free the slots, unless a closed group may still read them; see `Sender.release`."""
         with self.condition:
             self._require_open()
             if not self._slots_are_lost:
@@ -171,7 +172,7 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
         self._leave()
         self._slots.close()
 
-    # --- what peers do ---
+    # --- records of peers ---
 
     def _on_other(self, peer: GroupMember, record: Any) -> None:
         update, group = self._update, self._group
@@ -191,18 +192,19 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
 
     def _on_ended(self, peer: GroupMember, update: GroupUpdate) -> None:
         if peer.name in update.peers and peer.progress.num_received < update.num_buckets:
-            self._lose(peer.name, UpdateAbortedError(f"{peer.name} left the update of version {update.version.number}"))
+            what = f"{peer.name} ended version {update.version.number} before it had received all buckets"
+            self._lose(peer.name, UpdateAbortedError(what))
 
     def _on_aborted(self, update: GroupUpdate) -> None:
-        """The group is left, since some may be waiting in it."""
+        """Tell the peers, and close the group if some may be waiting in it."""
         is_done = not update.peers
         super()._on_aborted(update)
         if not is_done:
             self._leave()
 
     def _lose(self, name: str, error: WeightcastError) -> None:
-        """The member takes no more of the update, and nor does its engine."""
-        update, reason = self._update, f"{name}, of the same engine, was lost: {error}"
+        """Remove the member and the other workers of its engine from the update."""
+        update, reason = self._update, f"{name}, a worker of the same engine, was lost: {error}"
         others = [] if update is None else [o for o in update.peers if o != name and engine_of(o) == engine_of(name)]
         for lost, why in [(name, error), *((other, UpdateAbortedError(reason)) for other in others)]:
             super()._lose(lost, why)
@@ -212,7 +214,10 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
     # --- the group ---
 
     def _readers(self, update: GroupUpdate) -> dict[GroupMember, list[GroupMember]]:
-        """Who joins the group, and who reads along with each: staged, the other workers of an engine on its host."""
+        """Return the members that join the group, each with the workers that read its memory.
+
+        In a staged update those are the other workers of its engine on its host; else there are none.
+        """
         joined: dict[object, GroupMember] = {}
         readers: dict[GroupMember, list[GroupMember]] = {}
         members = [self._peers[name] for name in update.peers]
@@ -224,7 +229,7 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
         return readers
 
     def _have_group(self, update: GroupUpdate) -> None:
-        """Have a group of exactly the update's peers. Raises PeersLostError if not all of them can connect."""
+        """Make sure that the group is of exactly the update's peers. Raises PeersLostError if some can't connect."""
         readers = self._readers(update)
         if self._group is not None and self._group.readers == readers and not self._is_in_trouble(update, self._group):
             return
@@ -232,13 +237,13 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
         if not readers:
             return
         self.num_groups += 1
-        # Its store may take a while to be served: heartbeats need the condition meanwhile.
+        # Serving the store may take a while: heartbeats need the condition meanwhile.
         self.condition.release()
         try:
             group: BroadcastGroup | str = BroadcastGroup(self.num_groups, self._settings, readers)
         except (PeerError, OSError) as exc:
             short = shortage(exc) or shortage_now()
-            group = f"no group can be made: {short}" if short else to_record(exc).message
+            group = f"can't make a group: {short}" if short else to_record(exc).message
         finally:
             self.condition.acquire()
         if isinstance(group, str):
@@ -251,20 +256,20 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
         self._await_answers(update, group, group.joined)
         group.invite_readers()
         self._await_answers(update, group, group.members)
-        # Only now: a member that waits in gloo for one that does not come can't be woken.
+        # Only now: a member that waits in gloo for another that never connects can't be woken.
         group.connect()
-        # That no group comes together by the deadline is no fault of those who have answered.
+        # No member is to blame if connecting takes longer than the deadline: all have answered.
         self._await(update, group, lambda: group.is_connected, list)
 
     def _leave(self) -> None:
-        """Close the group, without waiting for broadcasts under way."""
+        """Close the group without waiting for broadcasts that are under way."""
         group, self._group = self._group, None
         if group is not None:
             self._slots_are_lost |= not group.is_quiet()
             group.close()
 
     def _is_in_trouble(self, update: GroupUpdate, group: BroadcastGroup) -> bool:
-        """Return whether the group can't go on as it is."""
+        """Return true if the group has failed, or its members are not the update's peers any more."""
         is_left = any(member.left.epoch == group.number for member in group.members)
         return bool(group.error()) or is_left or update.peers != group.names
 
@@ -276,9 +281,9 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
         late: Callable[[], Sequence[GroupMember]],
         what: str = "took no bucket",
     ) -> None:
-        """Wait until it is done. Raises PeersLostError if the group can't go on, or at the deadline.
+        """Wait until `is_done()`. Raises PeersLostError if the group fails, or at the deadline.
 
-        `late`: for whom everybody has waited then, and `what` they have done wrong.
+        At the deadline the members of `late()` are to blame; `what` says what they have failed to do.
         """
         deadline = Deadline(self._deadline_seconds)
         poll_seconds = host_device.POLL_SECONDS if self._settings.backend == "nccl" else self._deadline_seconds
@@ -289,10 +294,10 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
                 self._interrupt(update, blamed, f"no progress for {self._deadline_seconds:g} s")
             self._wait(min(deadline.remaining_seconds, poll_seconds))
         if self._is_in_trouble(update, group):
-            self._interrupt_broken(update, group, group.error() or "a member has left the group")
+            self._interrupt_broken(update, group, group.error() or "a member has left the group of receivers")
 
     def _await_answers(self, update: GroupUpdate, group: BroadcastGroup, members: Sequence[GroupMember]) -> None:
-        """Wait for answers to an invitation. Raises PeersLostError without those that can't join, or don't answer."""
+        """Wait for answers to an invitation. Raises PeersLostError if members can't join, or don't answer."""
 
         def silent() -> list[GroupMember]:
             return [member for member in members if member.joining.epoch != group.number]
@@ -302,13 +307,13 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
     # --- losses ---
 
     def _interrupt_broken(self, update: GroupUpdate, group: BroadcastGroup, cause: str) -> NoReturn:
-        """Leave a group that broke. The member that broke it is lost once it says so, or once its link ends.
+        """Close a group that failed, and raise PeersLostError without the member that caused it.
 
-        Either may come after the break was seen here.
+        Waits a little for that member's record, or the end of its link, which may arrive after the failure.
         """
 
         def failed() -> list[GroupMember]:
-            # In a group that was connected, all fail with the one that broke it.
+            # In a connected group every member fails with the first one, so that their records don't show who it was.
             return [] if group.is_connected else [m for m in group.members if m.left.epoch == group.number]
 
         deadline = Deadline(min(GRACE_SECONDS, self._deadline_seconds))
@@ -318,7 +323,10 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
         self._interrupt(update, {member: member.failure() for member in failed()}, cause)
 
     def _interrupt(self, update: GroupUpdate, blamed: Mapping[GroupMember, WeightcastError], cause: str) -> NoReturn:
-        """Leave the group, and the peers that are to blame; the second time that there are none, all. Raises."""
+        """Close the group, drop the peers that are to blame, and raise PeersLostError.
+
+        If there are none for the second time in a row, all peers are lost.
+        """
         group = self._group
         if blamed or (group is not None and update.peers != group.names):
             update.num_fruitless = 0
@@ -334,14 +342,16 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
                 self._drop(member, error, may_be_reading=False)
         self._leave()
         update.is_interrupted = True
-        lost = listed([f"{name}: {error}" for name, error in self._failures.items()]) or f"nobody; {cause}"
+        lost = listed([f"{name}: {error}" for name, error in self._failures.items()]) or f"no peer, but failed: {cause}"
         raise PeersLostError(f"version {update.version.number} has lost {lost}", sorted(update.peers))
 
     def _slow(self, update: GroupUpdate, group: BroadcastGroup) -> list[GroupMember]:
-        """Those that have all that was broadcast and wait for no more, else those behind.
+        """Return the members that the others wait for.
 
-        Being behind is no fault at first: gloo wakes neither end of a connection that broke in the middle of a message,
-        so that a healthy member waits for bytes that can't come. Only who is behind in a new group as well is slow.
+        Those are the members that have received everything that was broadcast and don't wait for the next bucket. If
+        there are none, those that have received less than others, but only if the update failed in a former group, too:
+        gloo wakes neither end of a connection that broke in the middle of a message, so that a healthy member may wait
+        for bytes that can't arrive.
         """
         members, following = group.members, update.next
         busy = [m for m in members if m.progress.num_received == following == m.progress.num_awaited]

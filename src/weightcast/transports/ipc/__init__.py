@@ -1,4 +1,4 @@
-"""`ipc://`: publisher and engines on one host share memory; the only copies are those into and out of it.
+"""`ipc://`: publisher and engines on one host map the same memory. Bytes are copied into it once, and once out of it.
 
 `arena` and `cuda` are the memory, `sender` and `receiver` the two ends, `records` the records that announce the memory.
 """

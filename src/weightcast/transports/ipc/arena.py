@@ -1,9 +1,9 @@
-"""Host memory that a sender shares with receivers: anonymous, sealed against resizing, passed on as a descriptor.
+"""Host memory that a sender shares with receivers: an anonymous file, sealed against resizing, sent as a descriptor.
 
-Invariants: a receiver maps nothing whose size could change under it (that would be a SIGBUS); what a receiver writes
-into its mapping stays its own (copy on write), so that no engine can spoil another's bytes; a tensor keeps its mapping
-alive, so that nothing is ever unmapped under a view; the same place gives the same tensor object until the arena goes;
-pages are populated in advance only as long as the host and every cgroup have room for all that remain.
+Invariants: a receiver maps only memory whose size can't change (a file that shrinks would cause SIGBUS); a receiver's
+writes into its mapping are private (copy on write), so that no engine can change the bytes that another reads; a tensor
+keeps its mapping alive, so that no view loses its memory; an offset has the same tensor object as long as the arena
+lives; pages are populated in advance only while the host and every cgroup have room for all that remain.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from weightcast.transports.sending import OwnedArena
 
 _WHAT = "the arena of this update"
 _STEP_BYTES = 32 << 20
-"""Memory that one thread populates between two checks of the memory that is available."""
+"""Bytes that one thread populates before it checks the available memory again."""
 
 
 class OwnedSharedArena(OwnedArena):
-    """The sender's end. Costs `size_bytes` of host memory, which are populated in the background."""
+    """The sender's end. Background threads populate its pages."""
 
     def __init__(self, generation: int, size_bytes: int) -> None:
-        """Raise InsufficientMemoryError if the host or a cgroup has less than that available."""
+        """Allocate `size_bytes`. Raises InsufficientMemoryError if the host or a cgroup has less available."""
         self._mapping = SharedMemory.make(size_bytes, _WHAT).map()
         whole = self._mapping.tensor()
         super().__init__(generation, whole, torch.device("cpu"))
@@ -47,25 +47,25 @@ class OwnedSharedArena(OwnedArena):
         return SharedArena(self.generation, self.size_bytes), self._mapping.memory.descriptor
 
     def close(self, *, free: bool) -> None:
-        # First, since no page may be touched after it was freed.
+        # First, since the threads must not touch a page after it was freed.
         self.populating.close()
         if free:
             self._mapping.free()
-        # Not unmapped here: views that the publisher keeps still point into it.
+        # Not unmapped here: the publisher may still have views of it.
         self._mapping.memory.close()
         del self._mapping
         super().close(free=free)
 
 
 class Populating:
-    """Populates the pages of a flat buffer in host memory in order, in threads that end by themselves.
+    """Populates the pages of a flat buffer in host memory in order, in threads that end when all are populated.
 
-    The first writers of the buffer then need not wait for the kernel. No thread is left after `close`, and a forked
-    child has none.
+    The first writes to the buffer then don't wait for the kernel to find and clear pages. `close` ends the threads; a
+    forked child has none.
     """
 
     def __init__(self, memory: torch.Tensor, what: str, remedy: str = host_memory.LESS_AT_ONCE) -> None:
-        """Start the threads. `what` needs the memory and `remedy` helps if there is too little: for an error's text."""
+        """Start the threads. An error says that `what` needs the memory and recommends `remedy`."""
         self._memory: torch.Tensor | None = memory
         self._size_bytes = memory.numel()
         self._what, self._remedy = what, remedy
@@ -73,22 +73,22 @@ class Populating:
         self._next = 0
         self._under_way: set[int] = set()
         self._has_stopped = False
-        """True if the threads end before every page was touched."""
+        """True if the threads end before they have touched every page."""
         self._threads: list[threading.Thread] = []
         num_steps = -(-self._size_bytes // _STEP_BYTES)
         close_at_exit(self)
         try:
-            # The other half of the cores computes and packs.
+            # Half of the cores; the others compute and pack.
             for _ in range(min(num_steps, tables.MAX_THREADS, -(-len(os.sched_getaffinity(0)) // 2))):
                 self._threads.append(awaited_at_exit(self._run, "weightcast-populate"))
-        except RuntimeError:  # the limit of threads, or the interpreter ends
+        except RuntimeError:  # The limit of threads is reached, or the interpreter ends.
             self._has_stopped = not self._threads
 
     def wait(self, end_bytes: int, seconds: float) -> float:
-        """Wait, at most that long, until the first `end_bytes` were touched; return how long it took, in seconds.
+        """Wait up to `seconds` until the first `end_bytes` were touched; return the seconds waited.
 
-        Pages that were not touched by then cost memory when they are written. Raises InsufficientMemoryError if the
-        threads stopped for lack of memory and there still is too little for the pages that remain.
+        Pages that were not touched by then are allocated when they are written. Raises InsufficientMemoryError if the
+        threads stopped for lack of memory and there still is too little for the remaining pages.
         """
         start = time.perf_counter()
         with self._changed:
@@ -97,7 +97,7 @@ class Populating:
             Deadline(seconds).wait_for(self._changed, lambda: self._has_stopped or self._touched_bytes >= end_bytes)
             if self._has_stopped and (rest_bytes := self._size_bytes - self._touched_bytes) > 0:
                 host_memory.require(rest_bytes, self._what, self._remedy)
-                # The caller writes to the rest now: count it as touched, so that no later call checks it again.
+                # The caller writes to the rest now: count it as touched, so that later calls don't check it again.
                 self._next = self._size_bytes
                 self._under_way.clear()
         return time.perf_counter() - start
@@ -114,14 +114,14 @@ class Populating:
 
     @property
     def _touched_bytes(self) -> int:
-        """Number of bytes from the start whose pages were all touched."""
+        """Number of bytes from the start of the buffer whose pages were all touched."""
         return min(self._under_way, default=self._next)
 
     def _run(self) -> None:
-        memory = self._memory  # Mapped as long as this thread has it.
+        memory = self._memory  # This reference keeps the memory mapped.
         while memory is not None and (start := self._begin()) is not None:
             is_touched = False
-            with contextlib.suppress(OSError):  # Memory is short or faulty: its writer gets the error.
+            with contextlib.suppress(OSError):  # Memory is short or faulty: the thread that writes gets the error.
                 is_touched = tables.populate(memory.data_ptr() + start, min(_STEP_BYTES, self._size_bytes - start))
             with self._changed:
                 if is_touched:
@@ -131,7 +131,7 @@ class Populating:
                 self._changed.notify_all()
 
     def _begin(self) -> int | None:
-        """Return where the next step begins, or None after the last one."""
+        """Return the offset of the next step, or None if there is none or memory is short."""
         with self._changed:
             start = self._next
             if self._has_stopped or start >= self._size_bytes:
@@ -146,10 +146,10 @@ class Populating:
 
 
 class MappedSharedArena(MappedArena):
-    """The receiver's end. Owns the descriptor that it is made from, also if the construction fails."""
+    """The receiver's end. Owns the descriptor that it is made from, even if the constructor fails."""
 
     def __init__(self, record: SharedArena, descriptor: int) -> None:
-        """Raise ManifestError if the descriptor's size or seals are not those of `record`."""
+        """Map the memory. Raises ManifestError if its size is not that of `record`, or it is not sealed."""
         self.generation = record.generation
         self.size_bytes = record.size_bytes
         self._memory = SharedMemory.received(descriptor, record.size_bytes)
@@ -157,7 +157,7 @@ class MappedSharedArena(MappedArena):
             self.reset()
 
     def reset(self) -> None:
-        """Map the memory again, without anything that this process wrote into the former mapping."""
+        """Map the memory again, without this process's writes into the former mapping."""
         self._mapping = self._memory.map(private=True)
         self.buffers = Buffers(self._mapping.tensor())
 
@@ -168,6 +168,6 @@ class MappedSharedArena(MappedArena):
         return True
 
     def close(self) -> None:
-        """Close the descriptor; the mapping stays as long as a tensor refers to it."""
+        """Close the descriptor; the memory stays mapped as long as a tensor refers to it."""
         self._memory.close()
         del self._mapping

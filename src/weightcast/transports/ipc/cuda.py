@@ -1,10 +1,11 @@
-"""Device memory that a sender shares with receivers of the same host.
+"""Device memory that a sender shares with receivers on the same host.
 
 Invariants: each receiver opens the memory once and maps it for its own GPU, so that no process has a context on another
-process's GPU; no stream of one process waits for another process, which may be killed: a bucket is announced once it is
-packed, and released once it is read. The memory is the driver's own (`host.device_memory`), which is freed with the
-last process that has it. Handles of allocated memory (`cuMemAlloc`, `cuIpcGetMemHandle`) are not reference-counted:
-freeing that memory while a receiver has it open is undefined (`cuIpcOpenMemHandle` in the driver API's reference).
+process's GPU; no stream of one process waits for another process, which may be killed: a bucket is announced only when
+it is packed, and released only when it is read. The memory is allocated with the driver's virtual memory API
+(`host.device_memory`) and freed with the last process that has it open. Handles of memory of `cuMemAlloc`
+(`cuIpcGetMemHandle`) are not reference-counted: freeing that memory while a receiver has it open is undefined
+(`cuIpcOpenMemHandle` in the driver API's reference).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _STAGED = 'publish with install="staged", which uses host memory'
 
 
 class OwnedCudaArena(OwnedArena):
-    """The sender's end: the driver's memory, freed with the last process that has it."""
+    """The sender's end: device memory that is freed with the last process that has it open."""
 
     def __init__(self, generation: int, size_bytes: int, device: torch.device) -> None:
         """Allocate `size_bytes` of device memory.
@@ -50,10 +51,10 @@ class OwnedCudaArena(OwnedArena):
 
 
 class MappedCudaArena(MappedArena):
-    """The receiver's end: read-only, if the driver can map memory so."""
+    """The receiver's end: mapped read-only if the driver supports that."""
 
     def __init__(self, record: CudaArena, descriptor: int | None, device: torch.device | None) -> None:
-        """Open it for `device`, the engine's own GPU; for None or a CPU, for the GPU that the memory is on.
+        """Map the memory for `device`, the engine's own GPU; for None or a CPU, for the GPU that the memory is on.
 
         Raises UnsupportedError if this process does not see the memory's GPU, or `device` can't read its memory.
         """
@@ -63,7 +64,8 @@ class MappedCudaArena(MappedArena):
         if owner is None:
             raise UnsupportedError(
                 f"the publisher's arena is on GPU {record.device}, which this process does not see (it sees "
-                f"{host_device.cuda.device_count()} others): make that GPU visible here, or {_STAGED}"
+                f"{host_device.cuda.device_count()} other GPUs): make that GPU visible here (CUDA_VISIBLE_DEVICES), or "
+                f"{_STAGED}"
             )
         if device is None or not host_device.has_streams(device):
             device = owner
@@ -72,20 +74,19 @@ class MappedCudaArena(MappedArena):
         self.device = device
         if device != owner and not host_device.can_access(device, owner):
             raise UnsupportedError(
-                f"the publisher's arena is on {owner}, which the engine's {device} can't read (no NVLink or PCIe peer "
-                f"access, or a driver without virtual memory): {_STAGED}, or publish over nccl://"
+                f"the publisher's arena is on {owner}, which the engine's {device} can't read (there is no NVLink or "
+                f"PCIe peer access, or the driver has no virtual memory API): {_STAGED}, or publish over nccl://"
             )
         if descriptor is None:
-            raise UnsupportedError(f"the publisher's arena on {owner} came without its descriptor: {_STAGED}")
+            raise UnsupportedError(f"the publisher's arena on {owner} arrived without a file descriptor: {_STAGED}")
         try:
             whole = DeviceMemory.opened(descriptor, record.size_bytes, device).tensor()
         except UnsupportedError as exc:
             raise UnsupportedError(
-                f"the publisher's arena on {owner} can't be opened for {device}: {exc}; {_STAGED}, or publish over "
-                "nccl://"
+                f"can't map the publisher's arena on {owner} for {device}: {exc}; {_STAGED}, or publish over nccl://"
             ) from exc
         self.buffers = Buffers(whole)
 
     def reset(self) -> None:
-        """Wait until nothing on this device reads the arena: an aborted update may have been loading from it."""
+        """Wait until nothing on this device reads the arena: an aborted update may have queued reads."""
         host_device.synchronize(self.device)

@@ -1,4 +1,4 @@
-"""A worker's end of the ipc transport: maps the sender's arena once, and is told what in it is whole."""
+"""A worker's end of the ipc transport: maps the sender's arena once; records announce each complete bucket in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightcast.transports.receiving import ArenaReceiver, MappedArena
 
 
 class IpcReceiver(ArenaReceiver):
-    """Implements `Receiver`. Memory: none of its own, but for a bucket's pages that the engine writes to."""
+    """Implements `Receiver`. Memory: none of its own, except copies of the pages that the engine writes to."""
 
     def __init__(
         self,
@@ -30,17 +30,17 @@ class IpcReceiver(ArenaReceiver):
         deadline_seconds: float = 60.0,
         device: torch.device | None = None,
     ) -> None:
-        """`device`: the GPU that reads an arena that lies on a GPU."""
+        """Make a receiver. `device` is the GPU for which an arena on a GPU is mapped."""
         self._device = device
         super().__init__(run, link, deadline_seconds, records.ToReceiver)
 
     def read_together(self, manifest: Manifest, portion: Portion) -> bool:
-        """The sender's arena is the same memory for all."""
+        """Return True: all ranks read the sender's arena, which is the same memory for all."""
         return True
 
     def _map(self, record: Any, descriptor: int | None) -> MappedArena:
         if isinstance(record, records.CudaArena):
-            # Here: host memory needs none of it.
+            # Imported here, since a host without a GPU does not need it.
             from weightcast.transports.ipc.cuda import MappedCudaArena
 
             try:
@@ -50,6 +50,6 @@ class IpcReceiver(ArenaReceiver):
                     os.close(descriptor)
         if descriptor is None:
             if short := shortage_now():
-                raise WeightcastError(f"the publisher's arena can't be opened: {short}")
-            raise ManifestError("an arena was announced without its descriptor", fault="type")
+                raise WeightcastError(f"can't open the publisher's arena: {short}")
+            raise ManifestError("the publisher announced an arena without its file descriptor", fault="type")
         return MappedSharedArena(record, descriptor)

@@ -1,6 +1,6 @@
-"""The publisher's end of the ipc transport: writes buckets into an arena and announces each that is complete.
+"""The publisher's end of the ipc transport: buckets are packed into an arena, and each complete one is announced.
 
-Invariant: buckets that are streamed from a GPU stay on it (`device`); all others pass through host memory.
+Invariant: buckets that are streamed from a GPU stay on it (`device`); all others are in host memory.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class IpcSender(ArenaSender[IpcArena]):
         deadline_seconds: float = 60.0,
         device: torch.device | str | None = None,
     ) -> None:
-        """`listener`: at a Unix socket, over which descriptors of memory travel."""
+        """Make a sender. `listener` is at a Unix socket, over which file descriptors of memory are sent."""
         if url != SCHEME:
-            raise ValueError(f"{url!r}: ipc goes over a Unix socket that is found by itself; pass {SCHEME!r}")
+            raise ValueError(f"{url!r} has an address, and ipc:// takes none: pass {SCHEME!r}")
         super().__init__(run, listener, deadline_seconds, records.FromReceiver, device)
 
     def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> IpcArena:
         if device.type == "cuda":
-            # Here: host memory needs none of it.
+            # Imported here, since a host without a GPU does not need it.
             from weightcast.transports.ipc.cuda import OwnedCudaArena
 
             return OwnedCudaArena(generation, size_bytes, device)

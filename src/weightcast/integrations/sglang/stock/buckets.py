@@ -99,7 +99,7 @@ class FlatBuckets:
                     parts.setdefault(number, []).append((index, place))
             self.parts.append(dict(sorted(parts.items())))
         order = [number for parts in self.parts for number in parts]
-        assert order == sorted(order), "the plan brings a tensor after one of a later flattened bucket"
+        assert order == sorted(order), "the plan has a tensor after one of a later flattened bucket"
         self._sizes = [places[-1].end for places in self.places]
         slot_bytes = max(self._sizes, default=0)
         self._slots = [allocate(slot_bytes) for _ in self.places[:_NUM_SLOTS]]
