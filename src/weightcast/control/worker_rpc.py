@@ -121,7 +121,7 @@ def replies_to(values: Mapping[str, Any], answers: Any, peer: str) -> list[RankR
     Raises ControlError for invalid replies, and if the engine returns replies to an earlier call.
     """
     try:
-        replies = convert(answers, list[RankReply])
+        replies: list[RankReply] = convert(answers, list[RankReply])
     except msgspec.ValidationError as exc:
         raise ControlError(
             f"the ranks of {peer} did not answer as weightcast's plugin does: {exc}; install the same version of "

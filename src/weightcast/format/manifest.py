@@ -276,10 +276,10 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T] | Any, *, max_byt
         raise malformed("depth", "JSON nested too deeply; no message of this protocol has more than 6 levels") from exc
 
 
-def convert(values: Any, kind: type[T] | Any) -> T:
+def convert(values: Any, kind: Any) -> Any:
     """Convert values, as decoded from JSON without a type, to `kind`. Raises msgspec.ValidationError."""
     _decoder(kind)
-    return msgspec.convert(values, kind)  # type: ignore[no-any-return]
+    return msgspec.convert(values, kind)
 
 
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:

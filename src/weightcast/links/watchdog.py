@@ -1,8 +1,9 @@
 """A small process that resumes paused engines in the publisher's place, woken by the end of a connection.
 
 Needed where only stock routes exist, whose pauses no lease ends. The publisher writes one JSON line for each change of
-the requests that are to be sent if it dies. When its end of the connection closes, however that happened, the watchdog
-sends each engine its requests, again for a while where that failed. Standard library only.
+the requests that are to be sent if it dies, with those of the engine that changed. When its end of the connection
+closes, however that happened, the watchdog sends each engine its requests, again for a while where that failed.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ class Watchdog:
         """
         with self._lock:
             self._kept[engine] = requests
-            self._write()
+            self._write({engine: requests})
 
     def release(self, engine: str) -> None:
         """The engine needs no rescue any more. Idempotent."""
         with self._lock:
             if self._kept.pop(engine, None) is not None:
-                self._write()
+                self._write({engine: []})
 
     def close(self) -> None:
         """Have the watchdog do what is still to be done, and end it. Idempotent."""
@@ -83,15 +84,16 @@ class Watchdog:
             process.kill()
             process.wait()
 
-    def _write(self) -> None:
-        """Send what is held; start the process unless it runs. One that was killed is replaced."""
+    def _write(self, changed: Mapping[str, Sequence[RecoveryRequest]]) -> None:
+        """Send the changed requests; all, if the process has to be started. One that was killed is replaced."""
         if self._socket is None or self._process is None or self._process.poll() is not None:
             self._start()
+            changed = self._kept
         assert self._socket is not None
         assert self._process is not None
         # One that does not read, or has read half a line, is of no more use: the next call starts another.
         with on_failure(self._process.kill):
-            self._socket.sendall(json.dumps(self._kept).encode() + b"\n")
+            self._socket.sendall(json.dumps(changed).encode() + b"\n")
 
     def _start(self) -> None:
         if self._socket is not None:
@@ -115,8 +117,11 @@ class WatchedEngines:
 
     def read(self, text: bytes) -> None:
         *lines, self._text = (self._text + text).split(b"\n")
-        for held in map(json.loads, lines):
-            self.held = {name: [RecoveryRequest(*each) for each in requests] for name, requests in held.items()}
+        for changed in map(json.loads, lines):
+            for name, requests in changed.items():
+                self.held.pop(name, None)
+                if requests:
+                    self.held[name] = [RecoveryRequest(*each) for each in requests]
 
 
 def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float = _GIVE_UP_SECONDS) -> bool:

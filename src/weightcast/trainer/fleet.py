@@ -47,7 +47,7 @@ from weightcast.format.messages import (
     Received,
     WeightInfo,
 )
-from weightcast.host.deadline import to_its_end
+from weightcast.host.deadline import Deadline, to_its_end
 from weightcast.host.descriptors import shortage_now
 from weightcast.links.link import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
@@ -123,7 +123,8 @@ class FleetMember:
         self._dtypes_of: Sequence[TensorSpec] | None = None
         self._connection = Connection.LOST
         self._pause_end = PauseEnd.NONE
-        self._offered_manifest = ""
+        self._accepted_manifest = ""
+        """Digest of the manifest that its workers accepted last, over their present links."""
         self._paused_at = 0.0
         self._run = ""
         self._deadline_seconds = 0.0
@@ -161,7 +162,7 @@ class FleetMember:
         """End the engine's links and ask for its `info`. May be called again for an engine that did not answer."""
         self.result = EngineResult()
         listener.end_links("the publisher connects again", self.name)
-        self.links, self._offered_manifest, self._dtypes_of = [], "", None
+        self.links, self._accepted_manifest, self._dtypes_of = [], "", None
         self._connection, self.has_proven = Connection.LOST, False
         self.client = self._given.connect()
         self.info = self.client.info()
@@ -229,15 +230,18 @@ class FleetMember:
             )
 
     def offer(self, offer: Offer) -> None:
-        """Offer a version and wait until every worker has accepted."""
+        """Offer a version. `accepted` follows."""
         self.version = offer.version
-        known, self._offered_manifest = self._offered_manifest, ""
-        is_known = known == offer.manifest_digest
+        is_known = self._accepted_manifest == offer.manifest_digest
         offer = msgspec.structs.replace(offer, manifest=None if is_known else offer.manifest, ranks=self._local_ranks())
+        self._accepted_manifest = ""
         self.client.update(offer)
+
+    def accepted(self, manifest_digest: str, deadline: Deadline) -> None:
+        """Wait until every worker has accepted the offer."""
         for link in self.links:
-            link.wait(Accepted, offer.version, self._deadline_seconds)
-        self._offered_manifest = offer.manifest_digest
+            link.wait(Accepted, self.version, deadline)
+        self._accepted_manifest = manifest_digest
 
     def _local_ranks(self) -> dict[str, LocalRanks] | UnsetType:
         """Return the engine ranks by host, for hosts with several ranks."""
@@ -251,11 +255,11 @@ class FleetMember:
         }
         return several or UNSET
 
-    def received(self, num_buckets: int, root: str) -> None:
+    def received(self, num_buckets: int, root: str, deadline: Deadline) -> None:
         """Wait until every worker has received all buckets. Raises IntegrityError if a root digest differs."""
         read_bytes = []
         for link in self.links:
-            got = link.wait(Received, self.version, self._deadline_seconds)
+            got = link.wait(Received, self.version, deadline)
             if (got.num_buckets, got.root) != (num_buckets, root):
                 raise IntegrityError(
                     f"{link.peer} received {got.num_buckets} buckets with root digest {got.root}, but {num_buckets} "
@@ -372,7 +376,7 @@ class FleetMember:
     def _await_installed(self, link: Link) -> None:
         """Wait until a worker reports the install; if its link is lost, ask the engine for its version."""
         try:
-            installed = link.wait(Installed, self.version, self._deadline_seconds)
+            installed = link.wait(Installed, self.version, Deadline(self._deadline_seconds))
         except (PeerTimeoutError, PeerDiedError):
             # The workers of a two-phase engine install separately: one worker's version is no proof for another's.
             if isinstance(self.client, TwoPhaseInstall) or not self._serves():
@@ -394,7 +398,7 @@ class FleetMember:
             self.client.settle(self.version, keep=False)
         for link in self.links:
             with contextlib.suppress(WeightcastError):
-                link.wait(Failed, self.version, self._deadline_seconds)
+                link.wait(Failed, self.version, Deadline(self._deadline_seconds))
         failed = [link.failures(self.version) for link in self.links]
         is_torn = any(each.torn or each.kind == EngineTornError.__name__ for failures in failed for each in failures)
         if is_paused and all(failed) and not is_torn:
@@ -438,7 +442,7 @@ class FleetMember:
 
 
 class Fleet:
-    """All engines of a publisher. `each` calls them concurrently and notes failures in their results."""
+    """All engines of a publisher. `each` and `in_turn` call them, and note failures in their results."""
 
     def __init__(self) -> None:
         self._members: dict[str, FleetMember] = {}
@@ -500,11 +504,20 @@ class Fleet:
         """
         todo = self.healthy() if members is None else list(members)
         if len(todo) > 1:
-            self._calls[:] = [self._pool.submit(self.each, call, [member], notes=notes) for member in todo]
+            self._calls[:] = [self._pool.submit(self.in_turn, call, [member], notes=notes) for member in todo]
             for future in self._calls:
                 future.result()
-            return
-        for member in todo:
+        else:
+            self.in_turn(call, todo, notes=notes)
+
+    def in_turn(
+        self, call: Callable[[FleetMember], None], members: Iterable[FleetMember], *, notes: bool = True
+    ) -> None:
+        """Run `call` on these members one after the other, otherwise like `each`.
+
+        For waits for workers' messages: each message would wake all threads that wait, and one thread reads for all.
+        """
+        for member in members:
             try:
                 call(member)
             except Exception as exc:

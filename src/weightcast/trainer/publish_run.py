@@ -201,11 +201,11 @@ class FleetRoute:
         """Return the names of the receivers that the version is sent to."""
         return [peer for member in self.healthy() for peer in self._peers(member)]
 
-    def receive(self, num_buckets: int, root: str) -> None:
+    def receive(self, num_buckets: int, root: str, deadline: Deadline) -> None:
         """Wait until every worker has received all buckets."""
         self._sort_failures()
         if not self.is_brought:
-            self._fleet.each(lambda member: member.received(num_buckets, root), self.healthy())
+            self._fleet.in_turn(lambda member: member.received(num_buckets, root, deadline), self.healthy())
             self._sort_failures()
 
     def install(self, sent: SentDigests | None, *, proves_all: bool) -> None:
@@ -364,12 +364,14 @@ class PublishRun:
                     workers=dict(workers) if manifest.origins else UNSET,
                 )
                 self._fleet.each(lambda member: member.offer(offer))
+                accepting = Deadline(options.deadline_seconds)
+                fleet.in_turn(lambda member: member.accepted(offer.manifest_digest, accepting), fleet.healthy())
             self._tell("offered", fleet)
             if again is not None and is_stored:
                 # The store has the version already, and engines read it from there.
                 root = root_digest(again.manifest_digest, again.digests)
                 with self._timed("send"):
-                    route.receive(len(manifest.buckets), root)
+                    route.receive(len(manifest.buckets), root, Deadline(options.deadline_seconds))
             else:
                 root = self._send(route, fill, is_last=not self._connections.client_senders)
             with self._timed("seal"):
@@ -459,9 +461,10 @@ class PublishRun:
         if self._again is not None:
             number = self._again.number
             self._fleet.each(lambda member: member.notice(number), [m for m in self._fleet if m.is_joined])
+        connected = set(sender.connected([link.peer for member in self._fleet for link in member.links]))
         for member in self._fleet.healthy():
-            peers = [link.peer for link in member.links]
-            if self._again is not None or not member.is_joined or len(sender.connected(peers)) != len(peers):
+            is_connected = member.is_joined and connected.issuperset(link.peer for link in member.links)
+            if self._again is not None or not is_connected:
                 newcomers.append(member)
         absent = newcomers
         for _ in Deadline(self._wait_ready_seconds).polls(0.05, 1.0):
@@ -532,7 +535,7 @@ class PublishRun:
             self._on_packed()
             self._tell("packed", ())
         with self._timed("send"):
-            route.receive(num_buckets, root)
+            route.receive(num_buckets, root, Deadline(self._options.deadline_seconds))
         return root
 
     def _send_buckets(self, route: FleetRoute, peers: Sequence[str], fill: Fill, digests: list[Digest]) -> bool:
