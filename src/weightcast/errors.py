@@ -54,6 +54,7 @@ _EXTRAS = {
     "verl": "verl",
     "fastapi": "verl",
     "ray": "ray",
+    "httpx": "kubernetes",
 }
 """Optional packages -> the extra that installs them."""
 
@@ -223,7 +224,7 @@ class EngineResult(msgspec.Struct):
     with the reason. `read_bytes`, `installed_bytes`: by engine rank, the bytes of buckets that its worker has read and
     checked (ranks of one host divide these), and the bytes that it has installed (a tensor that goes through the
     engine's loader counts with all its bytes). `differs`: the engine's live memory is not what was sent, and the engine
-    was quarantined.
+    was quarantined. `has_left`: it failed, and then the directory of engines did not have it any more.
     """
 
     ok: bool = False
@@ -234,10 +235,15 @@ class EngineResult(msgspec.Struct):
     read_bytes: list[int] = []
     installed_bytes: list[int] = []
     differs: bool = False
+    has_left: bool = False
 
 
 class PublishReport(msgspec.Struct, frozen=True):
-    """Report of one publish. `num_bytes`: bytes of tensor data, counted once for all engines."""
+    """Report of one publish. `num_bytes`: bytes of tensor data, counted once for all engines.
+
+    `directory_error`: the error for which the directory of engines could not be read, so that the engines are those of
+    the publish before.
+    """
 
     run: str
     version: int
@@ -247,11 +253,17 @@ class PublishReport(msgspec.Struct, frozen=True):
     install: str
     seconds: StageSeconds
     engines: dict[str, EngineResult]
+    directory_error: ErrorRecord | None = None
 
     @property
     def ok(self) -> bool:
-        """True if every engine serves the version."""
-        return all(result.ok for result in self.engines.values())
+        """True if every engine serves the version, but for those that have left."""
+        return all(result.ok or result.has_left for result in self.engines.values())
+
+    @property
+    def failures(self) -> dict[str, ErrorRecord]:
+        """By engine, why it does not serve the version; without engines that have left."""
+        return {name: r.error for name, r in self.engines.items() if r.error is not None and not r.has_left}
 
     @property
     def gb_per_second(self) -> float:
@@ -273,7 +285,7 @@ class PublishReport(msgspec.Struct, frozen=True):
             "send_s": seconds.send,
             "pause_s": seconds.pause,
             "gb_per_s": self.gb_per_second,
-            "failed_engines_total": float(sum(not result.ok for result in self.engines.values())),
+            "failed_engines_total": float(len(self.failures)),
         }
         return {prefix + name: value for name, value in figures.items()}
 
@@ -296,6 +308,7 @@ class PublishReport(msgspec.Struct, frozen=True):
         rows = [("engine", "result", "pause", "install")] if self.engines else []
         for name, result in self.engines.items():
             outcome = f"serves {self.version}" if result.error is None else result.error.kind
+            outcome = "has left" if result.has_left else outcome
             rows.append((name, outcome, f"{result.pause_seconds:.3f} s", f"{result.install_seconds:.3f} s"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for name, outcome, pause, install in rows:
@@ -304,12 +317,14 @@ class PublishReport(msgspec.Struct, frozen=True):
             if result.error is not None:
                 lines.append(f"{name}: {result.error.kind}: {result.error.message}")
                 lines += (f"  {problem}" for problem in result.error.problems if problem not in result.error.message)
+        if self.directory_error is not None:
+            lines.append(f"the directory of engines could not be read: {self.directory_error.message}")
         return "\n".join(map(printable, lines))
 
 
 def publish_error(report: PublishReport) -> PublishError:
     """Return the error for a publish that an engine did not install."""
-    failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
+    failures = {name: from_record(error) for name, error in report.failures.items()}
     engines = "1 engine" if len(report.engines) == 1 else f"{len(report.engines):,} engines"
     causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
     what = f"{len(failures):,} of {engines} did not take version {report.version}"

@@ -132,6 +132,10 @@ class FleetMember:
         self._is_guarded = False
         """True while the watchdog has recovery requests for this engine."""
 
+    def is_of(self, engine: str | EngineClient) -> bool:
+        """Return whether this member was made of the engine's URL, or of this very client."""
+        return self.owned if isinstance(engine, str) else self._given is engine
+
     @property
     def is_joined(self) -> bool:
         return self._connection is not Connection.LOST and all(link.is_alive for link in self.links)
@@ -169,7 +173,12 @@ class FleetMember:
         if self.info.protocol != PROTOCOL:
             found = f"{self.name} speaks protocol {self.info.protocol}, this publisher speaks {PROTOCOL}"
             raise UnsupportedError(f"{found}: install the same version of weightcast in the trainer and the engine")
-        self.instance = "" if self.info.instance is UNSET else self.info.instance
+        instance = "" if self.info.instance is UNSET else self.info.instance
+        if self.instance and instance != self.instance:
+            # Another engine under its name: this publisher has paused the former one only.
+            self._pause_end = PauseEnd.NONE
+            self._end_guard()
+        self.instance = instance
         self.serves = self.info.version
 
     def ask_dtypes(self, specs: Sequence[TensorSpec]) -> None:
@@ -333,6 +342,9 @@ class FleetMember:
                 raise
             return
         self.result.pause_seconds = time.perf_counter() - self._paused_at
+        self._end_guard()
+
+    def _end_guard(self) -> None:
         if self._is_guarded:
             assert self._watchdog is not None
             self._watchdog.release(self.name)
@@ -468,6 +480,9 @@ class Fleet:
         part = copy.copy(self)
         part._members = {name: self._named(name)}
         return part
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._members
 
     def pop(self, name: str) -> FleetMember:
         """Remove and return the member of that name. Raises ValueError if there is none."""

@@ -23,6 +23,7 @@ from msgspec import UNSET
 
 from weightcast import registry
 from weightcast.errors import (
+    ErrorRecord,
     IntegrityError,
     PeerDiedError,
     PeerError,
@@ -147,7 +148,8 @@ class PublishInputs:
     `fleet`: the engines to update. `again`: the version to send once more, in place of a new one. `url`: the
     transport's. `maps_buckets`: True if trainer ranks of one host can pack into each other's buckets, as far as the
     engines are known. `checks_finite`: check for NaN and infinity before the offer. `engine_dtypes`: set for a source
-    with dtype="engine".
+    with dtype="engine". `directory_error`: see `PublishReport`. `departed` returns those of failed engines that the
+    directory does not have any more.
     """
 
     start: float
@@ -161,6 +163,8 @@ class PublishInputs:
     maps_buckets: Callable[[], bool]
     checks_finite: bool
     engine_dtypes: EngineDtypes | None
+    directory_error: ErrorRecord | None
+    departed: Callable[[Sequence[FleetMember]], Sequence[FleetMember]]
 
 
 class FleetRoute:
@@ -404,6 +408,8 @@ class PublishRun:
             # buckets.
             failed = [member for member in self._fleet if member.result.error is not None]
             self._abort(failed, "this engine's update failed at the publisher")
+            for member in inputs.departed(failed) if failed else ():
+                member.result.has_left = True
         except BaseException as exc:
             self._give_up(exc)
             raise
@@ -425,6 +431,7 @@ class PublishRun:
             install=options.install,
             seconds=self._seconds,
             engines={member.name: member.result for member in self._fleet},
+            directory_error=inputs.directory_error,
         )
 
     def _tell(self, phase: Phase, members: Iterable[FleetMember]) -> None:
