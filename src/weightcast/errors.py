@@ -55,6 +55,7 @@ _EXTRAS = {
     "fastapi": "verl",
     "ray": "ray",
     "httpx": "kubernetes",
+    "opentelemetry": "tracing",
 }
 """Optional packages -> the extra that installs them."""
 

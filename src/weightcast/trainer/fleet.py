@@ -454,7 +454,7 @@ class FleetMember:
 
 
 class Fleet:
-    """All engines of a publisher. `each` and `in_turn` call them, and note failures in their results."""
+    """All engines of a publisher. `each` calls them and notes failures in their results."""
 
     def __init__(self) -> None:
         self._members: dict[str, FleetMember] = {}
@@ -510,29 +510,26 @@ class Fleet:
         return [member for member in self if member.result.error is None and not member.result.ok]
 
     def each(
-        self, call: Callable[[FleetMember], None], members: Iterable[FleetMember] | None = None, *, notes: bool = True
+        self,
+        call: Callable[[FleetMember], None],
+        members: Iterable[FleetMember] | None = None,
+        *,
+        notes: bool = True,
+        in_turn: bool = False,
     ) -> None:
-        """Run `call` on these members (by default the healthy ones) concurrently.
+        """Run `call` on these members (by default the healthy ones) concurrently, or `in_turn` in this thread.
 
         An error becomes that member's result; without `notes` it is ignored. A caller's own client may raise any
-        exception: only its engine fails.
+        exception: only its engine fails. Wait for workers' messages in turn: one thread reads for all, and each message
+        would wake all threads that wait.
         """
         todo = self.healthy() if members is None else list(members)
-        if len(todo) > 1:
-            self._calls[:] = [self._pool.submit(self.in_turn, call, [member], notes=notes) for member in todo]
+        if len(todo) > 1 and not in_turn:
+            self._calls[:] = [self._pool.submit(self.each, call, [member], notes=notes) for member in todo]
             for future in self._calls:
                 future.result()
-        else:
-            self.in_turn(call, todo, notes=notes)
-
-    def in_turn(
-        self, call: Callable[[FleetMember], None], members: Iterable[FleetMember], *, notes: bool = True
-    ) -> None:
-        """Run `call` on these members one after the other, otherwise like `each`.
-
-        For waits for workers' messages: each message would wake all threads that wait, and one thread reads for all.
-        """
-        for member in members:
+            return
+        for member in todo:
             try:
                 call(member)
             except Exception as exc:

@@ -209,7 +209,7 @@ class FleetRoute:
         """Wait until every worker has received all buckets."""
         self._sort_failures()
         if not self.is_brought:
-            self._fleet.in_turn(lambda member: member.received(num_buckets, root, deadline), self.healthy())
+            self._fleet.each(lambda member: member.received(num_buckets, root, deadline), self.healthy(), in_turn=True)
             self._sort_failures()
 
     def install(self, sent: SentDigests | None, *, proves_all: bool) -> None:
@@ -369,7 +369,7 @@ class PublishRun:
                 )
                 self._fleet.each(lambda member: member.offer(offer))
                 accepting = Deadline(options.deadline_seconds)
-                fleet.in_turn(lambda member: member.accepted(offer.manifest_digest, accepting), fleet.healthy())
+                fleet.each(lambda member: member.accepted(offer.manifest_digest, accepting), in_turn=True)
             self._tell("offered", fleet)
             if again is not None and is_stored:
                 # The store has the version already, and engines read it from there.

@@ -9,6 +9,7 @@ several trainer ranks only one talks to the engines, and all return the same rep
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import logging
 import os
@@ -501,7 +502,9 @@ class Publisher(ClosedOnExit):
             finally:
                 flight.over()
 
-        awaited_at_exit(functools.partial(run_into, future, publish), "weightcast-publish")
+        # In the caller's context, so that `on_event` finds the caller's span.
+        context = contextvars.copy_context()
+        awaited_at_exit(functools.partial(context.run, run_into, future, publish), "weightcast-publish")
         return flight, future
 
     def _new_version(

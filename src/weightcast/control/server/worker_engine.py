@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,18 +39,15 @@ class WorkerEngine(ServedEngine):
         await self._run(self._worker.update, info)
 
     async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
-        answer: InstallAnswer = await self._run(self._install, number, mode, run)
-        return answer
-
-    def _install(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
         """Install between a pause and a resume, so that a publisher needs no requests for these."""
-        owner = f"install of version {number}"
-        self._worker.gate.pause(mode, owner=owner, deadline_seconds=self._worker.install_deadline_seconds)
+        gate, owner = self._worker.gate, f"install of version {number}"
+        deadline_seconds = self._worker.install_deadline_seconds
+        await self._run(functools.partial(gate.pause, mode, owner=owner, deadline_seconds=deadline_seconds))
         paused_at = time.perf_counter()
         try:
-            version = self._worker.finish(number, run)
+            version = await self._run(self._worker.finish, number, run)
         finally:
-            self._worker.gate.resume(owner=owner)
+            gate.resume(owner=owner)
         return InstallAnswer(str(version.number), version.run, time.perf_counter() - paused_at)
 
     async def pause(self, mode: PauseMode, run: str, *, clear_cache: bool) -> None:
