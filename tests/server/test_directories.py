@@ -17,8 +17,11 @@ from core.direct import DirectEngine, RecordingEngine
 
 from weightcast import ModuleEngine, Publisher, PublishError, PublishOptions, TensorSource
 from weightcast.control.server.app import EngineServer
+from weightcast.engines.gate import Gate
 from weightcast.errors import EngineTornError, PeerTimeoutError, WeightcastError
+from weightcast.format.manifest import TensorSpec
 from weightcast.host.deadline import Deadline
+from weightcast.serving.worker import Worker
 from weightcast.trainer.engine_file import EngineFile
 from weightcast.trainer.options import PublishEvent
 
@@ -151,6 +154,38 @@ def test_another_client_under_the_same_name_is_another_engine() -> None:
             assert publisher.publish().ok
         assert [len(engine.engine.versions) for engine in (first, second)] == [2, 1]
         assert any(not first.info().holder for _ in Deadline(10.0).polls())
+
+
+class TornEngine(DirectEngine):
+    """Its workers install separately, and can't roll back."""
+
+    num_quarantines = 0
+
+    def settle(self, version: int, *, keep: bool) -> None:
+        raise PeerTimeoutError("no answer", peer=self.name)
+
+    def quarantine(self, reason: str) -> None:
+        self.num_quarantines += 1
+        super().quarantine(reason)
+
+
+def test_an_engine_that_was_replaced_under_its_name_is_not_taken_for_the_former() -> None:
+    """The former one had to be kept from serving; the new one only refuses an offer."""
+    engine = TornEngine("name", RecordingEngine())
+    engine.engine.fail_after = 0
+    with publisher_of([engine], on_failure="report") as (publisher, _):
+        try:
+            assert publisher.publish().failures["name"].kind == "InstallError"
+            assert engine.info().torn
+            num_quarantines = engine.num_quarantines
+            engine.worker.close()
+            engine.gate = Gate()
+            engine.worker = Worker(RecordingEngine([TensorSpec("other", "float32", (1,))]), gate=engine.gate)
+            assert publisher.publish().failures["name"].kind == "IncompatibleWeightsError"
+            assert engine.num_quarantines == num_quarantines > 0
+            assert not engine.info().torn
+        finally:
+            engine.close()
 
 
 @pytest.mark.parametrize("has_left", [True, False])
