@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import ssl
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import certifi
 import pytest
 import torch
 
@@ -18,6 +21,9 @@ from weightcast import EngineServer, ModuleEngine, Publisher, TensorSource
 from weightcast.errors import ControlError, ManifestError, PeerDiedError, WeightcastError
 from weightcast.integrations.kubernetes import ServiceEngines
 from weightcast.seams.directory import EngineDirectory
+
+CERTIFICATE = Path(__file__).with_name("api_server.pem")
+"""Of 127.0.0.1, signed by itself, with its key."""
 
 
 def endpoint(address: str, **conditions: bool) -> dict[str, Any]:
@@ -38,9 +44,13 @@ class ApiServer(ThreadingHTTPServer):
     token = "first"
     body: bytes | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_tls: bool) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.url = f"http{'s' * has_tls}://127.0.0.1:{self.server_address[1]}"
+        if has_tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(CERTIFICATE)
+            self.socket = context.wrap_socket(self.socket, server_side=True)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -65,9 +75,9 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
-@pytest.fixture
-def api() -> Iterator[ApiServer]:
-    with ApiServer() as server:
+@pytest.fixture(params=[False, True], ids=["http", "https"])
+def api(request: pytest.FixtureRequest) -> Iterator[ApiServer]:
+    with ApiServer(has_tls=request.param) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -79,6 +89,7 @@ def api() -> Iterator[ApiServer]:
 def account(tmp_path: Path) -> Path:
     (tmp_path / "token").write_text("first\n")
     (tmp_path / "namespace").write_text("rl")
+    shutil.copy(CERTIFICATE, tmp_path / "ca.crt")
     return tmp_path
 
 
@@ -118,6 +129,10 @@ def test_an_api_that_refuses_is_gone_or_is_no_api(api: ApiServer, account: Path,
     api.body = b'{"items": [{"endpoints": []}]}'
     with pytest.raises(ManifestError, match="addressType"):
         directory.engines()
+    if api.url.startswith("https"):
+        shutil.copy(certifi.where(), account / "ca.crt")
+        with pytest.raises(PeerDiedError, match="certificate verify failed"):
+            directory.engines()
     api.shutdown()
     api.server_close()
     with pytest.raises(PeerDiedError, match="can't be reached"):
