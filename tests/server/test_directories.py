@@ -153,6 +153,9 @@ def test_another_client_under_the_same_name_is_another_engine() -> None:
             directory.present = [engine]
             assert publisher.publish().ok
         assert [len(engine.engine.versions) for engine in (first, second)] == [2, 1]
+        directory.present = [second, first]
+        assert "two engines are named name" in str(publisher.publish().directory_error)
+        assert [len(engine.engine.versions) for engine in (first, second)] == [2, 2]
         assert any(not first.info().holder for _ in Deadline(10.0).polls())
 
 

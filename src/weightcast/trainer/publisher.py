@@ -241,7 +241,10 @@ class Publisher(ClosedOnExit):
             return
         self._directory_error = None
         try:
-            present = {_name_of(engine): engine for engine in self._directory.engines()}
+            present: dict[str, str | EngineClient] = {}
+            for engine in self._directory.engines():
+                if present.setdefault(name := _name_of(engine), engine) is not engine and not isinstance(engine, str):
+                    raise ValueError(f"two engines are named {name}: give each client a name of its own")
             kept = {m.name for m in self._fleet if m.name in present and m.is_of(present[m.name])}
             joining = [self._member_of(engine) for name, engine in present.items() if name not in kept]
         except Exception as exc:
