@@ -219,7 +219,7 @@ class StageSeconds(msgspec.Struct):
 class EngineResult(msgspec.Struct):
     """One engine's result. `ok`: it serves the version. `error`: the cause if it does not, else None.
 
-    `pause_seconds`: the engine's pause, as reported if it pauses by itself (vLLM with weightcast's routes), otherwise
+    `pause_seconds`: the engine's pause, as reported if it pauses by itself (with weightcast's routes), otherwise
     from the pause request to the resume, as seen by the publisher. `install_seconds`: duration of the install in the
     engine. `unproven`: with `verify="installed"`, the tensors that could not be read from the engine's live memory,
     with the reason. `read_bytes`, `installed_bytes`: by engine rank, the bytes of buckets that its worker has read and
