@@ -481,9 +481,6 @@ class Fleet:
         part._members = {name: self._named(name)}
         return part
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._members
-
     def pop(self, name: str) -> FleetMember:
         """Remove and return the member of that name. Raises ValueError if there is none."""
         member = self._named(name)
