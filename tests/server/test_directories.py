@@ -49,7 +49,8 @@ class Fleet:
 
     def start(self, port: int = 0) -> EngineServer:
         model = torch.nn.Linear(32, 32)
-        server = self._stack.enter_context(EngineServer(RefusingEngine(model), port=port))
+        server = EngineServer(RefusingEngine(model), port=port).start()
+        self._stack.callback(server.close)
         self.models[server] = model
         self.write()
         return server
@@ -276,7 +277,10 @@ def test_no_stale_token_behind_a_ready_gate(fleet: Fleet, num_publishes: int) ->
         fleet.forget(victim)
         victim.close()
         if kind == "replace":
-            fleet.start(port)
+            try:
+                fleet.start(port)
+            except WeightcastError:  # Another process has the port by now.
+                fleet.start()
 
     def on_event(event: PublishEvent) -> None:
         if event.engine is None and event.phase == moment:
