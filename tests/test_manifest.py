@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -167,3 +169,34 @@ def test_the_largest_grid_of_shards_is_proved_quickly(grid: tuple[int, int]) -> 
     start = time.process_time()
     check_tiling(parts, (grid[0], 3 * grid[1]), "w")
     assert time.process_time() - start < 10
+
+
+DECODE_IN_THREADS = """
+import sys, threading
+import msgspec
+from weightcast.format.manifest import convert, decode
+
+sys.setswitchinterval(1e-6)
+for _ in range(100):
+    leaf = msgspec.defstruct("Leaf", [("a", int), ("b", str)])
+    middle = msgspec.defstruct("Middle", [("leaf", leaf), ("leaves", list[leaf])])
+    top = msgspec.defstruct("Top", [("middle", middle), ("others", dict[str, middle])])
+    value = {"middle": {"leaf": {"a": 1, "b": "x"}, "leaves": [{"a": 2, "b": "y"}]}, "others": {}}
+    data, barrier = msgspec.json.encode(value), threading.Barrier(8)
+
+    def read(number):
+        barrier.wait()
+        assert (decode(data, top) if number % 2 else convert(value, top)).middle.leaves[0].b == "y"
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_decode_a_message_for_the_first_time_at_once() -> None:
+    """As the threads of a fleet do. In a process of its own, since msgspec would crash it."""
+    ran = subprocess.run([sys.executable, "-c", DECODE_IN_THREADS], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, "")

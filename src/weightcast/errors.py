@@ -55,6 +55,8 @@ _EXTRAS = {
     "verl": "verl",
     "fastapi": "verl",
     "ray": "ray",
+    "httpx": "kubernetes",
+    "opentelemetry": "tracing",
 }
 """Optional packages -> the extra that installs them."""
 
@@ -222,13 +224,13 @@ class StageSeconds(msgspec.Struct):
 class EngineResult(msgspec.Struct):
     """One engine's result. `ok`: it serves the version. `error`: the cause if it does not, else None.
 
-    `pause_seconds`: the engine's pause, as reported if it pauses by itself (vLLM with weightcast's routes), otherwise
+    `pause_seconds`: the engine's pause, as reported if it pauses by itself (with weightcast's routes), otherwise
     from the pause request to the resume, as seen by the publisher. `install_seconds`: duration of the install in the
     engine. `unproven`: with `verify="installed"`, the tensors that could not be read from the engine's live memory,
     with the reason. `read_bytes`, `installed_bytes`: by engine rank, the bytes of buckets that its worker has read and
     checked (ranks of one host divide these), and the bytes that it has installed (a tensor that goes through the
     engine's loader counts with all its bytes). `differs`: the engine's live memory is not what was sent, and the engine
-    was quarantined.
+    was quarantined. `has_left`: it failed, and then the directory of engines did not have it any more.
     """
 
     ok: bool = False
@@ -239,6 +241,7 @@ class EngineResult(msgspec.Struct):
     read_bytes: list[int] = []
     installed_bytes: list[int] = []
     differs: bool = False
+    has_left: bool = False
 
 
 class DeltaReport(msgspec.Struct):
@@ -262,7 +265,8 @@ class DeltaReport(msgspec.Struct):
 class PublishReport(msgspec.Struct, frozen=True):
     """Report of one publish. `num_bytes`: bytes of tensor data, counted once for all engines.
 
-    `delta`: what was sent as deltas; None with `delta=None`.
+    `delta`: what was sent as deltas; None with `delta=None`. `directory_error`: the error for which the directory of
+    engines could not be read, so that the engines are those of the publish before.
     """
 
     run: str
@@ -274,11 +278,17 @@ class PublishReport(msgspec.Struct, frozen=True):
     seconds: StageSeconds
     engines: dict[str, EngineResult]
     delta: DeltaReport | None = None
+    directory_error: ErrorRecord | None = None
 
     @property
     def ok(self) -> bool:
-        """True if every engine serves the version."""
-        return all(result.ok for result in self.engines.values())
+        """True if every engine serves the version, but for those that have left."""
+        return all(result.ok or result.has_left for result in self.engines.values())
+
+    @property
+    def failures(self) -> dict[str, ErrorRecord]:
+        """By engine, why it does not serve the version; without engines that have left."""
+        return {name: r.error for name, r in self.engines.items() if r.error is not None and not r.has_left}
 
     @property
     def gb_per_second(self) -> float:
@@ -300,7 +310,7 @@ class PublishReport(msgspec.Struct, frozen=True):
             "send_s": seconds.send,
             "pause_s": seconds.pause,
             "gb_per_s": self.gb_per_second,
-            "failed_engines_total": float(sum(not result.ok for result in self.engines.values())),
+            "failed_engines_total": float(len(self.failures)),
         }
         if self.delta is not None:
             figures["delta_bytes_total"] = float(self.delta.num_bytes)
@@ -335,6 +345,7 @@ class PublishReport(msgspec.Struct, frozen=True):
         rows = [("engine", "result", "pause", "install")] if self.engines else []
         for name, result in self.engines.items():
             outcome = f"serves {self.version}" if result.error is None else result.error.kind
+            outcome = "has left" if result.has_left else outcome
             rows.append((name, outcome, f"{result.pause_seconds:.3f} s", f"{result.install_seconds:.3f} s"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for name, outcome, pause, install in rows:
@@ -343,12 +354,14 @@ class PublishReport(msgspec.Struct, frozen=True):
             if result.error is not None:
                 lines.append(f"{name}: {result.error.kind}: {result.error.message}")
                 lines += (f"  {problem}" for problem in result.error.problems if problem not in result.error.message)
+        if self.directory_error is not None:
+            lines.append(f"the directory of engines could not be read: {self.directory_error.message}")
         return "\n".join(map(printable, lines))
 
 
 def publish_error(report: PublishReport) -> PublishError:
     """Return the error for a publish that an engine did not install."""
-    failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
+    failures = {name: from_record(error) for name, error in report.failures.items()}
     engines = "1 engine" if len(report.engines) == 1 else f"{len(report.engines):,} engines"
     causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
     what = f"{len(failures):,} of {engines} did not take version {report.version}"

@@ -167,7 +167,7 @@ class Hosts:
         workers = {host_identity(): num_workers, "another host": 9}
         self.client.update(msgspec.structs.replace(offer, secret=SECRET, workers=workers))
         if self.link is not None:
-            self.link.wait(Accepted, number, PATIENCE_SECONDS)
+            self.link.wait(Accepted, number, Deadline(PATIENCE_SECONDS))
 
     def open(self, manifest: Manifest, number: int, install: InstallMode) -> None:
         for origin, _ in enumerate(manifest.spans):
@@ -207,7 +207,7 @@ class Hosts:
         self.offer(manifest, number, install, undo=undo)
         self.open(manifest, number, install)
         root = self.send_all(manifest, tensors, number)
-        received = self.link.wait(Received, number, PATIENCE_SECONDS)
+        received = self.link.wait(Received, number, Deadline(PATIENCE_SECONDS))
         assert received.root == root
         self.seal(manifest, number, root)
         self.client.finish(number)

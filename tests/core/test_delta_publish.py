@@ -16,7 +16,7 @@ from torch import nn
 
 from core.direct import DirectEngine, RecordingEngine
 from core.parallel import ParallelEngine
-from weightcast import ModuleEngine, ModuleSource, TensorSource
+from weightcast import EngineServer, ModuleEngine, ModuleSource, TensorSource
 from weightcast.errors import PublishError
 from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.publisher import Publisher
@@ -185,6 +185,28 @@ def test_one_worker_that_has_lost_its_base(transport: str) -> None:
         assert report.delta.num_engines == 1
         for engine in engines:
             assert all(torch.equal(engine.held[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_server_that_has_lost_its_base() -> None:
+    model, served = model_of(0), model_of(1)
+    with (
+        EngineServer(ModuleEngine(served)) as server,
+        publisher_of(
+            ModuleSource(model), engines=[server.url], transport="gloo://127.0.0.1:0", delta="always"
+        ) as publisher,
+    ):
+        publisher.publish()
+        for num_engines in (1, 0, 1):
+            session = server.worker._session
+            assert session is not None
+            if not num_engines:
+                session.base = None
+            step(model)
+            report = publisher.publish()
+            assert report.ok
+            assert report.delta is not None
+            assert report.delta.num_engines == num_engines
+            require_equal(model, served)
 
 
 @pytest.mark.cluster

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import weightcast
+from weightcast.control.server.worker_engine import WorkerEngine
+from weightcast.format.messages import WeightInfo
 from weightcast.host.deadline import Deadline
 from weightcast.links import watchdog
 from weightcast.links.watchdog import RecoveryRequest, Watchdog, WatchedEngines, rescue
@@ -140,6 +142,8 @@ def test_half_a_line_does_not_count() -> None:
     assert ward.requests == {}
     ward.read(b'}\n{"b": [["http')
     assert ward.requests == {"a": [RecoveryRequest("http://127.0.0.1:1/x", {}, "")]}
+    ward.read(b'://127.0.0.1:2/x", {}, ""]]}\n{"a": []}\n')
+    assert ward.requests == {"b": [RecoveryRequest("http://127.0.0.1:2/x", {}, "")]}
 
 
 def test_an_engine_that_is_gone_is_given_up() -> None:
@@ -167,12 +171,16 @@ def test_what_an_answer_forbids_is_not_sent(
     assert server.gate.is_paused is not resumed
 
 
-def test_publisher_holds_the_guard_only_where_no_lease_ends_a_pause(server: weightcast.EngineServer) -> None:
+def test_publisher_holds_the_guard_only_where_no_lease_ends_a_pause(
+    server: weightcast.EngineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[bool] = []
 
-    worker_info = server.worker.info
-    # An engine whose routes know no lease.
-    server.worker.info = lambda: msgspec.structs.replace(worker_info(), abilities=())  # type: ignore[method-assign]
+    async def info(engine: WorkerEngine) -> WeightInfo:
+        """Of an engine whose routes know no lease, and that does not pause by itself."""
+        return msgspec.structs.replace(server.worker.info(), abilities=())
+
+    monkeypatch.setattr(WorkerEngine, "info", info)
 
     class Watching(weightcast.HttpEngine):
         def finish(self, version: int) -> None:

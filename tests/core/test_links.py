@@ -16,6 +16,7 @@ import pytest
 from weightcast.errors import PeerDiedError
 from weightcast.format.manifest import PROTOCOL
 from weightcast.format.messages import Accepted, Heartbeat, Hello, ReleaseMemory
+from weightcast.host.deadline import Deadline
 from weightcast.links import link
 from weightcast.links.link import Frames, LinkListener, ReadingCondition, WorkerLink, frame
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Background
@@ -93,7 +94,8 @@ def test_of_several_that_wait_one_reads_and_another_when_it_leaves(
         workers = {name: stack.enter_context(_worker(listener, name)) for name in names}
         links = {name: listener.wait(name, 1, PATIENCE_SECONDS)[0] for name in names}
         for version in range(1, 9):
-            waits = {name: Background(links[name].wait, Accepted, version, PATIENCE_SECONDS) for name in names}
+            until = Deadline(PATIENCE_SECONDS)
+            waits = {name: Background(links[name].wait, Accepted, version, until) for name in names}
             for name in names[version % 6 :] + names[: version % 6]:
                 workers[name].send(Accepted(version))
                 assert waits[name].result() == Accepted(version)
@@ -114,7 +116,7 @@ def test_a_wait_that_is_interrupted_lets_another_read(leaves_nothing: None, nobo
 
         interrupted = Background(stop_at_a_message)
         assert is_waiting.wait(PATIENCE_SECONDS)
-        waiting = Background(publishers.wait, Accepted, 2, PATIENCE_SECONDS)
+        waiting = Background(publishers.wait, Accepted, 2, Deadline(PATIENCE_SECONDS))
         worker.send(Accepted(1))
         with pytest.raises(KeyboardInterrupt):
             interrupted.result()
@@ -125,7 +127,7 @@ def test_a_wait_that_is_interrupted_lets_another_read(leaves_nothing: None, nobo
 def test_an_end_from_another_thread_wakes_those_that_wait(leaves_nothing: None, nobody_else_reads: None) -> None:
     with contextlib.closing(LinkListener(RUN)) as listener, _worker(listener) as worker, _worker(listener, "other"):
         links = [listener.wait(name, 1, PATIENCE_SECONDS)[0] for name in ("engine", "other")]
-        waits = [Background(each.wait, Accepted, 1, PATIENCE_SECONDS * 2) for each in links]
+        waits = [Background(each.wait, Accepted, 1, Deadline(PATIENCE_SECONDS * 2)) for each in links]
         links[0].end("the test ends it")
         with pytest.raises(PeerDiedError, match="the test ends it"):
             waits[0].result()
@@ -190,7 +192,7 @@ def test_heartbeats_say_that_the_publisher_waits_only_while_one_of_its_threads_d
     """By these a worker knows a publisher that waits for another peer from one that hangs."""
     with contextlib.closing(LinkListener(RUN, lease_seconds=0.2)) as listener, _worker(listener) as worker:
         (publishers,) = listener.wait("engine", 1, PATIENCE_SECONDS)
-        waiting = Background(publishers.wait, Accepted, 1, PATIENCE_SECONDS)
+        waiting = Background(publishers.wait, Accepted, 1, Deadline(PATIENCE_SECONDS))
         for is_waited in (True, False):
             start = worker._heard_at
             while worker._heard_at < start + 1.0:

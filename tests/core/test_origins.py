@@ -29,6 +29,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import InitInfo, InstallMode, Received
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
+from weightcast.host.deadline import Deadline
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.serving.session import OriginReceivers
 from weightcast.testing.payloads import PAYLOADS, Payload, item, raw_bytes
@@ -145,7 +146,7 @@ def failing(hosts: Hosts, number: int, kinds: tuple[type[WeightcastError], ...],
     """The body has spoilt this update: the worker says so, the trainer gives it up."""
     yield
     with pytest.raises(kinds, match=match):
-        hosts.link.wait(Received, number, PATIENCE_SECONDS)
+        hosts.link.wait(Received, number, Deadline(PATIENCE_SECONDS))
     hosts.give_up(number)
 
 
@@ -268,7 +269,7 @@ def test_an_abort_in_any_phase_frees_everything(phase: str, install: InstallMode
             hosts.send(manifest, weights(2), 2, index)
     if phase in ("received", "sealed"):
         root = hosts.send_all(manifest, weights(2), 2)
-        hosts.link.wait(Received, 2, PATIENCE_SECONDS)
+        hosts.link.wait(Received, 2, Deadline(PATIENCE_SECONDS))
     if phase == "sealed":
         hosts.seal(manifest, 2, root)
     update = hosts.client.worker._session.update  # type: ignore[union-attr]
@@ -370,7 +371,7 @@ def test_what_is_cut_is_put_together_before_the_install(num_origins: int, stack:
     hosts.offer(manifest, 1, "staged")
     hosts.open(manifest, 1, "staged")
     root = hosts.send_all(manifest, weights(1), 1)
-    hosts.link.wait(Received, 1, PATIENCE_SECONDS)
+    hosts.link.wait(Received, 1, Deadline(PATIENCE_SECONDS))
     update = hosts.client.worker._session.update  # type: ignore[union-attr]
     assert update is not None
     ready = {record.name: tensor for record, tensor in update._assembly._whole}

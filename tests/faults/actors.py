@@ -104,8 +104,11 @@ class Stops:
         self._armed = phase
         self.go.clear()
 
+    def is_armed(self, phase: str) -> bool:
+        return self._armed == phase
+
     def reach(self, phase: str) -> None:
-        if self._armed == phase:
+        if self.is_armed(phase):
             self._armed = None
             self._pipe.send(("at", phase))
             self.go.wait(DEADLINE_SECONDS)

@@ -100,6 +100,8 @@ class StoppingClient(weightcast.HttpEngine):
     def update(self, info: Any) -> None:
         if isinstance(info, Seal):
             self.stops.reach("before seal")
+            if self.stops.is_armed("paused"):
+                self.paused_seconds = None  # so that the publisher pauses the engine, and does not leave it to `finish`
         super().update(info)
         if isinstance(info, Offer):
             self.stops.reach("offer")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 
@@ -46,14 +47,21 @@ def unix_sockets() -> list[list[str]]:
         return [line.split() for line in f][1:]
 
 
-@pytest.mark.parametrize("trains_on", [False, pytest.param(True, id="in the background")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="published"),
+        pytest.param({"trains_on": True}, id="in the background"),
+        pytest.param({"delta": "always"}, id="as deltas"),
+    ],
+)
 @pytest.mark.parametrize(
     ("wire", "phase"),
     over({IPC: PHASES, LARGE_GLOO: ["mid-bucket"]}, full={GLOO: PHASES, LARGE_GLOO: ["offer"]}),
 )
-def test_publisher_killed(stage: Stage, wire: Wire, phase: str, trains_on: bool) -> None:
+def test_publisher_killed(stage: Stage, wire: Wire, phase: str, options: dict[str, Any]) -> None:
     engines = stage.engines(2)
-    publisher = stage.publisher(*engines, deadline_seconds=STALL_SECONDS, trains_on=trains_on)
+    publisher = stage.publisher(*engines, deadline_seconds=STALL_SECONDS, **options)
     footprints = None
     if phase == "init":
         publisher.ask("stop at", phase)
@@ -100,13 +108,16 @@ def test_publisher_killed(stage: Stage, wire: Wire, phase: str, trains_on: bool)
         full={GLOO: ["init", "offer", "mid-bucket", "paused", "load", "after commit"], LARGE_GLOO: ["offer"]},
     ),
 )
-def test_engine_killed(stage: Stage, phase: str) -> None:
+@pytest.mark.parametrize("delta", [None, pytest.param("always", id="as deltas")])
+def test_engine_killed(stage: Stage, phase: str, delta: str | None) -> None:
     """One of three: the others get the version in the same publish; who was connected is not waited for."""
     deadline_seconds = STALL_SECONDS if phase == "init" else CUT_SECONDS
     engines = stage.engines(3)
     survivor, victim, other = engines
-    publisher, footprints = stage.publisher(*engines, deadline_seconds=deadline_seconds), None
+    publisher, footprints = stage.publisher(*engines, deadline_seconds=deadline_seconds, delta=delta), None
     if phase != "init":
+        if delta:  # whose memory has descriptors from the second publish on
+            assert publisher.publish(OLD, 0)["failures"] == {}
         assert publisher.publish(OLD, 1)["failures"] == {}
         footprints = Footprints(publisher, survivor, other)
     (victim if phase == "load" else publisher).ask("stop at", phase)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import forking
@@ -301,13 +302,14 @@ class Rank:
         hosts: int = 1,
         late_seconds: float = 0.0,
         is_provable: bool = False,
+        has_directory: bool = False,
         **options: Any,
     ) -> None:
         """`group`: the trainer ranks that publish; the first one does it for all.
 
         `is_apart`: this rank can't map another's memory, as in another container. `hosts`: the ranks are on so many.
         `late_seconds`: so much later than the others ranks of an even number pack. `is_provable`: what engines hold can
-        be read.
+        be read. `has_directory`: the publisher asks for its engines, those of `self.engines`.
         """
         import torch.distributed as dist
         from core.direct import DirectEngine, ReadableEngine, RecordingEngine
@@ -332,7 +334,8 @@ class Rank:
             kind = ReadableEngine if is_provable else RecordingEngine
             self.engines = [DirectEngine(f"engine-{n}", kind()) for n in range(num_engines)]
         options = {"transport": "ipc://", "bucket_size_bytes": 4096, "deadline_seconds": 20.0, **options}
-        self.publisher = publisher_of(self.source, engines=self.engines, **options)
+        engines = SimpleNamespace(engines=lambda: self.engines) if has_directory else self.engines
+        self.publisher = publisher_of(self.source, engines=engines, **options)
 
     def unmake(self) -> None:
         if self.publisher is not None:
@@ -406,6 +409,19 @@ class Rank:
             self.engines += [client] * (self.rank == 0)
             self.publisher.add_engine(client)
         return self._outcome(lambda: self.publisher.sync(engine))
+
+    def change_directory(self, *, joins: str = "", leaves: str = "") -> None:
+        """On the first rank, which has the engines."""
+        from core.direct import DirectEngine, RecordingEngine
+
+        if joins and self.rank == 0:
+            self.engines.append(DirectEngine(joins, RecordingEngine()))
+        for engine in [engine for engine in self.engines if engine.name == leaves]:
+            self.engines.remove(engine)
+            engine.close()
+
+    def sync_all(self) -> dict[str, Any]:
+        return self._outcome(lambda: self.publisher.sync())
 
     def _outcome(self, call: Callable[[], Any]) -> dict[str, Any]:
         self.counts.clear()

@@ -1,6 +1,8 @@
-"""An engine that starts late: one trainer rank waits for it, and the others wait on past their own deadline."""
+"""An engine that starts late, or comes and leaves: one trainer rank waits for it or finds it, the others follow."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
@@ -31,3 +33,22 @@ def test_an_engine_that_does_not_come_is_the_same_error_on_all_ranks() -> None:
         for rank in range(2):
             kind, text = ranks[rank].hear()["error"]
             assert (kind, "nothing listens there yet" in text) == ("PublishError", True)
+
+
+def test_engines_that_come_and_leave_are_in_the_report_of_all_ranks() -> None:
+    with squad(2) as ranks:
+        ranks.all("make", "table", "rows", has_directory=True)
+        ranks.all("fill", 1)
+        steps = (
+            ("publish", {}, {"engine-0"}),
+            ("sync_all", {"joins": "engine-1"}, {"engine-0", "engine-1"}),
+            ("publish", {"leaves": "engine-0"}, {"engine-1"}),
+        )
+        for call, change, expected in steps:
+            ranks.all("change_directory", **change)
+            outcomes = ranks.all(call)
+            assert [outcome["error"] for outcome in outcomes] == [None, None]
+            reports = [json.loads(outcome["report"]) for outcome in outcomes]
+            assert reports[0] == reports[1]
+            assert reports[0]["engines"].keys() == expected
+            assert ranks[0].ask("check", 1) == []

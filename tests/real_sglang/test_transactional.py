@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from real_engines.setups import on
 from real_vllm.models import make_model
 from real_vllm.oracle import PROMPT, Answer, joined
@@ -111,6 +112,27 @@ def test_an_install_is_one_line_of_the_servers_log(server: Server) -> None:
         report = it.publish(0)
     lines = server.log_lines(f"installed version {report.version} of run {report.run[:8]} in ")
     assert len(lines) == 1, lines
+
+
+@on(TWO)
+def test_updates_are_in_the_servers_own_metrics(server: Server) -> None:
+    def values() -> dict[str, float]:
+        text = httpx.get(f"{server.url}/metrics", follow_redirects=True).text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return {" ".join((s.name, *s.labels.values())): s.value for s in samples if s.name.startswith("weightcast_")}
+
+    with trainer(server.setup, server.url) as it:
+        it.publish(1)
+        before, report = values(), it.publish(0)
+    after = values()
+    assert (before["weightcast_weight_version"], after["weightcast_weight_version"]) == (
+        report.version - 1,
+        report.version,
+    )
+    assert after["weightcast_torn"] == 0
+    stages = [f"weightcast_update_seconds_count {stage}" for stage in ("offer", "seal", "install")]
+    for name in ("weightcast_pause_seconds_count", *stages):
+        assert after[name] == before[name] + 1
 
 
 @on(HALF)

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import httpx
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 from real_engines.setups import on
 
 from real_vllm.cold import assert_serves
@@ -89,6 +91,27 @@ def test_an_install_is_one_line_of_the_servers_log(server: Server) -> None:
     lines = server.log_lines(f"installed version {report.version} of run {report.run[:8]} in ")
     assert len(lines) == 1, lines
     assert " INFO " in lines[0]
+
+
+@on(ONE)
+def test_updates_are_in_the_servers_own_metrics(server: Server) -> None:
+    def values() -> dict[str, float]:
+        text = httpx.get(f"{server.url}/metrics", follow_redirects=True).text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return {" ".join((s.name, *s.labels.values())): s.value for s in samples if s.name.startswith("weightcast_")}
+
+    with trainer(server.setup, server.url) as it:
+        it.publish(1)
+        before, report = values(), it.publish(0)
+    after = values()
+    assert (before["weightcast_weight_version"], after["weightcast_weight_version"]) == (
+        report.version - 1,
+        report.version,
+    )
+    assert after["weightcast_torn"] == 0
+    stages = [f"weightcast_update_seconds_count {stage}" for stage in ("offer", "seal", "install")]
+    for name in ("weightcast_pause_seconds_count", *stages):
+        assert after[name] == before[name] + 1
 
 
 def test_register_may_run_more_than_once() -> None:

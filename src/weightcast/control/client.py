@@ -34,7 +34,7 @@ from weightcast.errors import (
     WeightcastError,
     from_record,
 )
-from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, decode, encode
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, convert, decode, encode
 from weightcast.format.messages import (
     DtypesQuestion,
     HeldWeights,
@@ -413,7 +413,7 @@ class HttpRoutes:
             body: Any = msgspec.json.decode(content)
             error = body.get("error") if isinstance(body, Mapping) else None
             if isinstance(error, Mapping) and "record" in error:
-                record = msgspec.convert(error["record"], ErrorRecord)
+                record = convert(error["record"], ErrorRecord)
             else:
                 message = error.get("message") if isinstance(error, Mapping) else error
                 if isinstance(message, str):

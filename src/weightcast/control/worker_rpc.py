@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from weightcast.errors import ControlError, ErrorRecord
-from weightcast.format.manifest import MAX_BYTES, RunId, TensorSpec, VersionNumber
+from weightcast.format.manifest import MAX_BYTES, RunId, TensorSpec, VersionNumber, convert
 from weightcast.format.messages import Count, InitInfo, UpdateInfo, WeightInfo
 from weightcast.serving.install_map import HeldTensor
 
@@ -121,7 +121,7 @@ def replies_to(values: Mapping[str, Any], answers: Any, peer: str) -> list[RankR
     Raises ControlError for invalid replies, and if the engine returns replies to an earlier call.
     """
     try:
-        replies = msgspec.convert(answers, list[RankReply])
+        replies: list[RankReply] = convert(answers, list[RankReply])
     except msgspec.ValidationError as exc:
         raise ControlError(
             f"the ranks of {peer} did not answer as weightcast's plugin does: {exc}; install the same version of "

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -259,6 +260,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+_making_decoder = threading.Lock()
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -270,17 +272,30 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T] | Any, *, max_byt
     """Decode one message of type `kind`. Raises ManifestError if it is too large, truncated or invalid."""
     if len(data) > max_bytes:
         raise malformed("too_large", f"a message of {len(data)} bytes; the limit is {max_bytes}")
-    decoder = _decoders.get(kind)
-    if decoder is None:
-        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
     try:
-        return decoder.decode(data)  # type: ignore[no-any-return]
+        return _decoder(kind).decode(data)  # type: ignore[no-any-return]
     except msgspec.ValidationError as exc:
         raise malformed("type", f"not a {_name_of(kind)} of protocol {PROTOCOL}: {exc}") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise malformed("syntax", f"not the JSON of a {_name_of(kind)}: {exc}; {len(data)} bytes received") from exc
     except RecursionError as exc:
         raise malformed("depth", "JSON nested too deeply; no message of this protocol has more than 6 levels") from exc
+
+
+def convert(values: Any, kind: Any) -> Any:
+    """Convert values, as decoded from JSON without a type, to `kind`. Raises msgspec.ValidationError."""
+    _decoder(kind)
+    return msgspec.convert(values, kind)
+
+
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        # msgspec attaches a Struct's description to its class before it is complete, and another thread that decodes
+        # the class meanwhile crashes.
+        with _making_decoder:
+            decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    return decoder
 
 
 def _name_of(kind: object) -> str:

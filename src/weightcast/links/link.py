@@ -507,21 +507,21 @@ class Link:
     def is_alive(self) -> bool:
         return not self.ended
 
-    def wait(self, kind: type[M], version: int, deadline_seconds: float) -> M:
+    def wait(self, kind: type[M], version: int, deadline: Deadline) -> M:
         """Wait for the worker's message of this kind about this version, and return it.
 
         Raises the worker's own error if it reports Failed, PeerDiedError if the link ends, PeerTimeoutError at the
         deadline. The link is then closed, so that a worker that was only stopped aborts the update when it goes on.
         """
-        message = self._await(kind, version, deadline_seconds)
+        message = self._await(kind, version, deadline.remaining_seconds)
         if isinstance(message, Failed):
             raise from_record(message.error)
         if message is not None:
             return message
         if self.ended:
             raise PeerDiedError(f"the link of {self.peer} ended: {self.ended}", peer=self.peer)
-        self.end(f"no {kind.__name__} for version {version} within {deadline_seconds:g} s")
-        what = f"{self.peer} sent no {kind.__name__} for version {version} within {deadline_seconds:g} s"
+        self.end(f"no {kind.__name__} for version {version} within {deadline.seconds:g} s")
+        what = f"{self.peer} sent no {kind.__name__} for version {version} within {deadline.seconds:g} s"
         raise PeerTimeoutError(what, peer=self.peer)
 
     def wait_for_failure(self, version: int, seconds: float) -> None:
@@ -538,6 +538,7 @@ class Link:
             return None
 
         with self._condition:
+            self._condition.read()
             self._condition.wait_for(lambda: find() or self.ended, seconds)
             return find()
 
@@ -620,7 +621,8 @@ class LinkListener:
         self.secret = secret or secrets.token_hex(32)
         self.lease_seconds = lease_seconds
         self._messages: Any = LinkMessage
-        self._links: dict[tuple[str, int], Link] = {}
+        self._links: dict[str, dict[int, Link]] = {}
+        """Those that have said hello, by engine and rank."""
         self._open_links: dict[int, Link] = {}
         """Links by file descriptor, including those that have not sent a hello."""
         self._is_closing = False
@@ -652,8 +654,8 @@ class LinkListener:
         """Return the open links of an engine's workers by engine rank; for None those of all engines."""
         with self.condition:
             self.condition.read()
-            found = sorted(self._links.items())
-            return [link for key, link in found if not link.ended and engine in (None, key[0])]
+            engines = self._links.values() if engine is None else [self._links.get(engine, {})]
+            return [links[rank] for links in engines for rank in sorted(links) if not links[rank].ended]
 
     def wait(
         self, engine: str, num_workers: int, deadline_seconds: float, *, ask: Callable[[], None] = lambda: None
@@ -749,7 +751,7 @@ class LinkListener:
                 # A host that vanished sends no FIN: end the connection if nothing is acknowledged for a lease.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.lease_seconds * 1000))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if len(self._open_links) - len(self._links) >= _MAX_STRANGERS:
+            if len(self._open_links) - sum(map(len, self._links.values())) >= _MAX_STRANGERS:
                 raise PermissionError("too many connections without a hello")
             sock.setblocking(False)
             self.condition.poller.register(sock, select.EPOLLIN)
@@ -778,13 +780,13 @@ class LinkListener:
                 )
             if not hmac.compare_digest(message.secret, self.secret):
                 raise ManifestError("the worker's hello has a wrong secret")
-            key = message.engine, message.engine_rank
-            link.engine, link.engine_rank = key
+            link.engine, link.engine_rank = message.engine, message.engine_rank
             link.peer = f"{link.engine}#{link.engine_rank}" if link.engine_rank else link.engine
             link.host = "" if message.host is UNSET else message.host
             link.memory = "" if message.memory is UNSET else message.memory
-            former = self._links.get(key)
-            self._links[key] = link
+            links = self._links.setdefault(link.engine, {})
+            former = links.get(link.engine_rank)
+            links[link.engine_rank] = link
             if former is not None:
                 former.end("the worker connected again")
             link.put(frame(Heartbeat()))
@@ -797,8 +799,11 @@ class LinkListener:
 
     def _drop(self, link: Link, reason: str) -> None:
         link.end(reason)
-        if self._links.get((link.engine, link.engine_rank)) is link:
-            del self._links[link.engine, link.engine_rank]
+        links = self._links.get(link.engine, {})
+        if links.get(link.engine_rank) is link:
+            del links[link.engine_rank]
+            if not links:
+                del self._links[link.engine]
         del self._open_links[link._sock.fileno()]
         self.condition.poller.unregister(link._sock)
         link._sock.close()
@@ -821,6 +826,6 @@ def _listen(run: str, host: str | None, port: int) -> tuple[socket.socket, str]:
                 remedy = "give the transport's URL an address of this host and a free port, or port 0"
                 raise OSError(exc.errno, f"can't listen on {host}:{port}: {exc.strerror}; {remedy}") from exc
             address = f"tcp:{host}:{sock.getsockname()[1]}"
-        sock.listen(128)
+        sock.listen(1024)
         sock.setblocking(False)
     return sock, address

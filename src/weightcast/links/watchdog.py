@@ -1,9 +1,10 @@
 """A small process that resumes paused engines if the publisher dies.
 
 Engines without the plugin need it: their stock routes know no lease that would end a pause. The publisher keeps a
-connection to the watchdog, and writes one JSON line whenever the requests change that are to be sent if it dies. When
-the connection closes, for any reason, the watchdog sends each engine its requests, and repeats them for a while if they
-fail. Imports only the standard library and two small modules of this package.
+connection to the watchdog, and writes one JSON line for each change of the requests that are to be sent if it dies,
+with those of the engine that changed. When the connection closes, for any reason, the watchdog sends each engine its
+requests, and repeats them for a while if they fail. Imports only the standard library and two small modules of this
+package.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ class Watchdog:
         """
         with self._lock:
             self._kept[engine] = requests
-            self._write()
+            self._write({engine: requests})
 
     def release(self, engine: str) -> None:
         """Forget the engine's requests. Idempotent."""
         with self._lock:
             if self._kept.pop(engine, None) is not None:
-                self._write()
+                self._write({engine: []})
 
     def close(self) -> None:
         """Have the watchdog send the requests that are left, and wait until its process has ended. Idempotent."""
@@ -85,15 +86,16 @@ class Watchdog:
             process.kill()
             process.wait()
 
-    def _write(self) -> None:
-        """Write all requests to the watchdog; start it if it does not run, or was killed."""
+    def _write(self, changed: Mapping[str, Sequence[RecoveryRequest]]) -> None:
+        """Write the changed requests to the watchdog; start it, with all, if it does not run or was killed."""
         if self._socket is None or self._process is None or self._process.poll() is not None:
             self._start()
+            changed = self._kept
         assert self._socket is not None
         assert self._process is not None
         # A watchdog that does not read, or has read half a line, is useless: the next call starts another.
         with on_failure(self._process.kill):
-            self._socket.sendall(json.dumps(self._kept).encode() + b"\n")
+            self._socket.sendall(json.dumps(changed).encode() + b"\n")
 
     def _start(self) -> None:
         if self._socket is not None:
@@ -117,9 +119,11 @@ class WatchedEngines:
 
     def read(self, text: bytes) -> None:
         *lines, self._text = (self._text + text).split(b"\n")
-        for line in lines:
-            requests = json.loads(line).items()
-            self.requests = {engine: [RecoveryRequest(*each) for each in found] for engine, found in requests}
+        for changed in map(json.loads, lines):
+            for name, requests in changed.items():
+                self.requests.pop(name, None)
+                if requests:
+                    self.requests[name] = [RecoveryRequest(*each) for each in requests]
 
 
 def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float = _GIVE_UP_SECONDS) -> bool:

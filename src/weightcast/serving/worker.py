@@ -107,7 +107,7 @@ class Worker:
         self.engine_rank = engine_rank
         self.world_size = world_size
         self._metrics = metrics
-        self._install_deadline_seconds = install_deadline_seconds
+        self.install_deadline_seconds = install_deadline_seconds
         self._installs = installs
         self._settles = settles
         self._agree = agree
@@ -299,7 +299,7 @@ class Worker:
         """
         if run:
             self._require_session(run)
-        self.gate.pause(mode, owner=run, deadline_seconds=self._install_deadline_seconds)
+        self.gate.pause(mode, owner=run, deadline_seconds=self.install_deadline_seconds)
         session = self._session
         if run and (session is None or session.info.run != run):
             self.gate.resume(owner=run)
@@ -413,7 +413,7 @@ class Worker:
             install,
             receiver=receiver,
             gate=self.gate,
-            deadline_seconds=self._install_deadline_seconds,
+            deadline_seconds=self.install_deadline_seconds,
             settles=self._settles,
             base=base,
             portion=_portion(offer, install.layout.manifest, self.engine_rank),
@@ -509,7 +509,7 @@ class Worker:
         if not isinstance(self.engine, SaysDtypes):
             what = f"{type(self.engine).__name__} can't say which dtypes its weights have, which dtype='engine' needs"
             raise UnsupportedError(f"{what}: give the source a dtype such as dtype=torch.bfloat16, or no dtype")
-        with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):
+        with self.gate.exclusive(deadline_seconds=self.install_deadline_seconds):
             return dict(self.engine.dtypes(specs))
 
     def held(self, names: Collection[str] = (), start: int = 0, limit_bytes: int = MAX_BYTES) -> HeldWeights:
@@ -520,7 +520,7 @@ class Worker:
         """
         install_map = self.engine.install_map if isinstance(self.engine, Mapped) else None
         if isinstance(install_map, RecordedMap):
-            with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):
+            with self.gate.exclusive(deadline_seconds=self.install_deadline_seconds):
                 found, following = install_map.held(start, limit_bytes, names)
                 info = self.info()
             held = held_weights(info.run, info.weight_version, {self.engine_rank: found}, with_blocks=bool(names))
@@ -554,7 +554,7 @@ class Worker:
             raise UnsupportedError(
                 f"the weights of {type(self.engine).__name__} can't be read: give it the methods of ExposesTensors"
             )
-        with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):
+        with self.gate.exclusive(deadline_seconds=self.install_deadline_seconds):
             yield self.engine
 
 

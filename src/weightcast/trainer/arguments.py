@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weightcast.host.deadline import number_of_seconds
+from weightcast.seams.directory import EngineDirectory
 from weightcast.seams.source import CollectiveSource
 
 
@@ -61,7 +62,9 @@ def require_alone(source: object) -> None:
 
 
 def require_engines(engines: object) -> None:
-    """Raise TypeError unless `engines` is a sequence. Its items are checked by `require_client`."""
+    """Raise TypeError unless `engines` is a sequence or an `EngineDirectory`. Items are checked by `require_client`."""
+    if isinstance(engines, EngineDirectory) and not isinstance(engines, type):
+        return
     if isinstance(engines, (str, Mapping, nn.Module)) or not isinstance(engines, Iterable):
         example = f"engines=[{engines!r}]" if isinstance(engines, str) else "engines=['http://127.0.0.1:8000']"
         raise TypeError(f"engines is {shown(engines)}; it must be a list of URLs or engine clients: {example}")

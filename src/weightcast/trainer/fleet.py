@@ -47,7 +47,7 @@ from weightcast.format.messages import (
     Received,
     WeightInfo,
 )
-from weightcast.host.deadline import to_its_end
+from weightcast.host.deadline import Deadline, to_its_end
 from weightcast.host.descriptors import shortage_now
 from weightcast.links.link import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
@@ -123,7 +123,8 @@ class FleetMember:
         self._dtypes_of: Sequence[TensorSpec] | None = None
         self._connection = Connection.LOST
         self._pause_end = PauseEnd.NONE
-        self._offered_manifest = ""
+        self._accepted_manifest = ""
+        """Digest of the manifest that its workers accepted last, over their present links."""
         self.base = -1
         """Number of the version whose packed buckets its workers have kept; -1 for none."""
         self.gets_deltas = False
@@ -135,6 +136,10 @@ class FleetMember:
         self._watchdog: Watchdog | None = None
         self._is_guarded = False
         """True while the watchdog has recovery requests for this engine."""
+
+    def is_of(self, engine: str | EngineClient) -> bool:
+        """Return whether this member was made of the engine's URL, or of this very client."""
+        return self.owned if isinstance(engine, str) else self._given is engine
 
     @property
     def is_joined(self) -> bool:
@@ -166,14 +171,19 @@ class FleetMember:
         """End the engine's links and ask for its `info`. May be called again for an engine that did not answer."""
         self.result = EngineResult()
         listener.end_links("the publisher connects again", self.name)
-        self.links, self._offered_manifest, self._dtypes_of = [], "", None
+        self.links, self._accepted_manifest, self._dtypes_of = [], "", None
         self._connection, self.has_proven, self.base = Connection.LOST, False, -1
         self.client = self._given.connect()
         self.info = self.client.info()
         if self.info.protocol != PROTOCOL:
             found = f"{self.name} speaks protocol {self.info.protocol}, this publisher speaks {PROTOCOL}"
             raise UnsupportedError(f"{found}: install the same version of weightcast in the trainer and the engine")
-        self.instance = "" if self.info.instance is UNSET else self.info.instance
+        instance = "" if self.info.instance is UNSET else self.info.instance
+        if self.instance and instance != self.instance:
+            # Another engine under its name: this publisher has paused the former one only.
+            self._pause_end = PauseEnd.NONE
+            self._end_guard()
+        self.instance = instance
         self.serves = self.info.version
 
     def ask_dtypes(self, specs: Sequence[TensorSpec]) -> None:
@@ -234,15 +244,18 @@ class FleetMember:
             )
 
     def offer(self, offer: Offer) -> None:
-        """Offer a version and wait until every worker has accepted."""
+        """Offer a version. `accepted` follows."""
         self.version, self._keeps_base = offer.version, offer.keeps_base
-        known, self._offered_manifest = self._offered_manifest, ""
-        is_known = known == offer.manifest_digest
+        is_known = self._accepted_manifest == offer.manifest_digest
         offer = msgspec.structs.replace(offer, manifest=None if is_known else offer.manifest, ranks=self._local_ranks())
+        self._accepted_manifest = ""
         self.client.update(offer)
+
+    def accepted(self, manifest_digest: str, deadline: Deadline) -> None:
+        """Wait until every worker has accepted the offer."""
         for link in self.links:
-            link.wait(Accepted, offer.version, self._deadline_seconds)
-        self._offered_manifest = offer.manifest_digest
+            link.wait(Accepted, self.version, deadline)
+        self._accepted_manifest = manifest_digest
 
     def _local_ranks(self) -> dict[str, LocalRanks] | UnsetType:
         """Return the engine ranks by host, for hosts with several ranks."""
@@ -256,11 +269,11 @@ class FleetMember:
         }
         return several or UNSET
 
-    def received(self, num_buckets: int, root: str) -> None:
+    def received(self, num_buckets: int, root: str, deadline: Deadline) -> None:
         """Wait until every worker has received all buckets. Raises IntegrityError if a root digest differs."""
         read_bytes = []
         for link in self.links:
-            got = link.wait(Received, self.version, self._deadline_seconds)
+            got = link.wait(Received, self.version, deadline)
             if (got.num_buckets, got.root) != (num_buckets, root):
                 raise IntegrityError(
                     f"{link.peer} received {got.num_buckets} buckets with root digest {got.root}, but {num_buckets} "
@@ -335,6 +348,9 @@ class FleetMember:
                 raise
             return
         self.result.pause_seconds = time.perf_counter() - self._paused_at
+        self._end_guard()
+
+    def _end_guard(self) -> None:
         if self._is_guarded:
             assert self._watchdog is not None
             self._watchdog.release(self.name)
@@ -378,7 +394,7 @@ class FleetMember:
     def _await_installed(self, link: Link) -> None:
         """Wait until a worker reports the install; if its link is lost, ask the engine for its version."""
         try:
-            installed = link.wait(Installed, self.version, self._deadline_seconds)
+            installed = link.wait(Installed, self.version, Deadline(self._deadline_seconds))
         except (PeerTimeoutError, PeerDiedError):
             # The workers of a two-phase engine install separately: one worker's version is no proof for another's.
             if isinstance(self.client, TwoPhaseInstall) or not self._serves():
@@ -400,7 +416,7 @@ class FleetMember:
             self.client.settle(self.version, keep=False)
         for link in self.links:
             with contextlib.suppress(WeightcastError):
-                link.wait(Failed, self.version, self._deadline_seconds)
+                link.wait(Failed, self.version, Deadline(self._deadline_seconds))
         failed = [link.failures(self.version) for link in self.links]
         is_torn = any(each.torn or each.kind == EngineTornError.__name__ for failures in failed for each in failures)
         if is_paused and all(failed) and not is_torn:
@@ -444,7 +460,7 @@ class FleetMember:
 
 
 class Fleet:
-    """All engines of a publisher. `each` calls them concurrently and notes failures in their results."""
+    """All engines of a publisher. `each` calls them and notes failures in their results."""
 
     def __init__(self) -> None:
         self._members: dict[str, FleetMember] = {}
@@ -497,15 +513,21 @@ class Fleet:
         return [member for member in self if member.result.error is None and not member.result.ok]
 
     def each(
-        self, call: Callable[[FleetMember], None], members: Iterable[FleetMember] | None = None, *, notes: bool = True
+        self,
+        call: Callable[[FleetMember], None],
+        members: Iterable[FleetMember] | None = None,
+        *,
+        notes: bool = True,
+        in_turn: bool = False,
     ) -> None:
-        """Run `call` on these members (by default the healthy ones) concurrently.
+        """Run `call` on these members (by default the healthy ones) concurrently, or `in_turn` in this thread.
 
         An error becomes that member's result; without `notes` it is ignored. A caller's own client may raise any
-        exception: only its engine fails.
+        exception: only its engine fails. Wait for workers' messages in turn: one thread reads for all, and each message
+        would wake all threads that wait.
         """
         todo = self.healthy() if members is None else list(members)
-        if len(todo) > 1:
+        if len(todo) > 1 and not in_turn:
             self._calls[:] = [self._pool.submit(self.each, call, [member], notes=notes) for member in todo]
             for future in self._calls:
                 future.result()

@@ -125,7 +125,7 @@ class PublisherMetrics(Collector):
             if result.error is None:
                 self._pause.labels(name).observe(result.pause_seconds)
                 self._paused.add(name)
-            else:
+            elif not result.has_left:
                 self._failures.labels(result.error.kind).inc()
             self._mismatches.inc(result.differs)
         present = {engine.name for engine in self._engines()}

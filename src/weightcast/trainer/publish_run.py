@@ -24,6 +24,7 @@ from msgspec import UNSET
 
 from weightcast import registry
 from weightcast.errors import (
+    ErrorRecord,
     IntegrityError,
     PeerDiedError,
     PeerError,
@@ -149,7 +150,8 @@ class PublishInputs:
     `fleet`: the engines to update. `again`: the version to send once more, in place of a new one. `url`: the
     transport's. `maps_buckets`: True if trainer ranks of one host can pack into each other's buckets, as far as the
     engines are known. `checks_finite`: check for NaN and infinity before the offer. `engine_dtypes`: set for a source
-    with dtype="engine". `deltas`: the publisher's, if it may send some.
+    with dtype="engine". `deltas`: the publisher's, if it may send some. `directory_error`: see `PublishReport`.
+    `departed` returns those of failed engines that the directory does not have any more.
     """
 
     start: float
@@ -164,6 +166,8 @@ class PublishInputs:
     checks_finite: bool
     engine_dtypes: EngineDtypes | None
     deltas: Deltas | None
+    directory_error: ErrorRecord | None
+    departed: Callable[[Sequence[FleetMember]], Sequence[FleetMember]]
 
 
 class FleetRoute:
@@ -218,11 +222,11 @@ class FleetRoute:
         """Return the names of the receivers that the version is sent to."""
         return [peer for member in self.healthy() for peer in self._peers(member)]
 
-    def receive(self, num_buckets: int, root: str) -> None:
+    def receive(self, num_buckets: int, root: str, deadline: Deadline) -> None:
         """Wait until every worker has received all buckets."""
         self._sort_failures()
         if not self.is_brought:
-            self._fleet.each(lambda member: member.received(num_buckets, root), self.healthy())
+            self._fleet.each(lambda member: member.received(num_buckets, root, deadline), self.healthy(), in_turn=True)
             self._sort_failures()
 
     def install(self, sent: SentDigests | None, *, proves_all: bool) -> None:
@@ -397,13 +401,13 @@ class PublishRun:
                 self._tell("packed", ())
                 self._publish_deltas(encoded, offer, deltas)
             with self._timed("offer"):
-                self._fleet.each(lambda member: member.offer(offer))
+                self._offer(offer, fleet.healthy())
             self._tell("offered", route.members())
             if again is not None and is_stored:
                 # The store has the version already, and engines read it from there.
                 root = root_digest(again.manifest_digest, again.digests)
                 with self._timed("send"):
-                    route.receive(len(manifest.buckets), root)
+                    route.receive(len(manifest.buckets), root, Deadline(options.deadline_seconds))
             else:
                 is_last = encoded is None and not self._connections.client_senders
                 root = self._send(route, fill, is_last=is_last)
@@ -435,6 +439,8 @@ class PublishRun:
             # buckets.
             failed = [member for member in self._fleet if member.result.error is not None]
             self._abort(failed, "this engine's update failed at the publisher")
+            for member in inputs.departed(failed) if failed else ():
+                member.result.has_left = True
         except BaseException as exc:
             self._give_up(exc)
             raise
@@ -457,6 +463,7 @@ class PublishRun:
             seconds=self._seconds,
             engines={member.name: member.result for member in self._fleet},
             delta=None if deltas is None else deltas.report,
+            directory_error=inputs.directory_error,
         )
 
     def _tell(self, phase: Phase, members: Iterable[FleetMember], *, ends: bool = True) -> None:
@@ -494,9 +501,10 @@ class PublishRun:
         if self._again is not None:
             number = self._again.number
             self._fleet.each(lambda member: member.notice(number), [m for m in self._fleet if m.is_joined])
+        connected = set(sender.connected([link.peer for member in self._fleet for link in member.links]))
         for member in self._fleet.healthy():
-            peers = [link.peer for link in member.links]
-            if self._again is not None or not member.is_joined or len(sender.connected(peers)) != len(peers):
+            is_connected = member.is_joined and connected.issuperset(link.peer for link in member.links)
+            if self._again is not None or not is_connected:
                 newcomers.append(member)
         absent = newcomers
         for _ in Deadline(self._wait_ready_seconds).polls(0.05, 1.0):
@@ -539,6 +547,12 @@ class PublishRun:
         )
         connections.add_client_sender(member, context)
 
+    def _offer(self, offer: Offer, members: Sequence[FleetMember]) -> None:
+        """Offer to these engines, and wait until every worker has accepted."""
+        self._fleet.each(lambda member: member.offer(offer), members)
+        accepting, offered = Deadline(self._options.deadline_seconds), [m for m in members if m.result.error is None]
+        self._fleet.each(lambda member: member.accepted(offer.manifest_digest, accepting), offered, in_turn=True)
+
     def _publish_deltas(self, encoded: PackedDeltas, offer: Offer, deltas: Deltas) -> None:
         """Update the engines that have the base of these deltas. Those that turn out to lack it connect again."""
         for member in self._fleet.healthy():
@@ -546,7 +560,7 @@ class PublishRun:
         route = FleetRoute(self._fleet, self._connections.sender, is_staged=True, is_brought=False, gets_deltas=True)
         offer = msgspec.structs.replace(offer, base=encoded.base)
         with self._timed("offer"):
-            self._fleet.each(lambda member: member.offer(offer), route.healthy())
+            self._offer(offer, route.healthy())
             refusing = []
             for member in route.members():
                 if member.result.error is not None and member.result.error.kind == WrongBaseError.__name__:
@@ -572,7 +586,7 @@ class PublishRun:
                     break
                 except PeersLostError as exc:
                     peers = list(exc.survivors)
-            route.receive(len(encoded.payloads), encoded.root)
+            route.receive(len(encoded.payloads), encoded.root, Deadline(self._options.deadline_seconds))
         deltas.sent(time.perf_counter() - start, sum(member.result.error is None for member in route.members()))
         self._seal_and_install(route, encoded.root, ends=False)
 
@@ -615,7 +629,7 @@ class PublishRun:
             self._on_packed()
             self._tell("packed", ())
         with self._timed("send"):
-            route.receive(num_buckets, root)
+            route.receive(num_buckets, root, Deadline(self._options.deadline_seconds))
         return root
 
     def _send_buckets(self, route: FleetRoute, peers: Sequence[str], fill: Fill, digests: list[Digest]) -> bool:

@@ -9,6 +9,7 @@ several trainer ranks only one talks to the engines, and all return the same rep
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import logging
 import os
@@ -26,7 +27,16 @@ import torch.distributed as dist
 
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
-from weightcast.errors import ClosedError, PublishReport, UpdateAbortedError, publish_error, with_extra
+from weightcast.errors import (
+    ClosedError,
+    ErrorRecord,
+    PublishReport,
+    UpdateAbortedError,
+    WeightcastError,
+    publish_error,
+    to_record,
+    with_extra,
+)
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
@@ -36,6 +46,7 @@ from weightcast.host.deadline import GRACE_SECONDS, run_into
 from weightcast.host.descriptors import shortage
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, EngineClient
+from weightcast.seams.directory import EngineDirectory
 from weightcast.seams.source import Regions, Source, StreamSource, TensorStream, casts_to_engines
 from weightcast.sources.store import StoreSource
 from weightcast.trainer import arguments
@@ -85,7 +96,7 @@ class Publisher(ClosedOnExit):
         source: Source | StreamSource,
         *,
         transport: str = "ipc://",
-        engines: Sequence[str | EngineClient] = (),
+        engines: Sequence[str | EngineClient] | EngineDirectory = (),
         token: str | None = None,
         trainer_group: ProcessGroup | Literal["auto"] | None = "auto",
         options: PublishOptions | None = None,
@@ -93,7 +104,8 @@ class Publisher(ClosedOnExit):
     ) -> None:
         """Create a publisher. Nothing is connected or allocated before the first `publish` or `prepare`.
 
-        `engines`: URLs or EngineClient objects; more can be added later. `token`: the bearer token for engines given as
+        `engines`: URLs or EngineClient objects; more can be added later. Or an `EngineDirectory`, which is asked for
+        the present engines by every `publish`, `sync` and `prepare`. `token`: the bearer token for engines given as
         URLs. `trainer_group`: the ranks that have the model together and publish together; "auto" stands for
         torch.distributed's default group, if it is initialised at the first `publish` or `prepare`; None: this rank
         publishes alone. `options`: how engines are updated; by default `PublishOptions()`. `metrics`: HOST:PORT at
@@ -123,6 +135,8 @@ class Publisher(ClosedOnExit):
         self._metrics: PublisherMetrics | None = None
         self._turn = Turn()
         self._fleet = Fleet()
+        self._directory = engines if isinstance(engines, EngineDirectory) else None
+        self._directory_error: ErrorRecord | None = None
         self._watchdog = Watchdog()
         self._connections: Connections | None = None
         self._pack_plan: PackPlan | None = None
@@ -146,8 +160,8 @@ class Publisher(ClosedOnExit):
         self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
         self._drop.atexit = False
         with on_failure(self.close):
-            for engine in engines:
-                self._add(engine)
+            for engine in () if isinstance(engines, EngineDirectory) else engines:
+                self._fleet.add(self._member_of(engine))
 
     @property
     def version(self) -> int | None:
@@ -167,46 +181,92 @@ class Publisher(ClosedOnExit):
     def add_engine(self, engine: str | EngineClient, *, sync: bool = False) -> None:
         """Add an engine. The next publish connects it; with `sync`, this call does, and sends it the last version.
 
-        Does nothing on a trainer rank that does not publish. Raises ValueError if the fleet has the engine already,
-        TypeError for an argument of another type. With `sync`, raises what `Publisher.sync` raises, and the engine
-        stays in the fleet.
+        Does nothing on a trainer rank that does not publish. Raises ValueError if the fleet has the engine already, or
+        if the engines come from a directory, TypeError for an argument of another type. With `sync`, raises what
+        `Publisher.sync` raises, and the engine stays in the fleet.
         """
         with self._turn.acquired():
             self._require_open()
+            self._require_no_directory()
             if sync and self._version < 0:
                 raise ValueError(_NOTHING_YET)
             if not self._is_following:
-                self._add(engine)
+                self._fleet.add(self._member_of(engine))
         if sync:
             self.sync(engine)
 
-    def _add(self, engine: str | EngineClient) -> None:
+    def _member_of(self, engine: str | EngineClient) -> FleetMember:
         if isinstance(engine, str):
             timeout_seconds = self._options.deadline_seconds
             client = registry.http_client(engine, token=self._token, timeout_seconds=timeout_seconds)
         else:
             arguments.require_client(engine)
             client = engine
-        self._fleet.add(FleetMember(client, owned=isinstance(engine, str)))
+        return FleetMember(client, owned=isinstance(engine, str))
 
     def remove_engine(self, engine: str | EngineClient) -> None:
         """Disconnect an engine. It keeps its version, and another publisher may take it.
 
-        Does nothing on a trainer rank that does not publish. Raises ValueError if the engine is not in the fleet.
+        Does nothing on a trainer rank that does not publish. Raises ValueError if the engine is not in the fleet, or if
+        the engines come from a directory.
         """
         if not isinstance(engine, str):
             arguments.require_client(engine)
         name = _name_of(engine)
         with self._turn.acquired():
-            if self._is_following:
-                return
-            member = self._fleet.pop(name)
-            if self._connections is not None:
-                self._connections.listener.end_links("the engine was removed from the fleet", name)
-            # An engine that did not answer may still be paused, and this is the last request to it.
-            self._fleet.each(FleetMember.resume, [member], notes=False)
-            self._watchdog.release(name)
+            self._require_no_directory()
+            if not self._is_following:
+                self._let_go([self._fleet.pop(name)])
+
+    def _let_go(self, members: Sequence[FleetMember]) -> None:
+        """Disconnect engines that are no members any more. Blocks at most for the deadline."""
+        if self._connections is not None:
+            for member in members:
+                self._connections.listener.end_links("the engine was removed from the fleet", member.name)
+        # An engine that did not answer may still be paused, and this is the last request to it.
+        self._fleet.each(FleetMember.resume, members, notes=False)
+        for member in members:
+            self._watchdog.release(member.name)
             member.close()
+
+    def _require_no_directory(self) -> None:
+        if self._directory is not None:
+            kind = type(self._directory).__name__
+            raise ValueError(f"the engines come from {kind}, which engines= was given: add or remove them there")
+
+    def _follow_directory(self) -> None:
+        """Let go the engines that have left the directory, and add those that have come.
+
+        If it fails, keep the present engines. Raises WeightcastError if there are none.
+        """
+        if self._directory is None:
+            return
+        self._directory_error = None
+        try:
+            present: dict[str, str | EngineClient] = {}
+            for engine in self._directory.engines():
+                if present.setdefault(name := _name_of(engine), engine) is not engine and not isinstance(engine, str):
+                    raise ValueError(f"two engines are named {name}: give each client a name of its own")
+            kept = {m.name for m in self._fleet if m.name in present and m.is_of(present[m.name])}
+            joining = [self._member_of(engine) for name, engine in present.items() if name not in kept]
+        except Exception as exc:
+            said = f"{type(self._directory).__name__} did not say which engines there are: {exc}"
+            if not len(self._fleet):
+                raise WeightcastError(f"{said}; no engine is known from before") from exc
+            logger.warning("%s; the engines are those of the last publish", said)
+            self._directory_error = to_record(exc)
+            return
+        self._let_go([self._fleet.pop(member.name) for member in self._fleet if member.name not in kept])
+        for member in joining:
+            self._fleet.add(member)
+
+    def _departed(self, failed: Sequence[FleetMember]) -> list[FleetMember]:
+        """Return those of these engines that have left the directory since the publish began."""
+        present: set[str] | None = None
+        if self._directory is not None:
+            with contextlib.suppress(Exception):
+                present = set(map(_name_of, self._directory.engines()))
+        return [] if present is None else [member for member in failed if member.name not in present]
 
     def release(self) -> None:
         """Release the memory that is kept between publishes, here and in the engines' workers; a publish allocates it
@@ -451,7 +511,9 @@ class Publisher(ClosedOnExit):
             finally:
                 flight.over()
 
-        awaited_at_exit(functools.partial(run_into, future, publish), "weightcast-publish")
+        # In the caller's context, so that `on_event` finds the caller's span.
+        context = contextvars.copy_context()
+        awaited_at_exit(functools.partial(context.run, run_into, future, publish), "weightcast-publish")
         return flight, future
 
     def _new_version(
@@ -466,13 +528,18 @@ class Publisher(ClosedOnExit):
         return inputs
 
     def sync(
-        self, engine: str | EngineClient, *, wait_ready_seconds: float = 0.0, on_progress: OnProgress | None = None
+        self,
+        engine: str | EngineClient | None = None,
+        *,
+        wait_ready_seconds: float = 0.0,
+        on_progress: OnProgress | None = None,
     ) -> PublishReport:
         """Send the last version again to one engine of the fleet, under its number; block until the engine serves it.
 
         Use it for an engine that was added since, failed then, or was started again; the others are not disturbed. An
-        engine that serves the version already is skipped. `wait_ready_seconds`, `on_progress`: see `publish`. The
-        report has this engine only.
+        engine that serves the version already is skipped. Without `engine`, do so for all engines of the fleet, such as
+        those that have come into its directory. `wait_ready_seconds`, `on_progress`: see `publish`. The report has
+        these engines only.
 
         The sent bytes are those still staged (from a store: the stored version), else the source's weights. If these
         have changed since, the engine's update fails and the engine keeps its version: publish a new one. A source that
@@ -492,7 +559,7 @@ class Publisher(ClosedOnExit):
 
             def inputs() -> PublishInputs:
                 arguments.require_call(wait_ready_seconds, on_progress)
-                return self._inputs(None, of=_name_of(engine))
+                return self._inputs(None, is_again=True, only=None if engine is None else _name_of(engine))
 
             return self._publish(inputs, on_progress, wait_ready_seconds)
 
@@ -613,11 +680,17 @@ class Publisher(ClosedOnExit):
         self._is_joined = True
 
     def _inputs(
-        self, version: int | None, *, of: str | None = None, stored: StoreSource | None = None
+        self,
+        version: int | None,
+        *,
+        is_again: bool = False,
+        only: str | None = None,
+        stored: StoreSource | None = None,
     ) -> PublishInputs:
-        """Return the inputs of a publish that need no communication: regions, connections, plan.
+        """Return the inputs of a publish that need no communication with engines: members, regions, connections, plan.
 
-        `of`: name of the only engine, which gets the last version again. `stored`: published in place of the source.
+        `is_again`: publish the last version again. `only`: name of the only engine. `stored`: published in place of the
+        source.
 
         The sender and the listener are made at the first publish, when the device of the weights is known.
         """
@@ -633,8 +706,10 @@ class Publisher(ClosedOnExit):
                     f"version {version} is not above {self._version}, the last one of this publisher: leave `version` "
                     "out, or pass a higher number"
                 )
-        fleet, again = (self._fleet, None) if of is None else (self._fleet.only(of), self._published)
-        if of is not None and again is None:
+        self._follow_directory()
+        fleet = self._fleet if only is None else self._fleet.only(only)
+        again = self._published if is_again else None
+        if is_again and again is None:
             raise ValueError(f"version {self.version} was not sent completely to any engine: publish a new version")
         if again is not None and self._options.install == "streaming" and not again.is_stored:
             raise ValueError(
@@ -720,6 +795,8 @@ class Publisher(ClosedOnExit):
             checks_finite=self._options.check_finite,
             engine_dtypes=self._engine_dtypes if stored is None else None,
             deltas=self._deltas,
+            directory_error=self._directory_error,
+            departed=self._departed,
         )
 
     def _new_deltas(self) -> Deltas | None:

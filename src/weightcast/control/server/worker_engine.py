@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -36,8 +39,16 @@ class WorkerEngine(ServedEngine):
         await self._run(self._worker.update, info)
 
     async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
-        version = await self._run(self._worker.finish, number, run)
-        return InstallAnswer(str(version.number), version.run)
+        """Install between a pause and a resume, so that a publisher needs no requests for these."""
+        gate, owner = self._worker.gate, f"install of version {number}"
+        deadline_seconds = self._worker.install_deadline_seconds
+        await self._run(functools.partial(gate.pause, mode, owner=owner, deadline_seconds=deadline_seconds))
+        paused_at = time.perf_counter()
+        try:
+            version = await self._run(self._worker.finish, number, run)
+        finally:
+            gate.resume(owner=owner)
+        return InstallAnswer(str(version.number), version.run, time.perf_counter() - paused_at)
 
     async def pause(self, mode: PauseMode, run: str, *, clear_cache: bool) -> None:
         await self._run(self._worker.pause, mode, run)
@@ -49,7 +60,8 @@ class WorkerEngine(ServedEngine):
         await self._run(self._worker.shutdown)
 
     async def info(self) -> WeightInfo:
-        return self._worker.info()
+        info = self._worker.info()
+        return msgspec.structs.replace(info, abilities=("install", *info.abilities))
 
     async def is_paused(self) -> bool:
         return self._worker.gate.is_paused

@@ -43,6 +43,7 @@ from weightcast.errors import (
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldWeights, InitInfo, Offer, PauseMode, UpdateInfo, WeightInfo
 from weightcast.host.deadline import LOAD_SECONDS
+from weightcast.integrations.plugin.metrics import engine_metrics
 from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 
@@ -105,13 +106,14 @@ class PluginEngine(ServedEngine, abc.ABC):
         await self.call(Init(info))
 
     async def update(self, info: UpdateInfo) -> None:
-        await self.call(UpdateCall(info))
+        with engine_metrics().stage(type(info).__name__.lower()):
+            await self.call(UpdateCall(info))
 
     async def shutdown(self) -> None:
         await self.call(Leave())
 
     async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
-        task = asyncio.create_task(self.install(number, mode, run))
+        task = asyncio.create_task(self._timed_install(number, mode, run))
         self._installs.add(task)
         task.add_done_callback(self._installs.discard)
         try:
@@ -122,6 +124,12 @@ class PluginEngine(ServedEngine, abc.ABC):
                 "/weight_info for its result",
                 peer=_PEER,
             ) from exc
+
+    async def _timed_install(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
+        with engine_metrics().stage("install"):
+            answer = await self.install(number, mode, run)
+        engine_metrics().paused(answer.pause_seconds)
+        return answer
 
     async def call(self, call: RankCall) -> None:
         """Send a call to all ranks. Raises the first error of any rank.
@@ -154,6 +162,7 @@ class PluginEngine(ServedEngine, abc.ABC):
                 await self._in_time(self._publish(replies))
                 label = "default"
         info = replies.info
+        engine_metrics().serves(info)
         return msgspec.structs.replace(
             info,
             weight_version=label if info.torn or info.weight_version == "default" else info.weight_version,
@@ -285,6 +294,7 @@ class PluginEngine(ServedEngine, abc.ABC):
 
     async def _end_install(self, replies: Replies, goes_on: bool) -> None:
         """Label the engine with its ranks' version, and let it generate unless they are torn."""
+        engine_metrics().serves(replies.info)
         if replies.torn:
             return
         with self._translated():

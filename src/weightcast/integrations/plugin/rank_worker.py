@@ -46,7 +46,7 @@ from weightcast.errors import (
     UpdateAbortedError,
     from_record,
 )
-from weightcast.format.manifest import WeightVersion
+from weightcast.format.manifest import WeightVersion, convert
 from weightcast.format.messages import Abort, InitInfo, Offer, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.model import LoaderEngine
 from weightcast.integrations.plugin.rank_consensus import Attempt, Outcome, RankConsensus
@@ -103,7 +103,7 @@ class RankWorker:
         dtypes: dict[str, str] = {}
         with Attempt() as attempt:
             try:
-                call = msgspec.convert(values, RankCall)
+                call = convert(values, RankCall)
             except msgspec.ValidationError as exc:
                 raise ManifestError(f"this is not a valid call of weightcast's ranks: {exc}", fault="type") from exc
             if isinstance(call, Prove):

@@ -19,6 +19,7 @@ from fastapi import FastAPI, HTTPException
 from weightcast.control.routes import guarded, weight_handlers
 from weightcast.control.worker_rpc import RankCall, RankReply
 from weightcast.errors import EngineTornError
+from weightcast.format.manifest import convert
 from weightcast.format.messages import PauseMode
 from weightcast.host.deadline import POLL_SECONDS
 from weightcast.integrations.plugin import TOKEN_VARIABLE
@@ -109,7 +110,7 @@ class SglangEngine(PluginEngine):
         # Without SGLang's lock, on which its own route waits until every request has ended.
         sent = asyncio.ensure_future(manager.update_weights_from_tensor_communicator(request))
         answers = await asyncio.shield(sent)
-        return Replies(msgspec.json.decode(answers[0].message, type=list[RankReply]), len(answers))
+        return Replies(convert(msgspec.json.decode(answers[0].message), list[RankReply]), len(answers))
 
     async def _stop(self, mode: PauseMode) -> None:
         """Pause so that nothing runs, and an install can drop all caches.

@@ -1,0 +1,68 @@
+"""An engine's metrics among those that its server shows: in prometheus-client's default registry.
+
+If the environment has PROMETHEUS_MULTIPROC_DIR, prometheus-client puts the values into files of that directory, from
+which the server sums them up over its processes. Servers set it as they start, so the metrics are created at first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from weightcast.format.messages import WeightInfo
+
+_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class EngineMetrics:
+    """The metrics of the one engine behind a server, as its API servers know them. Named as the reference server's."""
+
+    def __init__(self) -> None:
+        # Several API servers have an engine: the one that set the value last knows it best.
+        self._version = Gauge(
+            "weightcast_weight_version",
+            "Number of the version that serves; -1 before the first update.",
+            multiprocess_mode="mostrecent",
+        )
+        self._torn = Gauge("weightcast_torn", "1 while the engine refuses to serve.", multiprocess_mode="mostrecent")
+        self._pause = Histogram(
+            "weightcast_pause_seconds", "Seconds that an install paused the engine.", buckets=_BUCKETS
+        )
+        self._seconds = Histogram(
+            "weightcast_update_seconds",
+            "Seconds of each stage of an update, failed stages included.",
+            ["stage"],
+            buckets=_BUCKETS,
+        )
+        self._failures = Counter("weightcast_update_failures", "Stages of updates that failed.", ["stage"])
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage of an update, and count it as failed if it raises."""
+        start, ok = time.perf_counter(), False
+        try:
+            yield
+            ok = True
+        finally:
+            self._seconds.labels(name).observe(time.perf_counter() - start)
+            if not ok:
+                self._failures.labels(name).inc()
+
+    def paused(self, seconds: float | None) -> None:
+        """Note the pause of an install."""
+        self._pause.observe(seconds or 0.0)
+
+    def serves(self, info: WeightInfo) -> None:
+        """Note what the engine's ranks say that they serve."""
+        self._version.set(-1 if info.version is None else info.version)
+        self._torn.set(bool(info.torn))
+
+
+@functools.cache
+def engine_metrics() -> EngineMetrics:
+    """Return the metrics of this process, which are created once: a registry refuses a name twice."""
+    return EngineMetrics()
