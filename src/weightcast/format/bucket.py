@@ -208,12 +208,14 @@ class Layout:
         """
         found = self._gaps.get(index)
         if found is None:
-            end, found = 0, list[tuple[int, int]]()
+            end, found = 0, self._gaps.setdefault(index, [])
             for entry in self.entries[index]:
-                found.append((end, entry.piece.offset_bytes))
-                end = max(end, entry.piece.offset_bytes + entry.num_bytes)
-            found.append((end, self.manifest.buckets[index]))
-            found = self._gaps[index] = [(start, stop) for start, stop in found if start < stop]
+                start = entry.piece.offset_bytes
+                if end < start:
+                    found.append((end, start))
+                end = max(end, start + entry.num_bytes)
+            if end < self.manifest.buckets[index]:
+                found.append((end, self.manifest.buckets[index]))
         return found
 
     def clear_gaps(self, index: int, buffer: torch.Tensor) -> None:

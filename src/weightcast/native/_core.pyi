@@ -46,6 +46,7 @@ def places(tensors: list[Any], /) -> bytes:
 def pairs(targets: list[Any], sources: list[Any], piece_bytes: int, /) -> tuple[bytes, bytes, bytes]:
     """The rows of `copy` and of `copy_strided`, each with its pair's number behind, and how each pair is copied.
 
+    A target is a tensor, or the address of a contiguous one of its source's shape and dtype in host memory.
     0: as bytes; 1: strided; 2: not here. Rows have at most about `piece_bytes`.
     """
 

@@ -229,12 +229,13 @@ class ShardSlices:
         return unfilled_chunks(spans, self._layout.manifest.buckets[index])
 
     def _found(self, index: int) -> Iterator[ShardSlice]:
+        parts, order, starts = self._parts, self._order, self._starts
         for number, entry in enumerate(self._layout.entries[index]):
             piece, dtype = entry.piece.region, entry.record.dtype
             itemsize, offset_bytes = ITEMSIZE_BYTES[dtype], entry.piece.offset_bytes
-            for part in self._order[self._starts[entry.tensor] : self._starts[entry.tensor + 1]]:
-                region = self._parts[part].region
-                if region == piece:
+            for part in order[starts[entry.tensor] : starts[entry.tensor + 1]]:
+                region = parts[part].region
+                if region is piece or region == piece:
                     yield ShardSlice(number, part, piece, dtype, offset_bytes, piece.numel * itemsize, True)
                 elif (shared := common(piece, region)) is not None:
                     inner = relative(shared, piece)
@@ -280,10 +281,18 @@ class PartPacker:
         """
         known = self._tables.get(index)
         if known is None or known[0] is not payload:
-            targets, sources = self._views(index, payload), self.sources(index)
+            cuts, sources = self.slices.of(index), self.sources(index)
+            targets: list[torch.Tensor | int] = [cut.start for cut in cuts]
+            is_viewed = [
+                not cut.is_run or source.dtype is not TORCH_DTYPES[cut.dtype]
+                for cut, source in zip(cuts, sources, strict=True)
+            ]
+            viewed = list(itertools.compress(range(len(cuts)), is_viewed))
+            for number, view in zip(viewed, self._views(index, payload, viewed), strict=True):
+                targets[number] = view
             raw = payload[: self._layout.manifest.buckets[index]]
             table = PackTable(raw, targets, sources, self._layout.gaps(index))
-            others = PreparedCopies([targets[k] for k in table.others], [sources[k] for k in table.others])
+            others = PreparedCopies(self._views(index, payload, table.others), [sources[k] for k in table.others])
             known = self._tables[index] = payload, table, others
         _, table, others = known
         others.run()
@@ -315,10 +324,12 @@ class PartPacker:
             copy_all(*map(list, zip(*known[1].others, strict=True)))
         return known[1].run()
 
-    def _views(self, index: int, payload: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of a payload, one for each of this rank's slices."""
-        views = bucket_views(self.slices.of(index), self._layout.entries[index], payload)
-        return list(map(split_like, views, self.sources(index)))
+    def _views(self, index: int, payload: torch.Tensor, numbers: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Return views of a payload, one for each of this rank's slices, or for those of these numbers."""
+        cuts, sources = self.slices.of(index), self.sources(index)
+        if numbers is not None:
+            cuts, sources = [cuts[number] for number in numbers], [sources[number] for number in numbers]
+        return list(map(split_like, bucket_views(cuts, self._layout.entries[index], payload), sources))
 
     def sources(self, index: int) -> list[torch.Tensor]:
         """Return views of this rank's shards, one for each slice of bucket `index`."""
@@ -445,7 +456,9 @@ def tiling(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
 
     Raises IncompatibleWeightsError unless they tile every tensor.
     """
-    shards = list({(shard.tensor, shard.region): shard for shard in held_shards(specs, regions)}.values())
+    shards = held_shards(specs, regions)
+    if len({shard.tensor for shard in shards}) < len(shards):
+        shards = list({(shard.tensor, shard.region): shard for shard in shards}.values())
     found: list[tuple[Region, ...]] = [()] * len(specs)
     for shard in shards:
         found[shard.tensor] = (*found[shard.tensor], shard.region)
