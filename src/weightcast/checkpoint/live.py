@@ -517,9 +517,8 @@ class _LiveRegions(LookedAtRegions):
         self._views, self._shards = views, shards
 
     def __getitem__(self, name: str) -> Sequence[Held]:
-        shards = self._shards.get(name)
-        if shards is not None:
-            return shards
+        if name in self._shards:
+            return self._shards[name]
         view = self._views[name]
         return ((whole(view.shape), view),)
 

@@ -41,6 +41,7 @@ from weightcast.format.geometry import (
     relative,
     row_major,
     start_elements,
+    whole,
 )
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
@@ -206,10 +207,10 @@ class ShardSlices:
     def __init__(self, layout: Layout, parts: Sequence[HeldRegion]) -> None:
         self._layout = layout
         self._parts = parts
-        self._order = sorted(range(len(parts)), key=lambda number: parts[number].tensor)
-        counts = Counter(part.tensor for part in parts)
-        numbers = range(len(layout.manifest.tensors))
-        self._starts = list(itertools.accumulate((counts[number] for number in numbers), initial=0))
+        tensors = [part.tensor for part in parts]
+        self._order = sorted(range(len(parts)), key=tensors.__getitem__)
+        counts = map(Counter(tensors).__getitem__, range(len(layout.manifest.tensors)))
+        self._starts = list(itertools.accumulate(counts, initial=0))
         """Index in that order of each tensor's first part."""
         self._last: tuple[int, list[ShardSlice]] | None = None
 
@@ -423,7 +424,7 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
     is_looked_at = isinstance(regions, LookedAtRegions)
     shards: list[Shard] = []
     for number, spec in enumerate(specs):
-        dtype = TORCH_DTYPES.get(spec.dtype)
+        dtype, all_of_it = TORCH_DTYPES.get(spec.dtype), whole(spec.shape)
         for region, data in regions.get(spec.name, ()):
             # Only a plain floating point dtype is cast, and only to another one.
             is_cast = data.dtype is dtype or (
@@ -433,7 +434,7 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
             if len(sizes) > len(region.sizes) > 0 and sizes[-1] and _MAX_INNER % sizes[-1] == 0:
                 sizes = (*sizes[:-2], sizes[-2] * sizes[-1])
             is_fitting = sizes == region.sizes and is_cast and not data.is_meta and (is_looked_at or is_memory(data))
-            if not is_inside(region, spec.shape):
+            if region is not all_of_it and not is_inside(region, spec.shape):
                 problems.append(
                     f"{spec.name!r}: found a region at {list(region.offsets)} of sizes {list(region.sizes)}, expected "
                     f"one inside the shape {list(spec.shape)}"
@@ -470,8 +471,8 @@ def require_tiling(specs: Sequence[TensorSpec], found: Sequence[Iterable[Region]
     """Raise IncompatibleWeightsError unless the regions found for each tensor tile it."""
     problems = []
     for spec, of_tensor in zip(specs, found, strict=True):
-        regions = list(of_tensor)
-        if len(regions) == 1 and regions[0].covers(spec.shape):
+        regions = tuple(of_tensor)
+        if regions == (whole(spec.shape),):
             continue
         try:
             check_tiling(regions, spec.shape, spec.name)
