@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import subprocess
@@ -271,11 +272,16 @@ def test_packing_fills_and_digests_in_one_pass() -> None:
         targets.append(target)
         sources.append(source)
     gaps = [(150_000, 150_016), (160_016, 160_256), (165_061, 165_888), (169_984, 170_000)]
-    table = PackTable(payload, targets, sources, gaps)
-    assert table.others == [1]
-    # The column's rows lie among bytes that others fill, as does what no row names.
-    assert np.flatnonzero(table.missing).tolist() == [*range(165_888 // CHUNK_BYTES, 200_192 // CHUNK_BYTES + 1)]
-    for threads in THREADS:
+    # A number stands for a contiguous target of its source's dtype.
+    numbers = [
+        t if name in ("cast", "column") else at for (name, (at, _)), t in zip(shapes.items(), targets, strict=True)
+    ]
+    tables = [PackTable(payload, into, sources, gaps) for into in (targets, numbers)]
+    for table in tables:
+        assert table.others == [1]
+        # The column's rows lie among bytes that others fill, as does what no row names.
+        assert np.flatnonzero(table.missing).tolist() == [*range(165_888 // CHUNK_BYTES, 200_192 // CHUNK_BYTES + 1)]
+    for threads, table in itertools.product(THREADS, tables):
         payload.fill_(0xAA)
         targets[1].copy_(sources[1])
         part = table.run(threads=threads)
@@ -291,6 +297,11 @@ def test_pieces_that_overlap_or_end_outside_of_a_payload_are_refused(gaps: list[
     payload = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(ValueError, match="targets and gaps overlap, or reach outside of the payload of 64 bytes"):
         PackTable(payload, [payload[4:36]], [noise(32)], gaps)
+    with pytest.raises(ValueError, match="targets and gaps overlap, or end outside of the payload of 64 bytes"):
+        PackTable(payload, [4], [noise(32)], gaps)
+    for number in -1, 33, 1 << 40:
+        with pytest.raises(ValueError, match=r"a copy of .* bytes at 0x.* reaches outside of the payload, which is 64"):
+            PackTable(payload, [number], [noise(32)])
     for other in torch.zeros(32, dtype=torch.uint8), torch.zeros(32, 2, dtype=torch.uint8)[:, 0]:
         with pytest.raises(ValueError, match=r"a copy of .* bytes at 0x.* reaches outside of the payload, which"):
             PackTable(payload, [other], [noise(32)])

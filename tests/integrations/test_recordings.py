@@ -195,6 +195,36 @@ def test_data_is_another_tensor_of_the_same_memory() -> None:
     assert [(copy.name, copy.target) for copy in outcome.copies] == [(f"weights.{n}",) * 2 for n in range(3)]
 
 
+def test_methods_record_as_functions_do() -> None:
+    def by_methods(model: Loader, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            data = model.get_parameter(name).data
+            data.narrow(0, 0, 1).copy_(tensor.narrow(dim=0, start=-1, length=1), non_blocking=True)
+            data.narrow(0, torch.tensor(1), 1).copy_(tensor.narrow(0, torch.tensor(0), 1))
+
+    def by_functions(model: Loader, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            data = model.get_parameter(name).detach()
+            torch.ops.aten.copy_(torch.narrow(data, 0, 0, 1), torch.narrow(tensor, 0, -1, 1))
+            torch.ops.aten.copy_(torch.narrow(data, 0, 1, 1), torch.narrow(tensor, 0, 0, 1))
+
+    outcomes = tried(by_methods, 3), tried(by_functions, 3)
+    assert outcomes[0].copies == outcomes[1].copies
+    assert len(outcomes[0].copies) == 6
+    assert not any(outcome.opaque or outcome.faults for outcome in outcomes)
+
+
+def test_a_write_that_autograd_refuses_is_a_fault() -> None:
+    def load(model: Loader, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            with torch.enable_grad():
+                model.get_parameter(name).requires_grad_().copy_(tensor)
+
+    outcome = tried(load, 2)
+    assert outcome.faults.keys() == {"weights.0", "weights.1"}
+    assert all("leaf Variable that requires grad" in fault for fault in outcome.faults.values())
+
+
 def test_nothing_of_a_trial_is_kept() -> None:
     kept: list[weakref.ref[torch.Tensor]] = []
 

@@ -33,7 +33,7 @@ from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
 from weightcast.native.tables import places, same_members
-from weightcast.seams.source import Gather, Held, Regions
+from weightcast.seams.source import Gather, Held, LookedAtRegions
 
 Buffers: TypeAlias = Literal["persistent", "none", "all"]
 """The buffers to include: those of the state dict ("persistent"), "none", or "all"."""
@@ -451,13 +451,13 @@ class LiveCheckpoint:
         """Merge the adapters of sharded layers, together with all ranks."""
         self._merging.complete(gather)
 
-    def regions(self) -> Regions:
+    def regions(self) -> LookedAtRegions:
         """Return this rank's parts of each record: the whole tensor, or the rank's shards, which may be none."""
-        found: dict[str, Sequence[Held]] = {}
+        shards: dict[str, Sequence[Held]] = {}
         for name, view in self.views.items():
-            owner = self._blocks.owner(view) if view.is_meta else None
-            found[name] = ((whole(view.shape), view),) if owner is None else sharding.held(owner, view)
-        return found
+            if view.is_meta and (owner := self._blocks.owner(view)) is not None:
+                shards[name] = sharding.held(owner, view)
+        return _LiveRegions(self.views, shards)
 
     def _reshard(self) -> None:
         """Reshard FSDP2 parameters that a forward pass has left unsharded, since optimizers update only the shards."""
@@ -505,6 +505,28 @@ class LiveCheckpoint:
         if changed:
             self.views, self._blocks, self._keys = views, blocks, keys
         return changed
+
+
+class _LiveRegions(LookedAtRegions):
+    """Regions that are made when they are asked for: kept, they would make the garbage collector look at the whole heap
+    at the first publish of many tensors.
+    """
+
+    def __init__(self, views: Mapping[str, torch.Tensor], shards: Mapping[str, Sequence[Held]]) -> None:
+        """`shards`: the regions of the views that are sharded."""
+        self._views, self._shards = views, shards
+
+    def __getitem__(self, name: str) -> Sequence[Held]:
+        if name in self._shards:
+            return self._shards[name]
+        view = self._views[name]
+        return ((whole(view.shape), view),)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
 
 
 def _part_key(view: torch.Tensor, owner: Block) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import mmap
+import operator
 import struct
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -164,6 +165,9 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         return self.piece.region.numel * ITEMSIZE_BYTES[self.record.dtype]
 
 
+_offset_of = operator.attrgetter("piece.offset_bytes")
+
+
 class Layout:
     """The buckets of a manifest as tensors: entries of each bucket in order of offset, and views of any buffer."""
 
@@ -177,7 +181,7 @@ class Layout:
             for piece in record.pieces:
                 self.entries[piece.bucket].append(Entry(index, record, piece))
         for entries in self.entries:
-            entries.sort(key=lambda e: e.piece.offset_bytes)
+            entries.sort(key=_offset_of)
         self._views: list[tuple[torch.Tensor, list[torch.Tensor]] | None] = [None] * len(manifest.buckets)
         self._gaps: dict[int, list[tuple[int, int]]] = {}
 
@@ -208,12 +212,14 @@ class Layout:
         """
         found = self._gaps.get(index)
         if found is None:
-            end, found = 0, list[tuple[int, int]]()
+            end, found = 0, self._gaps.setdefault(index, [])
             for entry in self.entries[index]:
-                found.append((end, entry.piece.offset_bytes))
-                end = max(end, entry.piece.offset_bytes + entry.num_bytes)
-            found.append((end, self.manifest.buckets[index]))
-            found = self._gaps[index] = [(start, stop) for start, stop in found if start < stop]
+                start = entry.piece.offset_bytes
+                if end < start:
+                    found.append((end, start))
+                end = max(end, start + entry.num_bytes)
+            if end < self.manifest.buckets[index]:
+                found.append((end, self.manifest.buckets[index]))
         return found
 
     def clear_gaps(self, index: int, buffer: torch.Tensor) -> None:

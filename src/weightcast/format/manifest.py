@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from weightcast.errors import malformed
-from weightcast.format.geometry import ALIGNMENT_BYTES, CheckSteps, Region, check_tiling, is_inside
+from weightcast.format.geometry import ALIGNMENT_BYTES, CheckSteps, Region, check_tiling, is_inside, whole
 
 PROTOCOL = 3
 
@@ -309,13 +309,13 @@ def check_specs(specs: Iterable[TensorSpec]) -> None:
     for spec in specs:
         if len(spec.aliases) > MAX_ALIASES:
             raise malformed("count", f"{spec.name[:80]!r} has {len(spec.aliases)} aliases; the limit is {MAX_ALIASES}")
-        for name in spec.names:
+        for name in spec.names if spec.aliases else (spec.name,):
             if not 0 < _name_bytes(name) <= MAX_NAME_BYTES:
                 raise malformed("name", f"the name {name[:80]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
             if name in seen:
                 raise malformed("duplicate", f"the name {name!r} occurs twice")
             seen.add(name)
-        if _name_bytes(spec.group) > MAX_NAME_BYTES:
+        if spec.group and _name_bytes(spec.group) > MAX_NAME_BYTES:
             raise malformed("name", f"the group of {spec.name!r} is longer than {MAX_NAME_BYTES} bytes")
         if (spec.dtype, spec.shape) not in forms:  # cached, since a model has few different ones
             _check_form(spec)
@@ -352,24 +352,30 @@ def _checked_spans(record: TensorRecord, buckets: Sequence[int], steps: CheckSte
     if len(record.pieces) > MAX_PIECES_PER_TENSOR:
         num_pieces = len(record.pieces)
         raise malformed("count", f"{record.name!r} has {num_pieces} pieces; the limit is {MAX_PIECES_PER_TENSOR}")
-    if math.prod(record.shape) == 0:
+    numel = math.prod(record.shape)
+    if numel == 0:
         if record.pieces:
             raise malformed("region", f"{record.name!r} has no elements but {len(record.pieces)} pieces")
         return []
     itemsize, spans = ITEMSIZE_BYTES[record.dtype], []
+    is_whole = len(record.pieces) == 1 and record.pieces[0].region == whole(record.shape)
     for piece in record.pieces:
         region, start = piece.region, piece.offset_bytes
-        if not (len(region.offsets) == len(region.sizes) == len(record.shape)):
-            raise malformed("region", f"a region of {record.name!r} has other dims than its shape {list(record.shape)}")
-        if not is_inside(region, record.shape) or not region.numel:
-            raise malformed(
-                "region",
-                f"a region of {record.name!r} at {list(region.offsets)} of sizes {list(region.sizes)} "
-                f"is not inside its shape {list(record.shape)}",
-            )
+        if not is_whole:
+            if not (len(region.offsets) == len(region.sizes) == len(record.shape)):
+                raise malformed(
+                    "region", f"a region of {record.name!r} has other dims than its shape {list(record.shape)}"
+                )
+            numel = region.numel
+            if not is_inside(region, record.shape) or not numel:
+                raise malformed(
+                    "region",
+                    f"a region of {record.name!r} at {list(region.offsets)} of sizes {list(region.sizes)} "
+                    f"is not inside its shape {list(record.shape)}",
+                )
         if not 0 <= piece.bucket < len(buckets):
             raise malformed("bucket", f"{record.name!r} lies in bucket {piece.bucket}; there are {len(buckets)}")
-        num_bytes = region.numel * itemsize
+        num_bytes = numel * itemsize
         if not 0 <= start <= buckets[piece.bucket] - num_bytes or start % ALIGNMENT_BYTES:
             raise malformed(
                 "offset",
@@ -377,6 +383,6 @@ def _checked_spans(record: TensorRecord, buckets: Sequence[int], steps: CheckSte
                 f"with {buckets[piece.bucket]} bytes; offsets must be multiples of {ALIGNMENT_BYTES}",
             )
         spans.append((piece.bucket, start, start + num_bytes, record.name))
-    if len(record.pieces) != 1 or not record.pieces[0].region.covers(record.shape):
+    if not is_whole:
         check_tiling([piece.region for piece in record.pieces], record.shape, record.name, steps)
     return spans

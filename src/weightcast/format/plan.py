@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from weightcast.errors import ManifestError
 from weightcast.format.geometry import ALIGNMENT_BYTES, Region, align, whole
@@ -65,18 +65,28 @@ def plan(
     check_specs(specs)
     groups: dict[str, list[TensorSpec]] = {}
     for spec in specs:
-        groups.setdefault(spec.load_group, []).append(spec)
+        if spec.group:
+            groups.setdefault(spec.group, []).append(spec)
     pieces: dict[str, tuple[Piece, ...]] = {}
     sizes: list[int] = []
     num_buckets: list[int] = []
-    for held in ({s.name: (whole(s.shape),) for s in specs},) if origins is None else origins:
+    for held in (None,) if origins is None else origins:
         filler = _Filler(capacity, first=len(sizes))
-        for group in groups.values():
-            found = [(spec, region) for spec in group for region in held.get(spec.name, ()) if region.numel]
+        for spec in specs:
+            members = groups[spec.group] if spec.group else (spec,)
+            if members[0] is not spec:
+                continue  # placed with the first member of its group
+            found: list[tuple[TensorSpec, Region, int]] = []
+            for member in members:
+                regions = (whole(member.shape),) if held is None else held.get(member.name, ())
+                itemsize = ITEMSIZE_BYTES[member.dtype]
+                found += [(member, region, size) for region in regions if (size := region.numel * itemsize)]
             if len(found) > 1:
-                filler.keep_together(sum(align(region.numel * ITEMSIZE_BYTES[spec.dtype]) for spec, region in found))
-            for spec, region in found:
-                pieces[spec.name] = (*pieces.get(spec.name, ()), *filler.add(region, ITEMSIZE_BYTES[spec.dtype]))
+                filler.keep_together(sum(align(num_bytes) for _, _, num_bytes in found))
+            for member, region, num_bytes in found:
+                added = filler.add(region, num_bytes, ITEMSIZE_BYTES[member.dtype])
+                former = pieces.get(member.name)
+                pieces[member.name] = added if former is None else (*former, *added)
         filled = [size for size in filler.sizes if size]
         sizes += filled
         num_buckets.append(len(filled))
@@ -108,13 +118,16 @@ class _Filler:
         if self._room() < num_bytes <= self._capacity:
             self.sizes.append(0)
 
-    def add(self, region: Region, itemsize: int) -> Iterable[Piece]:
+    def add(self, region: Region, num_bytes: int, itemsize: int) -> tuple[Piece, ...]:
         """Return one piece, or several row-major blocks if the region is larger than a bucket."""
-        num_bytes = region.numel * itemsize
         if num_bytes > self._capacity:
-            return self._cut(region, itemsize, num_bytes)
-        self.keep_together(align(num_bytes))
-        return (self._add_piece(region, num_bytes),)
+            return tuple(self._cut(region, itemsize, num_bytes))
+        start, stored_bytes = self.sizes[-1], align(num_bytes)
+        if start + stored_bytes > self._capacity:
+            start = 0
+            self.sizes.append(0)
+        self.sizes[-1] = start + stored_bytes
+        return (Piece(self._first + len(self.sizes) - 1, start, region),)
 
     def _cut(self, region: Region, itemsize: int, num_bytes: int) -> Iterator[Piece]:
         if num_bytes > MAX_PIECES_PER_TENSOR * self._capacity:

@@ -59,7 +59,7 @@ class PreparedCopies:
             raise RuntimeError("a tensor to copy has no memory, since its storage was freed: load it back first")
         self._targets, self._places = list(targets), places(targets)
         # By address, since most sources are views of a few buckets.
-        self._storages = dict(zip(map(torch.UntypedStorage.data_ptr, table.storages), table.storages, strict=True))
+        self._storages = {storage.data_ptr(): storage for storage in set(map(torch.Tensor.untyped_storage, sources))}
         self._jobs: list[Callable[[], None]] = []
         # GPU copies run on the caller's stream. One call for each pair of dtypes and devices: torch before 2.11 writes
         # all targets in the first one's dtype if the sources have the same dtype.

@@ -90,16 +90,21 @@ class CopyTable:
     """
 
     def __init__(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, within: torch.Tensor | None = None
+        self,
+        targets: Sequence[torch.Tensor | int],
+        sources: Sequence[torch.Tensor],
+        *,
+        within: torch.Tensor | None = None,
     ) -> None:
-        """Make a table. `within` is the tensor that all targets are views of, if there is one.
+        """Make a table. `within` is the tensor that all targets are in, if there is one. Only then a target may be the
+        address of a contiguous tensor of its source's shape and dtype.
 
         Raises ValueError for a tensor that reaches outside of its storage.
         """
         if len(targets) != len(sources):
             raise ValueError(f"there are {len(targets)} targets and {len(sources)} sources: give one source for each")
         self._tensors = targets if within is None else within, sources
-        views = [sources] if within is not None else [targets, sources]
+        views: list[Sequence[Any]] = [sources] if within is not None else [targets, sources]
         with torch._C.DisableTorchFunctionSubclass():
             plain, strided, kinds = _core.pairs(list(targets), list(sources), _PIECE_BYTES)
             is_other = np.frombuffer(kinds, np.uint8) > 1
@@ -115,16 +120,13 @@ class CopyTable:
         self.strided, self.strided_pairs = _kept(strided, _STRIDED_WORDS, is_other)
         counts = self.strided[:, 3::3]
         self.num_bytes = int(self.rows[:, 2].sum() + (self.strided[:, 2] * counts.prod(axis=1)).sum())
-        self.storages = [*map(torch.Tensor.untyped_storage, sources)]
-        """Storages of the sources."""
         numbers = np.concatenate([self.pairs, self.strided_pairs])
         for side in range(2):
             if side == 0 and within is not None:
                 what, start = "the payload", within.data_ptr()
                 bounds = np.tile([start, start + within.nbytes], (len(numbers), 1))
             else:
-                storages = self.storages if side else [*map(torch.Tensor.untyped_storage, targets)]
-                what, bounds = "its tensor's storage", _bounds(storages)[numbers]
+                what, bounds = "its tensor's storage", _bounds(sources if side else targets)[numbers]
             _require_inside(self.rows[:, side], self.rows[:, 2], bounds[: len(self.rows)], what)
             extents = self.strided[:, 2] + ((counts - 1) * self.strided[:, 4 + side :: 3]).sum(axis=1)
             _require_inside(self.strided[:, side], extents, bounds[len(self.rows) :], what)
@@ -146,22 +148,29 @@ class PackTable:
     def __init__(
         self,
         payload: torch.Tensor,
-        targets: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor | int],
         sources: Sequence[torch.Tensor],
         gaps: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Make a table for targets that are views of `payload` and don't overlap. `gaps` are bytes to fill with zeros.
+        """Make a table for targets that are views of `payload` and don't overlap. A target that is a number stands for
+        a contiguous tensor of its source's shape and dtype from that byte on. `gaps` are bytes to fill with zeros.
 
         Raises ValueError for a tensor that reaches outside of its storage, or a target outside of the payload.
         """
         require_host_bytes(payload)
-        self._payload, self._copies = payload, CopyTable(targets, sources, within=payload)
-        self.others = self._copies.others
         start = payload.data_ptr()
+        into = [start + target if isinstance(target, int) else target for target in targets]
+        self._payload, self._copies = payload, CopyTable(into, sources, within=payload)
+        self.others = self._copies.others
         rows = [self._copies.rows - np.array([start, 0, 0])]
         # Pairs that are copied otherwise are in the payload already when this runs.
         strided = {*self._copies.strided_pairs.tolist(), *self.others}
-        runs = [(targets[k].data_ptr(), targets[k].nbytes) for k in strided if targets[k].is_contiguous()]
+        runs = list[tuple[int, int]]()
+        for target, source in ((into[number], sources[number]) for number in strided):
+            if isinstance(target, int):
+                runs.append((target, source.nbytes))
+            elif target.is_contiguous():
+                runs.append((target.data_ptr(), target.nbytes))
         rows.append(np.array([(at - start, at, size) for at, size in runs if size], np.int64).reshape(-1, 3))
         rows.append(np.array([(at, 0, end - at) for at, end in gaps], np.int64).reshape(-1, 3))
         found = np.concatenate(rows)
@@ -185,8 +194,9 @@ def _kept(found: bytes, num_words: int, is_other: np.ndarray[Any, Any]) -> tuple
     return np.ascontiguousarray(rows[:, :num_words]), rows[:, num_words]
 
 
-def _bounds(storages: Sequence[torch.UntypedStorage]) -> Rows:
-    """Return the first address of each storage, and the first one behind it."""
+def _bounds(tensors: Sequence[Any]) -> Rows:
+    """Return the first address of each tensor's storage, and the first one behind it."""
+    storages = [*map(torch.Tensor.untyped_storage, tensors)]
     starts = np.fromiter(map(torch.UntypedStorage.data_ptr, storages), np.int64, len(storages))
     return np.stack([starts, starts + [*map(torch.UntypedStorage.nbytes, storages)]], axis=1)
 

@@ -223,6 +223,20 @@ static uint64_t extent(const place *of) {
     return end;
 }
 
+/* Describe a contiguous tensor of the form of `like` at an address of host memory. */
+static int contiguous_at(PyObject *address, const place *like, place *out) {
+    *out = (place){.dtype = like->dtype, .ndim = like->ndim, .itemsize = like->itemsize, .is_cpu = 1};
+    out->address = PyLong_AsUnsignedLongLong(address);
+    out->is_complex = like->is_complex;
+    uint64_t stride = 1;
+    for (int d = like->ndim - 1; d >= 0; d--) {
+        out->sizes[d] = like->sizes[d];
+        out->strides[d] = (int64_t)stride;
+        stride *= (uint64_t)like->sizes[d];
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 /* Append the rows of one pair; return its kind, or -1. Each row has the pair's `number`, to check its bounds later. */
 static int append_pair(const place *target, const place *source, uint64_t piece, uint64_t number, growing *plain,
                        growing *strided) {
@@ -306,7 +320,9 @@ PyObject *wc_pairs(PyObject *self, PyObject *arguments) {
     for (Py_ssize_t i = 0; i < PyList_Size(targets); i++) {
         PyObject *into = PyList_GetItem(targets, i), *of = into ? PyList_GetItem(sources, i) : NULL;
         Py_XINCREF(of);
-        int failed = !of || read_kept(into, &last_target, &target) || read_kept(of, &last_source, &source);
+        int failed = !of || read_kept(of, &last_source, &source) ||
+                     (PyLong_Check(into) ? contiguous_at(into, &source, &target)
+                                         : read_kept(into, &last_target, &target));
         Py_XDECREF(of);
         if (failed)
             break;

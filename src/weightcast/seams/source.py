@@ -27,7 +27,7 @@ Regions: TypeAlias = Mapping[str, Sequence[Held]]
 """A trainer rank's parts of each tensor, by name. Tensors of which it has no part may be absent."""
 
 
-class LookedAtRegions(dict[str, Sequence[Held]]):
+class LookedAtRegions(Mapping[str, Sequence[Held]]):
     """Regions of a source that itself checks that its tensors have not moved before it returns the same object again.
 
     For other mappings the publisher makes this check.

@@ -165,8 +165,16 @@ class Install:
         self._map = engine.install_map if uses_map and isinstance(engine, Mapped) else None
         self._revision = 0 if self._map is None else self._map.revision
         self.copied = frozenset[str]() if self._map is None else frozenset(self._map.proven)
-        primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
-        self._names = {record.name: _names(record, primary) for record in layout.manifest.tensors}
+        primary = None
+        if specs is not None:
+            primary = {spec.name: spec.name for spec in specs}
+            primary |= {name: spec.name for spec in specs if spec.aliases for name in spec.aliases}
+        self._names = {
+            r.name: (r.name,)
+            if not r.aliases and (primary is None or primary.get(r.name) == r.name)
+            else _names(r, primary)
+            for r in layout.manifest.tensors
+        }
         """By record name, the names under which it is loaded."""
         self._parts: dict[int, Part] = {}
         self._staged: tuple[list[Part], BlockCopies] | None = None
@@ -348,7 +356,7 @@ class Install:
 
 def _names(record: TensorSpec, primary: Mapping[str, str] | None) -> tuple[str, ...]:
     """Return the names under which a record is loaded: one for each of the engine's tensors; without specs, all."""
-    if primary is None or (not record.aliases and primary.get(record.name) == record.name):
+    if primary is None:
         return record.names
     return tuple(dict.fromkeys(primary[name] for name in record.names if name in primary))
 

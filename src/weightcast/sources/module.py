@@ -19,7 +19,7 @@ from weightcast.checkpoint.live import (
 )
 from weightcast.errors import listed
 from weightcast.format.manifest import TensorSpec
-from weightcast.seams.source import Gather, LookedAtRegions, Regions
+from weightcast.seams.source import Gather, Regions
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ModuleSource:
         self._of: object = None
         self._specs: tuple[TensorSpec, ...] = ()
         self._views: object = None
-        self._regions = LookedAtRegions()
+        self._regions: Regions = {}
 
     def specs(self) -> Sequence[TensorSpec]:
         """Return the whole model's specs; the same object until names, shapes or dtypes change."""
@@ -89,7 +89,7 @@ class ModuleSource:
         if self._views is not self._live.views:
             self._live.require_memory()
             self._views = self._live.views
-            self._regions = LookedAtRegions(self._live.regions())
+            self._regions = self._live.regions()
         return self._regions
 
     @property

@@ -40,6 +40,7 @@ from weightcast.format.geometry import (
     relative,
     row_major,
     start_elements,
+    whole,
 )
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
@@ -189,10 +190,10 @@ class ShardSlices:
     def __init__(self, layout: Layout, parts: Sequence[HeldRegion]) -> None:
         self._layout = layout
         self._parts = parts
-        self._order = sorted(range(len(parts)), key=lambda number: parts[number].tensor)
-        counts = Counter(part.tensor for part in parts)
-        numbers = range(len(layout.manifest.tensors))
-        self._starts = list(itertools.accumulate((counts[number] for number in numbers), initial=0))
+        tensors = [part.tensor for part in parts]
+        self._order = sorted(range(len(parts)), key=tensors.__getitem__)
+        counts = map(Counter(tensors).__getitem__, range(len(layout.manifest.tensors)))
+        self._starts = list(itertools.accumulate(counts, initial=0))
         """Index in that order of each tensor's first part."""
         self._last: tuple[int, list[ShardSlice]] | None = None
 
@@ -212,12 +213,13 @@ class ShardSlices:
         return unfilled_chunks(spans, self._layout.manifest.buckets[index])
 
     def _found(self, index: int) -> Iterator[ShardSlice]:
+        parts, order, starts = self._parts, self._order, self._starts
         for number, entry in enumerate(self._layout.entries[index]):
             piece, dtype = entry.piece.region, entry.record.dtype
             itemsize, offset_bytes = ITEMSIZE_BYTES[dtype], entry.piece.offset_bytes
-            for part in self._order[self._starts[entry.tensor] : self._starts[entry.tensor + 1]]:
-                region = self._parts[part].region
-                if region == piece:
+            for part in order[starts[entry.tensor] : starts[entry.tensor + 1]]:
+                region = parts[part].region
+                if region is piece or region == piece:
                     yield ShardSlice(number, part, piece, dtype, offset_bytes, piece.numel * itemsize, True)
                 elif (shared := common(piece, region)) is not None:
                     inner = relative(shared, piece)
@@ -263,10 +265,18 @@ class PartPacker:
         """
         known = self._tables.get(index)
         if known is None or known[0] is not payload:
-            targets, sources = self._views(index, payload), self.sources(index)
+            cuts, sources = self.slices.of(index), self.sources(index)
+            targets: list[torch.Tensor | int] = [cut.start for cut in cuts]
+            is_viewed = [
+                not cut.is_run or source.dtype is not TORCH_DTYPES[cut.dtype]
+                for cut, source in zip(cuts, sources, strict=True)
+            ]
+            viewed = list(itertools.compress(range(len(cuts)), is_viewed))
+            for number, view in zip(viewed, self._views(index, payload, viewed), strict=True):
+                targets[number] = view
             raw = payload[: self._layout.manifest.buckets[index]]
             table = PackTable(raw, targets, sources, self._layout.gaps(index))
-            others = PreparedCopies([targets[k] for k in table.others], [sources[k] for k in table.others])
+            others = PreparedCopies(self._views(index, payload, table.others), [sources[k] for k in table.others])
             known = self._tables[index] = payload, table, others
         _, table, others = known
         others.run()
@@ -298,10 +308,12 @@ class PartPacker:
             copy_all(*map(list, zip(*known[1].others, strict=True)))
         return known[1].run()
 
-    def _views(self, index: int, payload: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of a payload, one for each of this rank's slices."""
-        views = bucket_views(self.slices.of(index), self._layout.entries[index], payload)
-        return list(map(split_like, views, self.sources(index)))
+    def _views(self, index: int, payload: torch.Tensor, numbers: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Return views of a payload, one for each of this rank's slices, or for those of these numbers."""
+        cuts, sources = self.slices.of(index), self.sources(index)
+        if numbers is not None:
+            cuts, sources = [cuts[number] for number in numbers], [sources[number] for number in numbers]
+        return list(map(split_like, bucket_views(cuts, self._layout.entries[index], payload), sources))
 
     def sources(self, index: int) -> list[torch.Tensor]:
         """Return views of this rank's shards, one for each slice of bucket `index`."""
@@ -395,7 +407,7 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
     is_looked_at = isinstance(regions, LookedAtRegions)
     shards: list[Shard] = []
     for number, spec in enumerate(specs):
-        dtype = TORCH_DTYPES.get(spec.dtype)
+        dtype, all_of_it = TORCH_DTYPES.get(spec.dtype), whole(spec.shape)
         for region, data in regions.get(spec.name, ()):
             # Only a plain floating point dtype is cast, and only to another one.
             is_cast = data.dtype is dtype or (
@@ -405,7 +417,7 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
             if len(sizes) > len(region.sizes) > 0 and sizes[-1] and _MAX_INNER % sizes[-1] == 0:
                 sizes = (*sizes[:-2], sizes[-2] * sizes[-1])
             is_fitting = sizes == region.sizes and is_cast and not data.is_meta and (is_looked_at or is_memory(data))
-            if not is_inside(region, spec.shape):
+            if region is not all_of_it and not is_inside(region, spec.shape):
                 problems.append(
                     f"{spec.name!r}: found a region at {list(region.offsets)} of sizes {list(region.sizes)}, expected "
                     f"one inside the shape {list(spec.shape)}"
@@ -428,7 +440,9 @@ def tiling(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
 
     Raises IncompatibleWeightsError unless they tile every tensor.
     """
-    shards = list({(shard.tensor, shard.region): shard for shard in held_shards(specs, regions)}.values())
+    shards = held_shards(specs, regions)
+    if len({shard.tensor for shard in shards}) < len(shards):
+        shards = list({(shard.tensor, shard.region): shard for shard in shards}.values())
     found: list[tuple[Region, ...]] = [()] * len(specs)
     for shard in shards:
         found[shard.tensor] = (*found[shard.tensor], shard.region)
@@ -440,8 +454,8 @@ def require_tiling(specs: Sequence[TensorSpec], found: Sequence[Iterable[Region]
     """Raise IncompatibleWeightsError unless the regions found for each tensor tile it."""
     problems = []
     for spec, of_tensor in zip(specs, found, strict=True):
-        regions = list(of_tensor)
-        if len(regions) == 1 and regions[0].covers(spec.shape):
+        regions = tuple(of_tensor)
+        if regions == (whole(spec.shape),):
             continue
         try:
             check_tiling(regions, spec.shape, spec.name)

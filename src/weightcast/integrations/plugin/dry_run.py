@@ -161,12 +161,13 @@ def _recording_tensors(modules: Modules, form: Form, probe: _Probe) -> Iterator[
                     continue
                 former.append((attributes, attributes.copy()))
                 for name, held in attributes.items():
-                    if type(held) in _CONTAINERS and name not in ("_parameters", "_buffers"):
-                        if held:
-                            filled.append((held, held.copy()))
-                        else:
+                    if type(held) in _CONTAINERS:
+                        if not held:
                             empty.append(held)
-            probe.watch(prefix, vars(layer))
+                        elif name not in ("_parameters", "_buffers"):
+                            filled.append((held, held.copy()))
+                    elif isinstance(held, torch.Tensor) and subject is layer:
+                        probe.watch(f"{prefix}.{name}" if prefix else name, held)
             parameters, buffers = form(layer, prefix)
             for tensors in (parameters, buffers):
                 for name, tensor in tensors.items():
@@ -240,15 +241,32 @@ class _Recorded(torch.Tensor):
     probe: ClassVar[_Probe]
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
+    # Loaders call these for nearly every tensor; the dispatch would take three times as long.
+
     @property
     def data(self) -> torch.Tensor:
-        """A tensor with the same memory. Loaders use `data` of each tensor, and this is faster than the dispatch."""
+        """A tensor with the same memory."""
         alias: torch.Tensor = _run(_aten.detach.default, (), (self,), {})
         return alias.as_subclass(self.probe.recorded)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    def narrow(  # type: ignore[override]
+        self, dim: int, start: int | torch.Tensor, length: int
+    ) -> torch.Tensor:
+        if isinstance(start, torch.Tensor):
+            return super().narrow(dim, start, length)
+        view: torch.Tensor = _run(_aten.narrow.default, (), (self, dim, start, length), {})
+        return view.as_subclass(self.probe.recorded)
+
+    def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if self.requires_grad or not isinstance(other, torch.Tensor):
+            return super().copy_(other, non_blocking)  # which may be an error
+        with self.probe.lock:
+            out: torch.Tensor = self.probe.run(_COPY, (), (self, other), {})
+        return out
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -299,7 +317,7 @@ class _Probe:
         self._origins: dict[torch.UntypedStorage, frozenset[str]] = {}
         """By storage, the names of the sources from which its content was made."""
         self._wholes: dict[torch.UntypedStorage, _Whole] = {}
-        self._blocks: dict[tuple[int, tuple[int, ...], tuple[int, ...]], StridedBlock] = {}
+        self._blocks: dict[StridedBlock, StridedBlock] = {}
         self._unseen = _NO_NAMES
         """Sources that were copied to tensors that are not recorded, and so can't be tracked further."""
         self._live: dict[str, tuple[torch.Tensor, int]] = {}
@@ -327,11 +345,10 @@ class _Probe:
             self._kinds[kind] = _derived(kind.__name__, self.recorded, kind)
         return _as_class(tensor, self._kinds[kind], tensor)
 
-    def watch(self, prefix: str, attributes: Mapping[str, Any]) -> None:
-        """Note the version counters of a module's tensors other than parameters and buffers."""
-        for name, value in attributes.items():
-            if isinstance(value, torch.Tensor) and not value.is_meta and not value.is_inference():
-                self._live[f"{prefix}.{name}" if prefix else name] = value, value._version
+    def watch(self, name: str, tensor: torch.Tensor) -> None:
+        """Note the version counter of a module's tensor that is no parameter or buffer."""
+        if not tensor.is_meta and not tensor.is_inference():
+            self._live[name] = tensor, tensor._version
 
     def written_by_itself(self) -> list[str]:
         """Return the live tensors that the loader wrote to other than by copies of sources; adds them to `beside`."""
@@ -429,7 +446,7 @@ class _Probe:
                 self._read.setdefault(read.name, f"a copy to {target.name}")
             self._pad(target, part)
             return
-        target.load(block, num_elements, " with ".join(sorted(names)))
+        target.load(block, num_elements, " with ".join(sorted(names) if len(names) > 1 else names))
         for name in names:
             used, dtypes = self.used[name]
             self.used[name] = used + num_elements, dtypes if dtype in dtypes else dtypes | {dtype}
@@ -441,11 +458,8 @@ class _Probe:
 
     def _block(self, tensor: torch.Tensor) -> StridedBlock:
         """Return a tensor's block in its storage. Equal blocks are one object, to save memory."""
-        place = int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        block = self._blocks.get(place)
-        if block is None:
-            block = self._blocks[place] = StridedBlock(*place)
-        return block
+        block = StridedBlock(int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        return self._blocks.setdefault(block, block)
 
     def _pad(self, target: DryRunTarget, part: torch.Tensor) -> None:
         form, block = target.form, self._block(part)

@@ -17,7 +17,7 @@ from weightcast.errors import InstallError, UnsupportedError, listed
 from weightcast.host import device as host_device
 from weightcast.integrations.plugin.acceptance import Acceptance, acceptance
 from weightcast.integrations.plugin.checkpoint_header import reference
-from weightcast.integrations.plugin.dry_run import dry_run, present, twin
+from weightcast.integrations.plugin.dry_run import dry_run, twin
 from weightcast.integrations.plugin.model import LoaderEngine, has_own
 from weightcast.integrations.sglang import internals
 from weightcast.serving.install_map import layers_of
@@ -85,7 +85,7 @@ class SglangModel(LoaderEngine):
 
 def _without_memory(layer: nn.Module, _: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the layer's tensors without memory, in their present form, since SGLang does not repack plain weights."""
-    parameters = {name: twin(tensor) for name, tensor in present(layer._parameters).items()}
+    parameters = {name: twin(t) for name, t in layer._parameters.items() if t is not None}
     # Loaders read integer buffers, such as maps of experts.
-    buffers = {name: twin(t) if t.is_floating_point() else t for name, t in present(layer._buffers).items()}
+    buffers = {name: twin(t) if t.is_floating_point() else t for name, t in layer._buffers.items() if t is not None}
     return parameters, buffers
