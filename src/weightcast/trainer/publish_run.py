@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from weightcast import registry
 from weightcast.errors import (
@@ -32,6 +32,7 @@ from weightcast.errors import (
     UnsupportedError,
     UpdateAbortedError,
 )
+from weightcast.format.adapters import AdapterTarget
 from weightcast.format.bucket import (
     HEADER_BYTES,
     RAW,
@@ -147,7 +148,7 @@ class PublishInputs:
     `fleet`: the engines to update. `again`: the version to send once more, in place of a new one. `url`: the
     transport's. `maps_buckets`: True if trainer ranks of one host can pack into each other's buckets, as far as the
     engines are known. `checks_finite`: check for NaN and infinity before the offer. `engine_dtypes`: set for a source
-    with dtype="engine".
+    with dtype="engine". `target`: the adapter to update; UNSET for the model.
     """
 
     start: float
@@ -161,6 +162,7 @@ class PublishInputs:
     maps_buckets: Callable[[], bool]
     checks_finite: bool
     engine_dtypes: EngineDtypes | None
+    target: AdapterTarget | UnsetType
 
 
 class FleetRoute:
@@ -311,7 +313,8 @@ class PublishRun:
         memory_seconds = inputs.connections.sender.memory_seconds
         fleet.wait()
         for member in fleet:
-            member.begin(self._run, options.deadline_seconds, self._watchdog)
+            adapter = inputs.target.name if inputs.target else ""
+            member.begin(self._run, options.deadline_seconds, self._watchdog, adapter)
         try:
             with self._timed("offer"):
                 newcomers = self._ask()
@@ -362,6 +365,7 @@ class PublishRun:
                     undo=options.undo,
                     secret=secret,
                     workers=dict(workers) if manifest.origins else UNSET,
+                    target=inputs.target,
                 )
                 self._fleet.each(lambda member: member.offer(offer))
             self._tell("offered", fleet)

@@ -23,18 +23,21 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 import torch
 import torch.distributed as dist
+from msgspec import UNSET, UnsetType
 
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
 from weightcast.errors import ClosedError, PublishReport, UpdateAbortedError, publish_error, with_extra
+from weightcast.format.adapters import AdapterTarget
 from weightcast.format.bucket import Layout
-from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec
+from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec, WeightVersion
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
 from weightcast.host import device as host_device
 from weightcast.host.closing import Closeable, ClosedOnExit, awaited_at_exit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS, run_into
 from weightcast.host.descriptors import shortage
 from weightcast.links.watchdog import Watchdog
+from weightcast.seams.adapters import AdapterSource
 from weightcast.seams.client import BringsSender, EngineClient
 from weightcast.seams.source import Regions, Source, StreamSource, TensorStream, casts_to_engines
 from weightcast.sources.store import StoreSource
@@ -118,6 +121,7 @@ class Publisher(ClosedOnExit):
         self._transport = registry.transport(transport)
         self._token = token
         self._options = PublishOptions() if options is None else options
+        arguments.require_target(source, self._options.target is not None, self._transport.keeps_versions)
         self._metrics_target = metrics
         self._metrics: PublisherMetrics | None = None
         self._turn = Turn()
@@ -713,7 +717,16 @@ class Publisher(ClosedOnExit):
             maps_buckets=maps_buckets,
             checks_finite=self._options.check_finite,
             engine_dtypes=self._engine_dtypes if stored is None else None,
+            target=self._target(),
         )
+
+    def _target(self) -> AdapterTarget | UnsetType:
+        """Return the adapter to update, with the source's present settings; UNSET for the model."""
+        target, source = self._options.target, self._source
+        if target is None or not isinstance(source, AdapterSource):
+            return UNSET
+        base = UNSET if target.base is None else WeightVersion(*target.base)
+        return AdapterTarget(target.name, source.lora_config, int(target.keep), base)
 
     def _serve_metrics(self, target: MetricsTarget) -> None:
         """Raises OSError if the address is taken, ModuleNotFoundError without prometheus-client."""
