@@ -51,6 +51,10 @@ class Extension(Workers):
             head = self.model_runner.get_model().lm_head  # type: ignore[attr-defined]
             pack_with_a_flipped_bit(head, row=101, column=77, bit=0)
 
+    def test_adapters(self) -> list[int]:
+        """The ids of the adapters that vLLM's own manager has."""
+        return sorted(self.list_loras())  # type: ignore[attr-defined]
+
     def test_pid(self) -> int:
         return os.getpid()
 

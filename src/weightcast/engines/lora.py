@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ class LoraLayers:
     max_rank: int | None = None
     capacity: int | None = None
     limits = ""
+    ids: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -33,12 +33,14 @@ class AdapterLayers(Protocol):
     """The layers of an engine's model that compute with LoRA adapters. Called from one thread at a time.
 
     `max_rank`: the largest supported rank; None for any. `capacity`: how many versions can be loaded at once; None for
-    any. `limits`: how an engine with larger ones is started.
+    any. `limits`: how an engine with larger ones is started. `ids`: by label, the numbers of loaded versions in the
+    host's requests, equal on all ranks; empty if there are none.
     """
 
     max_rank: int | None
     capacity: int | None
     limits: str
+    ids: Mapping[str, int]
 
     def shapes(self) -> Mapping[str, tuple[int, int]]:
         """Return by module name the outputs and inputs of each layer that an adapter can change."""

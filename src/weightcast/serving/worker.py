@@ -223,7 +223,7 @@ class Worker:
         """
         session = self._require_session(run or None)
         version = WeightVersion(session.info.run, number)
-        if self._serves(version):
+        if self.serves(version):
             return version
         try:
             with self._observed("install"):
@@ -245,7 +245,7 @@ class Worker:
                 session.send(Installed(number, seconds, update.installed_bytes))
         except IncompleteUpdateError:
             # Another caller may have installed it while this one waited.
-            if not self._serves(version):
+            if not self.serves(version):
                 raise
         return version
 
@@ -254,7 +254,15 @@ class Worker:
         if self.adapters is not None and update.offer.target is UNSET:
             self.adapters.retire()
 
-    def _serves(self, version: WeightVersion) -> bool:
+    @property
+    def offered_adapter(self) -> str:
+        """Return the name of the adapter that the update in progress is of; empty for the model, or without one."""
+        session = self._session
+        target = UNSET if session is None or session.update is None else session.update.offer.target
+        return target.name if target else ""
+
+    def serves(self, version: WeightVersion) -> bool:
+        """Return whether this is the version of the model, or the current one of an adapter."""
         is_adapter = self.adapters is not None and self.adapters.serves(version)
         return is_adapter or (self.gate.version == version and not self.gate.torn)
 

@@ -1,0 +1,103 @@
+"""The names of published adapters in vLLM's API server: which version answers a request, and which have no request.
+
+Invariant: a version is unloaded only after it has lost its name and every request that was being answered then has
+ended, since such a request may have found the version by its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.lora.request import LoRARequest
+
+from weightcast.errors import RefusedError, UnsupportedError
+from weightcast.format.adapters import AdapterVersion
+
+
+class ServedAdapters:
+    """The published adapters among the models of one API server. `state`: the server's; it has the list of models."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self._ours: dict[str, LoRARequest] = {}
+        self._running: set[object] = set()
+        self._draining: dict[str, frozenset[object]] = {}
+        """By label of a loaded version without a name, the requests that ran when it lost its name."""
+
+    @property
+    def _models(self) -> Any:
+        models = getattr(self._state, "openai_serving_models", None)
+        if not isinstance(getattr(models, "lora_requests", None), dict):
+            raise UnsupportedError(
+                "this vLLM has no list of models with adapters (openai_serving_models.lora_requests): use a version "
+                "that weightcast was tested with"
+            )
+        return models
+
+    def require_free(self, name: str) -> None:
+        """Raise RefusedError if the name is of a model, or of an adapter that was loaded by other means."""
+        models = self._models
+        if models.is_base_model(name) or (name in models.lora_requests and name not in self._ours):
+            raise RefusedError(f"this server has a model or adapter {name!r} already: publish under another name")
+
+    def update(self, versions: Sequence[AdapterVersion], ids: Mapping[str, int]) -> None:
+        """Answer requests with these versions. `ids`: by label, those of all loaded versions."""
+        if not (versions or ids or self._ours):
+            return
+        models, named = self._models, dict[str, LoRARequest]()
+        for version in versions:
+            label = version.label
+            # The path is never read. It is part of the prefix cache's key, which must differ between runs.
+            request = LoRARequest(label, ids[label], f"weightcast://{version.run}/{label}")
+            named[label] = request
+            if version.is_current:
+                named[version.name] = request
+        for name in self._ours.keys() - named.keys():
+            models.lora_requests.pop(name, None)
+        models.lora_requests.update(named)
+        self._ours = named
+        unnamed, running = ids.keys() - named.keys(), frozenset(self._running)
+        self._draining = {label: self._draining.get(label, running) for label in unnamed}
+
+    def idle(self) -> tuple[str, ...]:
+        """Return the labels of loaded versions that no request uses or can name."""
+        return tuple(sorted(label for label, requests in self._draining.items() if not requests & self._running))
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """Context of one request."""
+        mark = object()
+        self._running.add(mark)
+        try:
+            yield
+        finally:
+            self._running.discard(mark)
+
+    async def listed(self) -> Any:
+        """Return vLLM's list of models, each adapter under the name by which requests find it."""
+        models = self._models
+        found = await models.show_available_models()
+        cards = found.data[len(found.data) - len(models.lora_requests) :]
+        for card, name in zip(cards, models.lora_requests, strict=True):
+            card.id = name
+        return found
+
+
+class RequestCounter:
+    """Middleware that notes the requests at paths with a prefix in `generation` as running, until they have ended."""
+
+    def __init__(self, app: ASGIApp, adapters: Any, generation: Sequence[str]) -> None:
+        """`adapters`: returns the `ServedAdapters`, or None."""
+        self._app = app
+        self._adapters = adapters
+        self._generation = tuple(generation)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found: ServedAdapters | None = self._adapters()
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        is_counted = found is not None and path.startswith(self._generation)
+        with found.request() if is_counted and found is not None else contextlib.nullcontext():
+            await self._app(scope, receive, send)

@@ -1,0 +1,229 @@
+"""LoRA adapters published into real vLLM servers: their answers are those of a server started cold with the adapter."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from real_engines.setups import on
+from safetensors.torch import save_file
+
+from real_vllm.cold import assert_serves
+from real_vllm.conftest import Checkpoints
+from real_vllm.models import model_of
+from real_vllm.oracle import PROMPT, Answer
+from real_vllm.servers import Server, Setup, completion
+from weightcast import Adapter, ModuleSource, Publisher, PublishError, PublishOptions, TensorSource
+from weightcast.format.adapters import LoraConfig, tensor_name
+
+LORA = Setup(max_adapters=8)
+LORA_TWO = Setup("llama-tied", tp=2, max_adapters=8)
+NUM_TOKENS = 8
+RANK, ALPHA = 8, 16
+SUFFIXES = ("q_proj", "v_proj", "o_proj", "down_proj")
+
+
+class AdapterOf:
+    """An adapter of a family's tiny model, drawn from `seed`, as a source and as a directory of PEFT's form."""
+
+    def __init__(self, family: str, seed: int, rank: int = RANK) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        weights = {
+            name.removesuffix(".weight"): tensor.shape
+            for name, tensor in model_of(family).state_dict().items()
+            if name.removesuffix(".weight").endswith(SUFFIXES)
+        }
+        self.config = LoraConfig(rank, ALPHA, tuple(weights))
+        self.tensors = {}
+        for module, (outputs, inputs) in weights.items():
+            for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                self.tensors[tensor_name(module, half)] = 0.2 * torch.randn(shape, generator=generator)
+
+    def save(self, folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        save_file(self.tensors, folder / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": self.config.r, "lora_alpha": ALPHA, "target_modules": list(SUFFIXES)}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        return folder
+
+
+class Source(TensorSource):
+    def __init__(self, tensors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
+        super().__init__(tensors)
+        self._config = config
+
+    @property
+    def lora_config(self) -> LoraConfig:
+        return self._config
+
+    def use(self, adapter: AdapterOf) -> None:
+        self.replace(adapter.tensors)
+
+
+@contextlib.contextmanager
+def publishing(server: Server, adapter: AdapterOf, **target: Any) -> Iterator[tuple[Publisher, Source]]:
+    source = Source(adapter.tensors, adapter.config)
+    options = PublishOptions(target=Adapter("policy", **target))
+    with Publisher(source, engines=[server.url], options=options) as publisher:
+        yield publisher, source
+
+
+def answer(server: Server, model: str, prompt: list[int] = PROMPT) -> Answer:
+    reply = server.post("/v1/completions", completion(prompt, NUM_TOKENS) | {"model": model})
+    assert reply.status_code == 200, reply.text
+    choice = reply.json()["choices"][0]
+    return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+
+def named(server: Server) -> set[str]:
+    return {model["id"] for model in server.get("/v1/models")["data"]} - {"tiny", str(server.folder)}
+
+
+@pytest.fixture(scope="session")
+def cold_answers(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By setup: what a server answers that was started with these adapters from directories on disk, by seed."""
+    known: dict[Setup, list[Answer]] = {}
+
+    def of(setup: Setup) -> list[Answer]:
+        if setup not in known:
+            folder = tmp_path_factory.mktemp("adapters")
+            adapters = {f"cold-{seed}": AdapterOf(setup.family, seed).save(folder / str(seed)) for seed in range(3)}
+            with Server(setup, checkpoint(setup.family, 0, setup.dtype), adapters=adapters) as server:
+                known[setup] = [answer(server, name) for name in adapters]
+        return known[setup]
+
+    return of
+
+
+@on(LORA, full=[LORA_TWO])
+def test_answers_are_those_of_a_cold_start(server: Server, cold_answers: Any) -> None:
+    expected, setup = cold_answers(server.setup), server.setup
+    alone = answer(server, "tiny")
+    with publishing(server, AdapterOf(setup.family, 0)) as (publisher, source):
+        for seed in range(3):
+            source.use(AdapterOf(setup.family, seed))
+            report = publisher.publish()
+            assert answer(server, "policy") == expected[seed]
+            assert answer(server, f"policy@{report.version}") == expected[seed]
+            assert answer(server, "tiny") == alone
+        last = report.version
+        assert named(server) == {"policy", f"policy@{last}", f"policy@{last - 1}"}
+        info = server.get("/weight_info")
+        assert [(v["number"], v["is_current"]) for v in info["adapters"]] == [(last - 1, False), (last, True)]
+        assert not info["paused"]
+        assert answer(server, f"policy@{last - 1}") == expected[1]
+    assert len({str(each) for each in expected}) == 3
+
+
+@on(LORA, full=[LORA_TWO])
+def test_a_publish_of_the_model_is_that_of_a_cold_start_and_takes_the_adapters_names(server: Server) -> None:
+    with publishing(server, AdapterOf(server.setup.family, 0)) as (publisher, _):
+        publisher.publish()
+    try:
+        with Publisher(
+            ModuleSource(model_of(server.setup.family, 1, server.setup.dtype)), engines=[server.url]
+        ) as models:
+            report = models.publish()
+        assert_serves(server, 1)
+        assert named(server) == set()
+        assert server.get("/weight_info")["adapters"] == []
+        refused = server.post("/v1/completions", completion(PROMPT, 2) | {"model": "policy"})
+        assert refused.status_code == 404
+        base = (report.run, report.version)
+        with publishing(server, AdapterOf(server.setup.family, 0), base=base) as (publisher, _):
+            publisher.publish()
+            assert named(server) >= {"policy"}
+            adapted = answer(server, "policy")
+        with publishing(server, AdapterOf(server.setup.family, 0), base=("0" * 32, 1)) as (publisher, _):
+            with pytest.raises(PublishError, match="is for version 1 of run 0+ of the model, and this engine serves"):
+                publisher.publish()
+        assert answer(server, "policy") == adapted
+    finally:
+        with Publisher(
+            ModuleSource(model_of(server.setup.family, 0, server.setup.dtype)), engines=[server.url]
+        ) as models:
+            models.publish()
+    assert_serves(server, 0)
+
+
+@on(LORA)
+def test_broken_updates_are_refused_by_name_and_the_old_one_serves(server: Server) -> None:
+    adapter = AdapterOf(server.setup.family, 0)
+    with publishing(server, adapter) as (publisher, _):
+        publisher.publish()
+    before, names = answer(server, "policy"), named(server)
+    q = tensor_name("model.layers.0.self_attn.q_proj", "A")
+    large = AdapterOf(server.setup.family, 0, rank=32)
+    renamed = {name.replace("layers.0", "layers.7"): tensor for name, tensor in adapter.tensors.items()}
+    modules = tuple(module.replace("layers.0", "layers.7") for module in adapter.config.target_modules)
+    cases = {
+        f"'{q}' has the shape [8, 127]": (adapter.tensors | {q: torch.zeros(8, 127)}, adapter.config),
+        "has rank 32, above 16: start the engine with larger --max-lora-rank": (large.tensors, large.config),
+        f"missing tensor '{q}'": ({n: t for n, t in adapter.tensors.items() if n != q}, adapter.config),
+        "with rank 4 it is [4, 128]": (adapter.tensors, msgspec.structs.replace(adapter.config, r=4)),
+        "unknown module 'model.layers.7.": (renamed, msgspec.structs.replace(adapter.config, target_modules=modules)),
+        f"'{q}' is int8": (adapter.tensors | {q: adapter.tensors[q].to(torch.int8)}, adapter.config),
+    }
+    for said, (tensors, config) in cases.items():
+        options = PublishOptions(target=Adapter("policy"))
+        with Publisher(Source(tensors, config), engines=[server.url], options=options) as publisher:
+            with pytest.raises(PublishError) as e:
+                publisher.publish()
+        assert said in str(e.value)
+        assert (answer(server, "policy"), named(server)) == (before, names)
+    with pytest.raises(PublishError, match="has a model or adapter 'tiny' already: publish under another name"):
+        options = PublishOptions(target=Adapter("tiny"))
+        with Publisher(Source(adapter.tensors, adapter.config), engines=[server.url], options=options) as publisher:
+            publisher.publish()
+    with publishing(server, AdapterOf(server.setup.family, 1)) as (publisher, _):
+        publisher.publish()
+    assert answer(server, "policy") != before
+
+
+@on(LORA)
+def test_each_running_request_keeps_its_version_through_a_stream_of_them(server: Server, cold_answers: Any) -> None:
+    """Requests run all the time, by name and by alias; versions come and go; no answer mixes two."""
+    expected = cold_answers(server.setup)
+    by_version: dict[str, Answer] = {}
+    over, wrong, seen = threading.Event(), list[str](), set[str]()
+
+    def ask(number: int) -> None:
+        while not over.is_set():
+            # Each its own prompt or the common one, which the prefix cache has.
+            reply = server.post("/v1/completions", completion(PROMPT, NUM_TOKENS) | {"model": "policy"})
+            if reply.status_code != 200:
+                wrong.append(reply.text)
+                return
+            body = reply.json()
+            choice = body["choices"][0]
+            got = Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+            seen.add(body["model"])
+            if by_version[body["model"]].tokens != got.tokens:
+                wrong.append(f"{body['model']}: {got}, expected {by_version[body['model']]}")
+
+    with publishing(server, AdapterOf(server.setup.family, 0)) as (publisher, source):
+        first = publisher.publish().version
+        by_version[f"policy@{first}"] = expected[0]
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            asking = [pool.submit(ask, number) for number in range(3)]
+            try:
+                for step in range(1, 25):
+                    by_version[f"policy@{first + step}"] = expected[step % 3]
+                    source.use(AdapterOf(server.setup.family, step % 3))
+                    assert publisher.publish().version == first + step
+            finally:
+                over.set()
+            for each in asking:
+                each.result(60)
+    assert not wrong
+    assert len(seen) > 3
+    assert server.is_healthy()
+    assert len(server.call("test_adapters")[0]) <= 4
