@@ -21,7 +21,15 @@ from real_vllm.conftest import Checkpoints
 from real_vllm.models import model_of
 from real_vllm.oracle import PROMPT, Answer
 from real_vllm.servers import Server, Setup, completion
-from weightcast import Adapter, ModuleSource, Publisher, PublishError, PublishOptions, TensorSource
+from weightcast import (
+    Adapter,
+    ModuleSource,
+    Publisher,
+    PublishError,
+    PublishOptions,
+    PublishReport,
+    TensorSource,
+)
 from weightcast.format.adapters import LoraConfig, tensor_name
 
 LORA = Setup(max_adapters=8)
@@ -71,13 +79,28 @@ class Source(TensorSource):
 @contextlib.contextmanager
 def publishing(server: Server, adapter: AdapterOf, **target: Any) -> Iterator[tuple[Publisher, Source]]:
     source = Source(adapter.tensors, adapter.config)
-    options = PublishOptions(target=Adapter("policy", **target))
+    options = PublishOptions(target=Adapter(target.pop("name", "policy"), **target))
     with Publisher(source, engines=[server.url], options=options) as publisher:
         yield publisher, source
 
 
-def answer(server: Server, model: str, prompt: list[int] = PROMPT) -> Answer:
-    reply = server.post("/v1/completions", completion(prompt, NUM_TOKENS) | {"model": model})
+def refusal(server: Server, adapter: AdapterOf, **target: Any) -> str:
+    """The message with which a publish of this adapter fails."""
+    options = PublishOptions(target=Adapter(target.pop("name", "policy"), **target))
+    source = Source(adapter.tensors, adapter.config)
+    with Publisher(source, engines=[server.url], options=options) as publisher, pytest.raises(PublishError) as e:
+        publisher.publish()
+    return str(e.value)
+
+
+def publish_model(server: Server, seed: int, **options: Any) -> PublishReport:
+    source = ModuleSource(model_of(server.setup.family, seed, server.setup.dtype))
+    with Publisher(source, engines=[server.url], options=PublishOptions(**options)) as publisher:
+        return publisher.publish()
+
+
+def answer(server: Server, model: str, *, num_tokens: int = NUM_TOKENS) -> Answer:
+    reply = server.post("/v1/completions", completion(PROMPT, num_tokens) | {"model": model})
     assert reply.status_code == 200, reply.text
     choice = reply.json()["choices"][0]
     return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
@@ -125,32 +148,31 @@ def test_answers_are_those_of_a_cold_start(server: Server, cold_answers: Any) ->
 
 @on(LORA, full=[LORA_TWO])
 def test_a_publish_of_the_model_is_that_of_a_cold_start_and_takes_the_adapters_names(server: Server) -> None:
-    with publishing(server, AdapterOf(server.setup.family, 0)) as (publisher, _):
+    adapter = AdapterOf(server.setup.family, 0)
+    with publishing(server, adapter) as (publisher, _):
         publisher.publish()
+    before = answer(server, "policy")
+    server.call("test_fail_load", 9, -1)
+    with pytest.raises(PublishError):
+        publish_model(server, 1, undo=True)
+    assert answer(server, "policy") == before, "the model was put back, so its adapters go on"
     try:
-        with Publisher(
-            ModuleSource(model_of(server.setup.family, 1, server.setup.dtype)), engines=[server.url]
-        ) as models:
-            report = models.publish()
+        report = publish_model(server, 1, verify="installed")
         assert_serves(server, 1)
         assert named(server) == set()
         assert server.get("/weight_info")["adapters"] == []
         refused = server.post("/v1/completions", completion(PROMPT, 2) | {"model": "policy"})
         assert refused.status_code == 404
-        base = (report.run, report.version)
-        with publishing(server, AdapterOf(server.setup.family, 0), base=base) as (publisher, _):
+        with publishing(server, adapter, base=(report.run, report.version)) as (publisher, _):
             publisher.publish()
-            assert named(server) >= {"policy"}
-            adapted = answer(server, "policy")
-        with publishing(server, AdapterOf(server.setup.family, 0), base=("0" * 32, 1)) as (publisher, _):
-            with pytest.raises(PublishError, match="is for version 1 of run 0+ of the model, and this engine serves"):
-                publisher.publish()
+        adapted = answer(server, "policy")
+        assert adapted != before
+        said = refusal(server, adapter, base=("0" * 32, 1))
+        assert "is for version 1 of run " in said
+        assert f"of the model, and this engine serves version {report.version} of {report.run}" in said
         assert answer(server, "policy") == adapted
     finally:
-        with Publisher(
-            ModuleSource(model_of(server.setup.family, 0, server.setup.dtype)), engines=[server.url]
-        ) as models:
-            models.publish()
+        publish_model(server, 0, verify="installed")
     assert_serves(server, 0)
 
 
@@ -173,16 +195,11 @@ def test_broken_updates_are_refused_by_name_and_the_old_one_serves(server: Serve
         f"'{q}' is int8": (adapter.tensors | {q: adapter.tensors[q].to(torch.int8)}, adapter.config),
     }
     for said, (tensors, config) in cases.items():
-        options = PublishOptions(target=Adapter("policy"))
-        with Publisher(Source(tensors, config), engines=[server.url], options=options) as publisher:
-            with pytest.raises(PublishError) as e:
-                publisher.publish()
-        assert said in str(e.value)
+        broken = AdapterOf(server.setup.family, 0)
+        broken.tensors, broken.config = tensors, config
+        assert said in refusal(server, broken)
         assert (answer(server, "policy"), named(server)) == (before, names)
-    with pytest.raises(PublishError, match="has a model or adapter 'tiny' already: publish under another name"):
-        options = PublishOptions(target=Adapter("tiny"))
-        with Publisher(Source(adapter.tensors, adapter.config), engines=[server.url], options=options) as publisher:
-            publisher.publish()
+    assert "has a model or adapter 'tiny' already: publish under another name" in refusal(server, adapter, name="tiny")
     with publishing(server, AdapterOf(server.setup.family, 1)) as (publisher, _):
         publisher.publish()
     assert answer(server, "policy") != before
@@ -223,7 +240,51 @@ def test_each_running_request_keeps_its_version_through_a_stream_of_them(server:
                 over.set()
             for each in asking:
                 each.result(60)
+        by_version[f"policy@{first + 25}"] = expected[0]
+        publisher.publish()
+        assert len(server.call("test_adapters")[0]) == 3, "two that can be named, one that the next offer unloads"
     assert not wrong
     assert len(seen) > 3
     assert server.is_healthy()
-    assert len(server.call("test_adapters")[0]) <= 4
+
+
+@on(LORA)
+def test_versions_that_fill_the_engine_are_refused_until_some_have_lost_their_names(server: Server) -> None:
+    adapter = AdapterOf(server.setup.family, 0)
+    publish_model(server, 0)
+    with publishing(server, adapter, keep=6) as (publisher, _):
+        for _ in range(9):
+            publisher.publish()
+    assert len(server.call("test_adapters")[0]) == 8, "seven that can be named, one that the next offer unloads"
+    with publishing(server, adapter, name="other") as (publisher, _):
+        publisher.publish()
+    names = named(server)
+    assert "takes at most 8: publish with a smaller keep" in refusal(server, adapter, name="third")
+    assert named(server) == names
+    publish_model(server, 0)
+    with publishing(server, adapter) as (publisher, _):
+        publisher.publish()
+    assert len(server.call("test_adapters")[0]) == 1
+
+
+@on(LORA)
+def test_a_reload_by_vllm_itself_takes_the_names_but_ends_no_running_request(server: Server) -> None:
+    publish_model(server, 0)
+    with publishing(server, AdapterOf(server.setup.family, 0)) as (publisher, _):
+        version = publisher.publish().version
+    expected = answer(server, "policy", num_tokens=40)
+    server.call("test_slow_down", 0.02)
+    try:
+        tokens: list[int] = []
+        for choice in server._choices("/v1/completions", completion(PROMPT, 40) | {"model": f"policy@{version}"}):
+            if not tokens:
+                reply = server.post("/collective_rpc", {"method": "reload_weights"})
+                assert reply.status_code == 200, reply.text
+            tokens += choice["token_ids"] or []
+    finally:
+        server.call("test_slow_down", 0.0)
+    assert tokens == expected.tokens, "the reload is of the same weights"
+    assert server.post("/v1/completions", completion(PROMPT, 2) | {"model": "policy"}).status_code == 404
+    assert named(server) == set()
+    publish_model(server, 0)
+    assert_serves(server, 0)

@@ -721,7 +721,6 @@ def test_an_attention_that_drops_its_weights_is_refused(offline: Offline, monkey
         ("parallel_config", "enable_elastic_ep", True, "enable_elastic_ep"),
         ("offload_config.uva", "cpu_offload_gb", 1.0, "cpu_offload_gb"),
         ("offload_config.prefetch", "offload_group_size", 2, "offload_group_size"),
-        ("", "lora_config", object(), "enable_lora"),
         ("", "speculative_config", types.SimpleNamespace(method="eagle"), "speculative_config"),
         ("", "speculative_config", types.SimpleNamespace(method="draft_model"), "speculative_config"),
     ],
