@@ -34,6 +34,7 @@ from weightcast.format.adapters import LoraConfig, tensor_name
 
 LORA = Setup(max_adapters=8)
 LORA_TWO = Setup("llama-tied", tp=2, max_adapters=8)
+LORA_BIASES = Setup("qwen2", dtype=torch.bfloat16, max_adapters=8)
 NUM_TOKENS = 8
 RANK, ALPHA = 8, 16
 SUFFIXES = ("q_proj", "v_proj", "o_proj", "down_proj")
@@ -126,7 +127,7 @@ def cold_answers(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFacto
     return of
 
 
-@on(LORA, full=[LORA_TWO])
+@on(LORA, full=[LORA_TWO, LORA_BIASES])
 def test_answers_are_those_of_a_cold_start(server: Server, cold_answers: Any) -> None:
     expected, setup = cold_answers(server.setup), server.setup
     alone = answer(server, "tiny")
@@ -146,7 +147,7 @@ def test_answers_are_those_of_a_cold_start(server: Server, cold_answers: Any) ->
     assert len({str(each) for each in expected}) == 3
 
 
-@on(LORA, full=[LORA_TWO])
+@on(LORA, full=[LORA_TWO, LORA_BIASES])
 def test_a_publish_of_the_model_is_that_of_a_cold_start_and_takes_the_adapters_names(server: Server) -> None:
     adapter = AdapterOf(server.setup.family, 0)
     with publishing(server, adapter) as (publisher, _):

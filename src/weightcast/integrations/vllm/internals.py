@@ -105,12 +105,15 @@ def version() -> str:
 def unsupported(vllm_config: Any) -> list[str]:
     """Return the configured features with which dry runs and installs were not tested, by vLLM's names."""
     parallel, cache, offload = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.offload_config
-    model, speculation = vllm_config.model_config, vllm_config.speculative_config
+    model, speculation, lora = vllm_config.model_config, vllm_config.speculative_config, vllm_config.lora_config
     quantization, sleeps_by = model.quantization, model.sleep_mode_backend
     has_draft = speculation is not None and speculation.method not in _DRAFTS_WITHOUT_WEIGHTS
     configured = {
         f"quantization={quantization!r}": quantization is not None,
         f"kv_cache_dtype={cache.cache_dtype!r}": cache.cache_dtype not in ("auto", "float16", "bfloat16"),
+        "enable_lora (a mixture of experts)": lora is not None and model.is_moe,
+        "fully_sharded_loras": lora is not None and lora.fully_sharded_loras,
+        "enable_tower_connector_lora": lora is not None and lora.enable_tower_connector_lora,
         "speculative_config (a draft model)": has_draft,
         f"sleep_mode_backend={sleeps_by!r}": model.enable_sleep_mode and sleeps_by != "cumem",
         "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,

@@ -7,9 +7,10 @@ would open routes without a token; its /wake_up does not start a torn engine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -24,7 +25,7 @@ from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.routes import TornGuard, log
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.engine import VllmEngine
-from weightcast.integrations.vllm.served_adapters import RequestCounter, ServedAdapters
+from weightcast.integrations.vllm.served_adapters import ServedAdapters
 
 _GENERATION = (
     *("/v1/", "/v2/", "/inference/", "/invocations", "/cohere/", "/generative_scoring"),
@@ -114,6 +115,22 @@ class WakeGuard:
             log(exc)
             answer = error_reply(exc, 409 if isinstance(exc, EngineTornError) else None)
             await answer(scope, receive, send)
+
+
+class RequestCounter:
+    """Middleware that notes the requests at paths with a prefix in `generation` as running, until they have ended."""
+
+    def __init__(self, app: ASGIApp, adapters: Callable[[], ServedAdapters | None], generation: Sequence[str]) -> None:
+        self._app = app
+        self._adapters = adapters
+        self._generation = tuple(generation)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._adapters()
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        is_counted = found is not None and path.startswith(self._generation)
+        with found.request() if is_counted and found is not None else contextlib.nullcontext():
+            await self._app(scope, receive, send)
 
 
 def _recorded(operation: Any, handler: Handler) -> Handler:

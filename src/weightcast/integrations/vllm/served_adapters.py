@@ -10,9 +10,6 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-from vllm.lora.request import LoRARequest
-
 from weightcast.errors import RefusedError, UnsupportedError
 from weightcast.format.adapters import AdapterVersion
 
@@ -22,7 +19,7 @@ class ServedAdapters:
 
     def __init__(self, state: Any) -> None:
         self._state = state
-        self._ours: dict[str, LoRARequest] = {}
+        self._ours: dict[str, Any] = {}
         self._running: set[object] = set()
         self._draining: dict[str, frozenset[object]] = {}
         """By label of a loaded version without a name, the requests that ran when it lost its name."""
@@ -47,7 +44,10 @@ class ServedAdapters:
         """Answer requests with these versions. `ids`: by label, those of all loaded versions."""
         if not (versions or ids or self._ours):
             return
-        models, named = self._models, dict[str, LoRARequest]()
+        # Imported here: without LoRA nothing of vLLM is needed.
+        from vllm.lora.request import LoRARequest
+
+        models, named = self._models, dict[str, Any]()
         for version in versions:
             label = version.label
             # The path is never read. It is part of the prefix cache's key, which must differ between runs.
@@ -80,24 +80,7 @@ class ServedAdapters:
         """Return vLLM's list of models, each adapter under the name by which requests find it."""
         models = self._models
         found = await models.show_available_models()
-        cards = found.data[len(found.data) - len(models.lora_requests) :]
-        for card, name in zip(cards, models.lora_requests, strict=True):
-            card.id = name
-        return found
-
-
-class RequestCounter:
-    """Middleware that notes the requests at paths with a prefix in `generation` as running, until they have ended."""
-
-    def __init__(self, app: ASGIApp, adapters: Any, generation: Sequence[str]) -> None:
-        """`adapters`: returns the `ServedAdapters`, or None."""
-        self._app = app
-        self._adapters = adapters
-        self._generation = tuple(generation)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found: ServedAdapters | None = self._adapters()
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        is_counted = found is not None and path.startswith(self._generation)
-        with found.request() if is_counted and found is not None else contextlib.nullcontext():
-            await self._app(scope, receive, send)
+        first = len(found.data) - len(models.lora_requests)
+        cards = zip(found.data[first:], models.lora_requests, strict=True)
+        renamed = [card.model_copy(update={"id": name}) for card, name in cards]
+        return found.model_copy(update={"data": [*found.data[:first], *renamed]})
