@@ -332,6 +332,20 @@ def test_a_version_of_the_model_takes_the_adapters_names_and_a_failed_one_does_n
         assert served.named() == ["policy@0"]
 
 
+def test_an_engine_that_comes_late_gets_the_last_version() -> None:
+    adapted = trained(1)
+    with serving() as first, serving() as late, publishing(PeftAdapterSource(adapted), first.client) as publisher:
+        late.client.name = "late"
+        for _ in range(2):
+            report = publisher.publish()
+        publisher.add_engine(late.client, sync=True)
+        assert late.named() == [f"policy@{report.version}"]
+        assert logprobs(late.answers("policy")) == logprobs(first.answers("policy"))
+        assert publisher.sync(late.client).version == report.version, "which it has already"
+        assert publisher.publish().version == report.version + 1
+        assert late.named() == ["policy@1", "policy@2"]
+
+
 def killed_at(url: str, phase: str) -> None:
     """A trainer that publishes one version and then is killed at a phase of the next."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import os
+import signal
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from forking import preloaded
 from real_engines.setups import on
 from safetensors.torch import save_file
 
@@ -31,9 +34,12 @@ from weightcast import (
     TensorSource,
 )
 from weightcast.format.adapters import LoraConfig, tensor_name
+from weightcast.trainer.options import PublishEvent
 
+context = preloaded("torch", "real_vllm.test_adapters")
 LORA = Setup(max_adapters=8)
 LORA_TWO = Setup("llama-tied", tp=2, max_adapters=8)
+LORA_REPLICAS = Setup(dp=2, max_adapters=8)
 LORA_BIASES = Setup("qwen2", dtype=torch.bfloat16, max_adapters=8)
 NUM_TOKENS = 8
 RANK, ALPHA = 8, 16
@@ -206,6 +212,16 @@ def test_broken_updates_are_refused_by_name_and_the_old_one_serves(server: Serve
     assert answer(server, "policy") != before
 
 
+@pytest.mark.full
+@on(LORA_REPLICAS)
+def test_several_api_servers_are_refused_by_name(server: Server) -> None:
+    said = refusal(server, AdapterOf(server.setup.family, 0))
+    assert "several API servers, which can't agree on the version" in said
+    publish_model(server, 1)
+    assert_serves(server, 1)
+    publish_model(server, 0)
+
+
 @on(LORA)
 def test_each_running_request_keeps_its_version_through_a_stream_of_them(server: Server, cold_answers: Any) -> None:
     """Requests run all the time, by name and by alias; versions come and go; no answer mixes two."""
@@ -289,3 +305,36 @@ def test_a_reload_by_vllm_itself_takes_the_names_but_ends_no_running_request(ser
     assert named(server) == set()
     publish_model(server, 0)
     assert_serves(server, 0)
+
+
+def killed_at(url: str, phase: str, family: str) -> None:
+    """A trainer that publishes one version and then is killed at a phase of the next."""
+    first, second = AdapterOf(family, 0), AdapterOf(family, 1)
+    source, published = Source(first.tensors, first.config), list[int]()
+
+    def on_event(event: PublishEvent) -> None:
+        if published and event.phase == phase:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    options = PublishOptions(target=Adapter("policy"), on_event=on_event, lease_seconds=2.0)
+    with Publisher(source, engines=[url], options=options) as publisher:
+        published.append(publisher.publish().version)
+        source.use(second)
+        publisher.publish()
+
+
+@pytest.mark.parametrize("phase", ["offered", "packed", "received", "installed"])
+@on(LORA, full=[LORA_TWO])
+def test_a_trainer_that_is_killed_leaves_a_whole_version(server: Server, phase: str, cold_answers: Any) -> None:
+    family, expected = server.setup.family, cold_answers(server.setup)
+    trainer = context.Process(target=killed_at, args=(server.url, phase, family))
+    trainer.start()
+    trainer.join(120)
+    assert trainer.exitcode == -signal.SIGKILL
+    assert answer(server, "policy") == expected[1 if phase == "installed" else 0]
+    assert not server.is_paused()
+    source = Source(AdapterOf(family, 2).tensors, AdapterOf(family, 2).config)
+    options = PublishOptions(target=Adapter("policy"), takeover=True)
+    with Publisher(source, engines=[server.url], options=options) as publisher:
+        publisher.publish()
+    assert answer(server, "policy") == expected[2]

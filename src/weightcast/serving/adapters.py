@@ -68,10 +68,6 @@ class AdapterTable:
             self.layers.remove(label)
             del self._loaded[label]
 
-    def unnamed(self) -> list[str]:
-        """Return the loaded versions that no request can name any more."""
-        return sorted(self._loaded.keys() - self._labels().values())
-
     def add(self, target: AdapterTarget, version: WeightVersion, tensors: dict[str, torch.Tensor]) -> None:
         """Load a version, and answer requests that name its adapter with it."""
         label = adapter_label(target.name, version.number)
