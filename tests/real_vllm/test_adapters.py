@@ -212,6 +212,25 @@ def test_broken_updates_are_refused_by_name_and_the_old_one_serves(server: Serve
     assert answer(server, "policy") != before
 
 
+@on(LORA, full=[LORA_TWO])
+def test_a_version_that_one_rank_can_not_add_is_on_none(server: Server) -> None:
+    last, family = server.setup.tp - 1, server.setup.family
+    publish_model(server, 0)
+    with publishing(server, AdapterOf(family, 0)) as (publisher, source):
+        version = publisher.publish().version
+        before = answer(server, "policy")
+        server.call("test_fail_adapter", last)
+        source.use(AdapterOf(family, 1))
+        with pytest.raises(PublishError, match="this rank was told to fail"):
+            publisher.publish()
+        assert [len(ids) for ids in server.call("test_adapters")] == [1] * server.setup.tp
+        assert named(server) == {"policy", f"policy@{version}"}
+        assert answer(server, "policy") == before
+        assert not server.get("/weight_info")["torn"]
+        assert publisher.publish().version == version + 2
+        assert answer(server, "policy") != before
+
+
 @pytest.mark.full
 @on(LORA_REPLICAS)
 def test_several_api_servers_are_refused_by_name(server: Server) -> None:
@@ -338,3 +357,20 @@ def test_a_trainer_that_is_killed_leaves_a_whole_version(server: Server, phase: 
     with Publisher(source, engines=[server.url], options=options) as publisher:
         publisher.publish()
     assert answer(server, "policy") == expected[2]
+
+
+@pytest.mark.full
+def test_adapters_from_paths_keep_their_room(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    setup = Setup(max_adapters=4)
+    paths = {"other": AdapterOf(setup.family, 5).save(tmp_path / "other")}
+    with Server(setup, checkpoint(setup.family, 0, setup.dtype), adapters=paths) as server:
+        before = answer(server, "other")
+        with publishing(server, AdapterOf(setup.family, 0), keep=3) as (publisher, _):
+            for _ in range(3):
+                publisher.publish()
+            with pytest.raises(PublishError, match="4 published adapters, beside 1 that were loaded from paths"):
+                publisher.publish()
+        assert answer(server, "other") == before
+        assert "a model or adapter 'other' already" in refusal(server, AdapterOf(setup.family, 0), name="other")
+        assert named(server) == {"other", "policy", "policy@0", "policy@1", "policy@2"}
+        assert server.is_healthy()

@@ -45,7 +45,7 @@ class VllmEngine(PluginEngine):
                     "this vLLM has several API servers, which can't agree on the version that an adapter's name stands "
                     "for: start it with --api-server-count 1"
                 )
-            self._adapters.require_free(info.target.name)
+            self._adapters.require_room(info.target.name)
             await self.call(Unload(self._adapters.idle()))
         await super().update(info)
 

@@ -20,6 +20,7 @@ class ServedAdapters:
     def __init__(self, state: Any) -> None:
         self._state = state
         self._ours: dict[str, Any] = {}
+        self._num_loaded = 0
         self._running: set[object] = set()
         self._draining: dict[str, frozenset[object]] = {}
         """By label of a loaded version without a name, the requests that ran when it lost its name."""
@@ -34,14 +35,28 @@ class ServedAdapters:
             )
         return models
 
-    def require_free(self, name: str) -> None:
-        """Raise RefusedError if the name is of a model, or of an adapter that was loaded by other means."""
+    def require_room(self, name: str) -> None:
+        """Raise RefusedError if the name is of a model, or of an adapter that was loaded by other means.
+
+        Raises UnsupportedError if another version leaves no room for adapters that were loaded by other means.
+        """
         models = self._models
         if models.is_base_model(name) or (name in models.lora_requests and name not in self._ours):
             raise RefusedError(f"this server has a model or adapter {name!r} already: publish under another name")
+        # Published versions are never evicted. Without a free slot vLLM could not load the others again, and would end.
+        others, config = models.lora_requests.keys() - self._ours.keys(), self._state.vllm_config.lora_config
+        if others and config is not None:
+            num_published = self._num_loaded - len(self.idle()) + 1
+            if num_published + min(len(others), config.max_loras) > config.max_cpu_loras:
+                raise UnsupportedError(
+                    f"with another version this engine has {num_published} published adapters, beside {len(others)} "
+                    f"that were loaded from paths, and keeps {config.max_cpu_loras} in all: start it with a larger "
+                    "--max-cpu-loras, or publish with a smaller keep"
+                )
 
     def update(self, versions: Sequence[AdapterVersion], ids: Mapping[str, int]) -> None:
         """Answer requests with these versions. `ids`: by label, those of all loaded versions."""
+        self._num_loaded = len(ids)
         if not (versions or ids or self._ours):
             return
         # Imported here: without LoRA nothing of vLLM is needed.
