@@ -31,7 +31,7 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
 class AdapterTable:
-    """The adapters of an engine whose model has these `layers`. Called under the worker's own order of calls."""
+    """The adapters of an engine whose model has these `layers`. The worker calls it, never from two threads at once."""
 
     def __init__(self, layers: AdapterLayers) -> None:
         self.layers = layers
@@ -78,7 +78,7 @@ class AdapterTable:
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the present names, and unloads what was added since."""
-        named, loaded = self._named, self._loaded.keys() - set()
+        named, loaded = self._named, set(self._loaded)
 
         def restore() -> None:
             self._name(named)
