@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from weightcast.errors import ErrorRecord
+from weightcast.format.adapters import AdapterTarget, AdapterVersion, LoraConfig
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import Manifest, Piece, TensorRecord, TensorSpec, WeightVersion, decode
@@ -94,6 +95,24 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
             ranks={"host/a": LocalRanks((0, 1), "7/8/0/weightcast-buckets-x"), "b": LocalRanks((2, 3))},
         ),
         UpdateInfo,
+    ),
+    "offer_adapter.json": (
+        Offer(
+            RUN,
+            8,
+            "d" * 64,
+            target=AdapterTarget(
+                "policy",
+                LoraConfig(16, 32.0, ("layers.0.q_proj",), rank_pattern={"layers.0.q_proj": 8}),
+                keep=2,
+                base=VERSION,
+            ),
+        ),
+        UpdateInfo,
+    ),
+    "info_adapters.json": (
+        WeightInfo("7", run=RUN, abilities=("adapters",), adapters=(AdapterVersion("policy", 7, RUN, True),)),
+        WeightInfo,
     ),
     "offer_workers.json": (Offer(RUN, 8, "d" * 64, workers={"host/a": 2, "host/b": 1}), UpdateInfo),
     "seal.json": (Seal(RUN, 7, 2, "e" * 32), UpdateInfo),

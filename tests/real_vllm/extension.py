@@ -51,6 +51,21 @@ class Extension(Workers):
             head = self.model_runner.get_model().lm_head  # type: ignore[attr-defined]
             pack_with_a_flipped_bit(head, row=101, column=77, bit=0)
 
+    def test_adapters(self) -> list[int]:
+        """The ids of the adapters that vLLM's own manager has."""
+        return sorted(self.list_loras())  # type: ignore[attr-defined]
+
+    def test_fail_adapter(self, rank: int) -> None:
+        """Let vLLM's manager raise when the next adapter is added, on that rank of the world."""
+        if rank == _world_rank(self):
+            manager = self.model_runner.get_model().lora_manager  # type: ignore[attr-defined]
+
+            def fail(lora: object) -> bool:
+                del manager.add_adapter
+                raise RuntimeError("this rank was told to fail")
+
+            manager.add_adapter = fail
+
     def test_pid(self) -> int:
         return os.getpid()
 

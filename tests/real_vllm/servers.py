@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,7 +43,8 @@ class Setup:
     """How a server is started. `endpoints`: with weightcast's own routes, which vLLM loads only when they are named.
 
     `backend`: the weight transfer backend; None: a server that was started without one. `speculation`: vLLM's method of
-    proposing tokens by what came before in a request; "": it proposes none.
+    proposing tokens by what came before in a request; "": it proposes none. `max_adapters`: how many LoRA adapters it
+    keeps, of which four fit in one batch; 0: it was started without LoRA.
     """
 
     family: str = "qwen3"
@@ -54,11 +55,13 @@ class Setup:
     backend: str | None = "weightcast"
     token: str = ""
     speculation: str = ""
+    max_adapters: int = 0
 
     def __str__(self) -> str:
         words = [self.family, str(self.dtype).removeprefix("torch."), f"tp{self.tp}", f"dp{self.dp}"]
         words += ["endpoints" if self.endpoints else "stock-routes"] if self.backend else ["no-backend"]
         words += [self.speculation] if self.speculation else []
+        words += [f"lora{self.max_adapters}"] if self.max_adapters else []
         return "-".join(words)
 
 
@@ -108,7 +111,7 @@ class Server(ServerProcess):
     """A server of `setup` that started from the checkpoint in `folder`. Start it by entering it.
 
     `extension`: a class mixed into vLLM's workers, for what only a test does to them. `cold`: what its answers are
-    held against. `is_forked`: see `ServerProcess`.
+    held against. `is_forked`: see `ServerProcess`. `adapters`: that it starts with, by name, each from a directory.
     """
 
     def __init__(
@@ -120,8 +123,10 @@ class Server(ServerProcess):
         extension: str = "real_vllm.extension.Extension",
         cold: Cold | None = None,
         is_forked: bool = True,
+        adapters: Mapping[str, Path] | None = None,
     ):
         super().__init__("vllm", port=port, is_forked=is_forked)
+        self._adapters = adapters or {}
         self.setup = setup
         self.cold = cold
         self.folder = folder
@@ -142,6 +147,11 @@ class Server(ServerProcess):
             alone = {"ngram": {"prompt_lookup_min": 1}, "suffix": {"suffix_decoding_max_cached_requests": 0}}
             speculation = {"method": setup.speculation, "num_speculative_tokens": 3, **alone[setup.speculation]}
             command += ["--speculative-config", json.dumps(speculation)]
+        if setup.max_adapters:
+            command += ["--enable-lora", "--max-loras", "4", "--max-cpu-loras", str(setup.max_adapters)]
+            command += ["--max-lora-rank", "16"]
+        if self._adapters:
+            command += ["--lora-modules", *(f"{name}={folder}" for name, folder in self._adapters.items())]
         if setup.backend is not None:
             command += ["--weight-transfer-config", json.dumps({"backend": setup.backend})]
         return command

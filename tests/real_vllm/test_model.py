@@ -65,6 +65,11 @@ def engine_of(offline: Offline) -> VllmModel:
     return VllmModel(offline.model, offline.config, CPU)
 
 
+def lora_config(**options: bool) -> Any:
+    off = {"fully_sharded_loras": False, "enable_tower_connector_lora": False}
+    return types.SimpleNamespace(max_lora_rank=16, max_cpu_loras=4, **off | options)
+
+
 def by_dry_run(offline: Offline) -> Acceptance:
     return acceptance(offline.model, functools.partial(dry_run, offline.model, offline.config), None, is_alone=True)
 
@@ -708,6 +713,14 @@ def test_an_attention_that_drops_its_weights_is_refused(offline: Offline, monkey
         engine_of(offline)
 
 
+@offline_on(DENSE)
+def test_experts_with_lora_are_refused_by_name(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM itself does not generate with these on a CPU."""
+    monkeypatch.setattr(offline.config, "lora_config", lora_config())
+    monkeypatch.setattr(type(offline.config.model_config), "is_moe", True)
+    assert internals.unsupported(offline.config) == ["enable_lora (a mixture of experts)"]
+
+
 @pytest.mark.parametrize(
     ("section", "name", "value", "shown"),
     [
@@ -721,7 +734,8 @@ def test_an_attention_that_drops_its_weights_is_refused(offline: Offline, monkey
         ("parallel_config", "enable_elastic_ep", True, "enable_elastic_ep"),
         ("offload_config.uva", "cpu_offload_gb", 1.0, "cpu_offload_gb"),
         ("offload_config.prefetch", "offload_group_size", 2, "offload_group_size"),
-        ("", "lora_config", object(), "enable_lora"),
+        ("", "lora_config", lora_config(fully_sharded_loras=True), "fully_sharded_loras"),
+        ("", "lora_config", lora_config(enable_tower_connector_lora=True), "enable_tower_connector_lora"),
         ("", "speculative_config", types.SimpleNamespace(method="eagle"), "speculative_config"),
         ("", "speculative_config", types.SimpleNamespace(method="draft_model"), "speculative_config"),
     ],

@@ -23,8 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from weightcast import Adapter, PeftAdapterSource
+from weightcast.engines.lora import LoraLayers
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IncompatibleWeightsError, NotFiniteError, PeerError
+from weightcast.format.adapters import tensor_name
 from weightcast.seams.source import Gather, TensorPart
 from weightcast.sources.joined import JoinedSource
 from weightcast.sources.module import ModuleSource
@@ -314,10 +317,38 @@ def dtypes_of_the_engine(_: Path) -> None:
         engine.close()
 
 
+def an_adapter_alone(_: Path) -> None:
+    """Published from shards as the target of a publish: each tensor is what peft itself saves of the whole model."""
+    build, config = CASES["all-linear"]
+    for kind in ("fsdp", "tp", "fsdp+tp", "each layer"):
+        model = get_peft_model(build(), copy.deepcopy(config))
+        train(model)
+        shard(model, kind)
+        served = build()
+        layers = LoraLayers(served)
+        engines = [DirectEngine("engine", ModuleEngine(served, adapters=layers))] if dist.get_rank() == 0 else []
+        source = PeftAdapterSource(model)
+        target = Adapter("policy", keep=0)
+        with publisher_of(source, transport="memory://", engines=engines, target=target) as publisher:
+            for seed in range(3):
+                step(model, seed)
+                report = publisher.publish()
+                expected = {name.replace(".default", ""): t for name, t in values(model).items() if "lora_" in name}
+                assert report.num_tensors == len(expected)
+                if dist.get_rank() == 0:
+                    (loaded,) = (layers._loaded[label] for label in layers.names() if "@" in label)
+                    for module, lora in loaded.items():
+                        assert torch.equal(lora.a, expected[tensor_name(module, "A")])
+                        assert torch.equal(lora.b, expected[tensor_name(module, "B")])
+                    assert 2 * len(loaded) == len(expected)
+        for engine in engines:
+            engine.close()
+
+
 KINDS = {f"kinds_of_adapters_{n}": functools.partial(_kinds_of_adapters, list(CASES)[n::2]) for n in range(2)}
 ON_TWO = (
     every_layout, a_hundred_publishes, joined_with_other_tensors_and_reassigned, what_can_not_be_merged,
-    an_error_on_one_rank, a_rank_that_dies, nan_on_one_rank, dtypes_of_the_engine,
+    an_error_on_one_rank, a_rank_that_dies, nan_on_one_rank, dtypes_of_the_engine, an_adapter_alone,
 )  # fmt: skip
 ON_FOUR = (every_layout, a_hundred_publishes, a_rank_that_dies)
 SCENES: dict[str, Callable[[Path], None]] = {**KINDS, **{scene.__name__: scene for scene in ON_TWO}}

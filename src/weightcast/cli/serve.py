@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=values.integer(1), metavar="N", help="number of torch's threads (default: torch's)")
     random_help = "start with random weights, from config.json alone, until a version is published"
     add("--random-weights", type=int, nargs="?", const=0, metavar="SEED", help=random_help)
+    add("--enable-lora", action="store_true", help="take LoRA adapters, which requests name as their model")
     add(
         "--exit-with-parent",
         action="store_true",
@@ -111,15 +112,22 @@ def _serve(model: Any, tokenizer: Any, args: argparse.Namespace, token: str | No
     """Serve until SIGTERM or Ctrl-C."""
     from weightcast.control.server.app import EngineServer
     from weightcast.engines.gate import Gate
+    from weightcast.engines.lora import LoraLayers
     from weightcast.engines.module import ModuleEngine
     from weightcast.engines.transformers import TextGenerator
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("weightcast").setLevel(logging.INFO)
     name = args.model.resolve().name
-    with contextlib.closing(TextGenerator(model, tokenizer, gate=Gate())) as generator:
+    adapters = LoraLayers(model) if args.enable_lora else None
+    with contextlib.closing(TextGenerator(model, tokenizer, gate=Gate(), adapters=adapters)) as generator:
         server = EngineServer(
-            ModuleEngine(model), host=args.host, port=args.port, token=token, generator=generator, model_name=name
+            ModuleEngine(model, adapters=adapters),
+            host=args.host,
+            port=args.port,
+            token=token,
+            generator=generator,
+            model_name=name,
         )
 
         def announce() -> None:

@@ -85,7 +85,13 @@ class Quarantine(msgspec.Struct, frozen=True, tag="quarantine", tag_field="call"
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-RankCall: TypeAlias = Init | UpdateCall | InstallCall | Settle | Ask | Leave | Prove | Quarantine | Dtypes
+class Unload(msgspec.Struct, frozen=True, tag="unload", tag_field="call"):
+    """Unload these versions of adapters, which no request uses; those that requests can name stay."""
+
+    labels: tuple[str, ...]
+
+
+RankCall: TypeAlias = Init | UpdateCall | InstallCall | Settle | Ask | Leave | Prove | Quarantine | Dtypes | Unload
 
 
 class RankReply(msgspec.Struct, frozen=True):
@@ -94,7 +100,8 @@ class RankReply(msgspec.Struct, frozen=True):
     `weights_asleep`: the engine has put the weights' memory to sleep. `serial`: that of the call, if it had one.
     `instance`: id of this rank's engine, since `info` is equal on all ranks and has none. `held`: reply to `Prove`;
     `next`: index of the next tensor, -1 after the last. `is_loading`: a streaming update is in progress. `dtypes`:
-    reply to `Dtypes`, by record name, for the tensors of which this rank has a part.
+    reply to `Dtypes`, by record name, for the tensors of which this rank has a part. `adapter`: the one that the update
+    in progress is of. `adapter_ids`: by label, the loaded versions of adapters (see `AdapterLayers.ids`).
     """
 
     engine_rank: Count
@@ -108,6 +115,8 @@ class RankReply(msgspec.Struct, frozen=True):
     next: int = -1
     is_loading: bool = False
     dtypes: dict[str, str] = {}
+    adapter: str = ""
+    adapter_ids: dict[str, int] = {}
 
 
 def numbered(call: RankCall) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.host import device as host_device
+from weightcast.seams.adapters import AdapterLayers
 from weightcast.seams.install_map import InstallMap
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,16 @@ class ModuleEngine:
     """
 
     def __init__(
-        self, model: nn.Module, *, cast: bool = False, buffers: Buffers = "persistent", names: Names | None = None
+        self,
+        model: nn.Module,
+        *,
+        cast: bool = False,
+        buffers: Buffers = "persistent",
+        names: Names | None = None,
+        adapters: AdapterLayers | None = None,
     ) -> None:
+        """`adapters`: the model's `LoraLayers`, so that LoRA adapters can be published to it."""
+        self.adapters = adapters
         self.version: WeightVersion | None = None
         self._copied: Collection[str] = ()
         self._model = model

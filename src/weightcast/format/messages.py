@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from weightcast.errors import ErrorRecord
+from weightcast.format.adapters import AdapterTarget, AdapterVersion
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import (
     MAX_BUCKETS,
@@ -99,6 +100,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
     `base`: the buckets come as deltas on it. `keeps_base`: the worker is asked to keep this version's packed buckets,
     so that the next version can come as deltas. `workers`: to how many workers of each host it is offered, as these
     call their hosts: they share the host's memory. `ranks`: by host, where several ranks of this engine are on one.
+    `target`: left out for the model.
     """
 
     run: RunId
@@ -112,6 +114,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
     secret: Secret = UNSET
     workers: Annotated[dict[ShortText, Count], msgspec.Meta(max_length=1 << 16)] | UnsetType = UNSET
     ranks: Annotated[dict[ShortText, LocalRanks], msgspec.Meta(max_length=1 << 16)] | UnsetType = UNSET
+    target: AdapterTarget | UnsetType = UNSET
 
     def __repr__(self) -> str:
         return f"Offer(run={self.run!r}, version={self.version}, manifest_digest={self.manifest_digest!r})"
@@ -192,9 +195,10 @@ class WeightInfo(msgspec.Struct, frozen=True):
     `holder` is the run that may update it now, or empty. `world_size` workers connect a link each.
     `abilities`: "lease" (a pause ends with the lease of the run that asked for it), "install" (`finish` pauses and
     resumes by itself), "undo", "streaming", "inspect" (specs can be read), "prove" (digests of live tensors can),
-    "dtypes" (it answers a `DtypesQuestion`).
+    "dtypes" (it answers a `DtypesQuestion`), "adapters" (it takes updates of adapters).
     `torn`: why it refuses to serve, or empty. `instance`: a random id of the engine's life; one engine has one, however
     it is called. `offered`: the last version that a publisher offered, also if it was refused or has failed.
+    `adapters`: the versions of adapters that requests can name.
     """
 
     weight_version: str
@@ -207,6 +211,7 @@ class WeightInfo(msgspec.Struct, frozen=True):
     protocol: int = PROTOCOL
     instance: ShortText | UnsetType = UNSET
     offered: WeightVersion | UnsetType = UNSET
+    adapters: tuple[AdapterVersion, ...] | UnsetType = UNSET
 
     @property
     def version(self) -> int | None:
@@ -214,6 +219,13 @@ class WeightInfo(msgspec.Struct, frozen=True):
         text = self.weight_version
         is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_VERSION))
         return int(text) if is_number and int(text) <= MAX_VERSION else None
+
+    def current(self, adapter: str = "") -> tuple[str, int | None]:
+        """Return the run and number of the model's version, or of the current one of an adapter; None for none."""
+        if not adapter:
+            return self.run, self.version
+        found = (v for v in self.adapters or () if v.name == adapter and v.is_current)
+        return next(((v.run, v.number) for v in found), ("", None))
 
     def stale_reason(self, max_behind: int) -> str:
         """Return why the engine serves no weights, or others than one of the last versions; "" if it does.

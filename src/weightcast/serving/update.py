@@ -120,7 +120,8 @@ class Update:
         self._writer = f"{offer.run}/{offer.version}"
         self._deadline_seconds = deadline_seconds
         self._streaming = offer.install == "streaming"
-        self._undo = offer.undo
+        # An adapter is loaded beside those that are served, so that taking it away again costs nothing.
+        self._undo = offer.undo or offer.target is not UNSET
         self._num_workers = 1 if offer.workers is UNSET else offer.workers.get(host_identity(), 1)
         self._settles = settles
         self._portion = portion
@@ -358,7 +359,8 @@ class Update:
                     if not isinstance(exc, Exception):
                         raise
                     raise from_record(self.error) from exc
-                self._gate.set_version(self.version)
+                if self.offer.target is UNSET:
+                    self._gate.set_version(self.version)
                 self.state = State.INSTALLED
                 seconds = time.perf_counter() - start
         self._release()

@@ -57,9 +57,11 @@ from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import device as host_device
 from weightcast.host.closing import close_at_exit
 from weightcast.host.memory import host_identity
+from weightcast.seams.adapters import ServesAdapters
 from weightcast.seams.engine import Engine, ExposesTensors, SaysDtypes, Undoable
 from weightcast.seams.install_map import Mapped
 from weightcast.seams.transport import Portion
+from weightcast.serving.adapters import AdapterTable, AdapterUpdate
 from weightcast.serving.admission import admit, base_of, check_undo, require_engine
 from weightcast.serving.install import Install, device_of_weights
 from weightcast.serving.install_map import RecordedMap, held_weights
@@ -112,6 +114,8 @@ class Worker:
         self._settles = settles
         self._agree = agree
         self._unsettled: Update | None = None
+        layers = engine.adapters if isinstance(engine, ServesAdapters) else None
+        self.adapters = None if layers is None else AdapterTable(layers)
         self._lock = threading.Lock()
         self._init_lock = threading.Lock()
         self._session: PublisherSession | None = None
@@ -131,6 +135,7 @@ class Worker:
             "inspect": isinstance(self.engine, ExposesTensors),
             "prove": isinstance(self.engine, ExposesTensors) or has_map,
             "dtypes": True,
+            "adapters": self.adapters is not None,
         }
         return WeightInfo(
             weight_version="default" if version is None else str(version.number),
@@ -142,6 +147,7 @@ class Worker:
             abilities=tuple(name for name, has in able.items() if has),
             instance=self.instance,
             offered=UNSET if self._offered is None else self._offered,
+            adapters=UNSET if self.adapters is None else self.adapters.versions(),
         )
 
     def init(self, info: InitInfo) -> None:
@@ -217,7 +223,7 @@ class Worker:
         """
         session = self._require_session(run or None)
         version = WeightVersion(session.info.run, number)
-        if self._serves(version):
+        if self.serves(version):
             return version
         try:
             with self._observed("install"):
@@ -231,18 +237,34 @@ class Worker:
                         logger.warning("version %d was not installed: %s%s", number, record.message, trace_of(exc))
                     raise
                 self._unsettled = update if self._settles else None
+                if not self._settles:
+                    self._keep(update)
                 self._observe("update", time.perf_counter() - update.offered_at)
                 # One INFO line per engine: its other ranks install the same version.
                 logger.log(logging.DEBUG if self.engine_rank else logging.INFO, "%s", update.describe(seconds))
                 session.send(Installed(number, seconds, update.installed_bytes))
         except IncompleteUpdateError:
             # Another caller may have installed it while this one waited.
-            if not self._serves(version):
+            if not self.serves(version):
                 raise
         return version
 
-    def _serves(self, version: WeightVersion) -> bool:
-        return self.gate.version == version and not self.gate.torn
+    def _keep(self, update: Update) -> None:
+        """Complete an install that can't be rolled back any more."""
+        if self.adapters is not None and update.offer.target is UNSET:
+            self.adapters.retire()
+
+    @property
+    def offered_adapter(self) -> str:
+        """Return the name of the adapter that the update in progress is of; empty for the model, or without one."""
+        session = self._session
+        target = UNSET if session is None or session.update is None else session.update.offer.target
+        return target.name if target else ""
+
+    def serves(self, version: WeightVersion) -> bool:
+        """Return whether this is the version of the model, or the current one of an adapter."""
+        is_adapter = self.adapters is not None and self.adapters.serves(version)
+        return is_adapter or (self.gate.version == version and not self.gate.torn)
 
     def installable(self) -> WeightVersion:
         """Return the version of the update in progress, if `finish` can install it or has installed it.
@@ -269,6 +291,8 @@ class Worker:
         update = self._unsettled
         if update is not None and update.version == version:
             update.settle(keep=keep)
+            if keep:
+                self._keep(update)
             self._unsettled = None
 
     @property
@@ -382,6 +406,8 @@ class Worker:
         # more.
         was_offered = session.last_offered if session.update is not None else session.last_offered - 1
         newest = max(was_offered, served.number if served is not None and has_served else -1)
+        if self.adapters is not None:
+            newest = max(newest, self.adapters.newest(offer.run))
         if session.update is not None and session.update.offer == offer and not session.update.has_ended():
             session.require_publisher(offer)
             return  # the same offer, sent again by a client or a proxy whose connection was closed
@@ -397,12 +423,14 @@ class Worker:
                 f"publish with install={' or '.join(map(repr, self._installs))}"
             )
         session.require_publisher(offer)
+        if offer.target is not UNSET:
+            self._require_adapters(offer)
         if session.update is not None and session.update.is_streaming:
             # Checking an offer may use the model, to which the former update still writes.
             session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
         install = self._install(session, offer)
         base = session.base = base_of(offer, install.layout, session.base)
-        if offer.undo:
+        if offer.undo and offer.target is UNSET:
             check_undo(install.layout.manifest, self.engine)
         session.last_offered = offer.version
         session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
@@ -428,10 +456,13 @@ class Worker:
 
     def _install(self, session: PublisherSession, offer: Offer) -> Install:
         """Return the install of an offer. A layout that this session has used before is not checked again."""
-        known, specs = session.install, self.engine.specs()
+        engine = self.engine
+        if offer.target is not UNSET and self.adapters is not None:
+            engine = AdapterUpdate(self.adapters, offer.target, lambda: self.gate.version)
+        known, specs = session.install, engine.specs()
         if known is not None and known.manifest_digest != offer.manifest_digest:
             known = None
-        if known is not None and known.specs is specs and known.is_current:
+        if known is not None and known.engine is engine and known.specs is specs and known.is_current:
             return known
         manifest = offer.manifest if known is None else known.layout.manifest
         if manifest is None:
@@ -446,8 +477,22 @@ class Worker:
                     "again"
                 )
         session.require_origins(manifest)
-        session.install = admit(manifest, offer.manifest_digest, self.engine, specs)
+        session.install = admit(manifest, offer.manifest_digest, engine, specs)
         return session.install
+
+    def _require_adapters(self, offer: Offer) -> None:
+        """Raise unless this engine can take another version of the offered adapter."""
+        assert offer.target is not UNSET
+        if self.adapters is None:
+            raise UnsupportedError(
+                f"the adapter {offer.target.name!r} was offered, but {type(self.engine).__name__} serves none here: "
+                "start the engine with adapters (weightcast serve --enable-lora), or publish the merged model"
+            )
+        if offer.install != "staged":
+            raise UnsupportedError("an adapter is installed as a whole: publish it with install='staged'")
+        if self.gate.torn:
+            raise EngineTornError(f"the model is torn, so that no adapter helps: {self.gate.torn}")
+        self.adapters.require_room(offer.target, WeightVersion(offer.run, offer.version))
 
     def _receive(self, session: PublisherSession, update: Update) -> None:
         number, device = update.version.number, session.device

@@ -42,6 +42,24 @@ def require_source(source: object) -> None:
     raise TypeError(f"source is {shown(source)}, not a source of weights: {remedy}")
 
 
+def require_target(source: object, has_target: bool, keeps_versions: bool) -> None:
+    """Raise ValueError unless the source is of an adapter if the target is one, and over a transport that can do it."""
+    # By the class: isinstance would read the property.
+    is_adapter = hasattr(type(source), "lora_config")
+    if has_target and not is_adapter:
+        raise ValueError(
+            f"the target is an adapter, and {type(source).__name__} is a source of whole models: pass "
+            "PeftAdapterSource(model)"
+        )
+    if is_adapter and not has_target:
+        raise ValueError(
+            f"{type(source).__name__} has only an adapter: pass options=PublishOptions(target=Adapter('policy')), or "
+            "publish the merged model with ModuleSource(model)"
+        )
+    if has_target and keeps_versions:
+        raise ValueError("a store keeps versions of models, not of adapters: publish adapters over ipc, gloo or nccl")
+
+
 def require_tensors(specs: Sized) -> None:
     """Raise ValueError for a source without tensors: a store or checkpoint would keep it as an empty model."""
     if not len(specs):

@@ -110,6 +110,8 @@ class FleetMember:
         """The client's own sender, for an engine without weightcast workers; None: the publisher's transport."""
         self.info: WeightInfo | None = None
         self.result = EngineResult()
+        self.adapter = ""
+        """The adapter that is published; empty for the model."""
         self.version = -1
         """The version offered in the update in progress; -1 before the offer."""
         self.serves: int | None = None
@@ -162,8 +164,12 @@ class FleetMember:
         """True if nothing answered at its URL: the engine may be starting."""
         return self.result.error is not None and self.result.error.kind == PeerDiedError.__name__
 
-    def begin(self, run: str, deadline_seconds: float, watchdog: Watchdog) -> None:
-        """Begin another update with an empty result. `watchdog` resumes an engine without a lease if we die."""
+    def begin(self, run: str, deadline_seconds: float, watchdog: Watchdog, adapter: str = "") -> None:
+        """Begin another update with an empty result. `watchdog` resumes an engine without a lease if we die.
+
+        `adapter`: see the attribute.
+        """
+        self.adapter = adapter
         self._run, self._deadline_seconds, self._watchdog = run, deadline_seconds, watchdog
         self.result, self.version, self.gets_deltas = EngineResult(), -1, False
 
@@ -184,7 +190,7 @@ class FleetMember:
             self._pause_end = PauseEnd.NONE
             self._end_guard()
         self.instance = instance
-        self.serves = self.info.version
+        _, self.serves = self.info.current(self.adapter)
 
     def ask_dtypes(self, specs: Sequence[TensorSpec]) -> None:
         """Ask for the engine's dtypes of these tensors, once per connection.
@@ -246,6 +252,11 @@ class FleetMember:
     def offer(self, offer: Offer) -> None:
         """Offer a version. `accepted` follows."""
         self.version, self._keeps_base = offer.version, offer.keeps_base
+        if self.adapter and (self.info is None or "adapters" not in self.info.abilities):
+            raise UnsupportedError(
+                f"{self.name} takes no adapters: start it with LoRA and weightcast's plugin (vLLM: --enable-lora; "
+                "weightcast serve: --enable-lora), or publish the merged model, ModuleSource(model)"
+            )
         is_known = self._accepted_manifest == offer.manifest_digest
         offer = msgspec.structs.replace(offer, manifest=None if is_known else offer.manifest, ranks=self._local_ranks())
         self._accepted_manifest = ""
@@ -363,7 +374,8 @@ class FleetMember:
         install, and its recovery requests are fetched again, since they may have changed.
         """
         try:
-            if self.client.paused_seconds is None:
+            # An adapter is added between two steps, and requests that run keep theirs.
+            if self.client.paused_seconds is None and not self.adapter:
                 self.pause()
             try:
                 try:
@@ -455,7 +467,7 @@ class FleetMember:
         """
         with contextlib.suppress(PeerError):
             info = self.client.info()
-            return (info.run, info.version) == (self._run, self.version) and not (is_settled and info.torn)
+            return info.current(self.adapter) == (self._run, self.version) and not (is_settled and info.torn)
         return False
 
 

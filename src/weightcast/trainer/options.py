@@ -6,8 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
+import msgspec
+
 from weightcast.errors import ErrorRecord
+from weightcast.format.adapters import MAX_KEPT, AdapterName
 from weightcast.format.geometry import ALIGNMENT_BYTES
+from weightcast.format.manifest import RunId, VersionNumber
 from weightcast.format.messages import MAX_LEASE_SECONDS, InstallMode
 from weightcast.host.deadline import number_of_seconds
 from weightcast.trainer.arguments import integer
@@ -33,10 +37,43 @@ class PublishEvent:
     seconds: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter as the target of a publish; the source is a `PeftAdapterSource`.
+
+    Version 7 of "policy" is `policy@7`, also in requests. Those that name `policy` are answered by the newest version,
+    each to its end by the one that was current when it came. `keep`: how many older versions can still be named.
+    `base`: the version of the model that the adapter was trained on, `(report.run, report.version)` of the report with
+    which the model was published; an engine that serves another one refuses the adapter. None: for any.
+    Raises ValueError or TypeError.
+    """
+
+    name: str
+    keep: int = 1
+    base: tuple[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            msgspec.convert(self.name, AdapterName)
+        except msgspec.ValidationError:
+            raise ValueError(
+                f"the adapter's name is {self.name!r}; it must be up to 128 letters, digits, dots, dashes and "
+                "underscores, beginning with a letter or digit"
+            ) from None
+        if not 0 <= integer("keep", self.keep) <= MAX_KEPT:
+            raise ValueError(f"keep is {self.keep}; it must be from 0 to {MAX_KEPT}")
+        if self.base is not None:
+            try:
+                msgspec.convert(self.base, tuple[RunId, VersionNumber])
+            except msgspec.ValidationError:
+                raise ValueError(f"base is {self.base!r}; it must be (report.run, report.version) or None") from None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PublishOptions:
     """Options of a publisher: how it updates its engines. Raises ValueError or TypeError for unsupported values.
 
+    `target`: the adapter to update in place of the model.
     `install`: "staged" (the old version serves until the whole update has arrived) or "streaming" (bounded memory; the
     engine is paused during the transfer and must be healed by a complete update if it fails).
     `bucket_size_bytes`: by default an eighth of the model, at most the transport's choice for the device.
@@ -62,6 +99,7 @@ class PublishOptions:
     engine whose publisher is silent.
     """
 
+    target: Adapter | None = None
     bucket_size_bytes: int | None = None
     install: InstallMode = "staged"
     undo: bool = False
@@ -78,6 +116,14 @@ class PublishOptions:
     def __post_init__(self) -> None:
         if self.install not in ("staged", "streaming"):
             raise ValueError(f"install is {self.install!r}; it must be 'staged' or 'streaming'")
+        if self.target is not None:
+            if not isinstance(self.target, Adapter):
+                raise TypeError(f"target is {self.target!r}; it must be an Adapter(...) or None for the model")
+            if self.install != "staged" or self.verify is not None:
+                raise ValueError(
+                    "an adapter is installed as a whole, and digests are of the model's tensors: with target= leave "
+                    "out install='streaming' and verify"
+                )
         if self.on_failure not in ("raise", "report"):
             raise ValueError(f"on_failure is {self.on_failure!r}; it must be 'raise' or 'report'")
         if self.verify not in (None, "installed"):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import torch
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from weightcast import registry
 from weightcast.errors import (
@@ -35,6 +35,7 @@ from weightcast.errors import (
     UpdateAbortedError,
     WrongBaseError,
 )
+from weightcast.format.adapters import AdapterTarget
 from weightcast.format.bucket import (
     HEADER_BYTES,
     BucketBuffer,
@@ -150,8 +151,9 @@ class PublishInputs:
     `fleet`: the engines to update. `again`: the version to send once more, in place of a new one. `url`: the
     transport's. `maps_buckets`: True if trainer ranks of one host can pack into each other's buckets, as far as the
     engines are known. `checks_finite`: check for NaN and infinity before the offer. `engine_dtypes`: set for a source
-    with dtype="engine". `deltas`: the publisher's, if it may send some. `directory_error`: see `PublishReport`.
-    `departed` returns those of failed engines that the directory does not have any more.
+    with dtype="engine". `target`: the adapter to update; UNSET for the model. `deltas`: the publisher's, if it may send
+    some. `directory_error`: see `PublishReport`. `departed` returns those of failed engines that the directory does not
+    have any more.
     """
 
     start: float
@@ -165,6 +167,7 @@ class PublishInputs:
     maps_buckets: Callable[[], bool]
     checks_finite: bool
     engine_dtypes: EngineDtypes | None
+    target: AdapterTarget | UnsetType
     deltas: Deltas | None
     directory_error: ErrorRecord | None
     departed: Callable[[Sequence[FleetMember]], Sequence[FleetMember]]
@@ -332,7 +335,8 @@ class PublishRun:
         memory_seconds = inputs.connections.sender.memory_seconds
         fleet.wait()
         for member in fleet:
-            member.begin(self._run, options.deadline_seconds, self._watchdog)
+            adapter = inputs.target.name if inputs.target else ""
+            member.begin(self._run, options.deadline_seconds, self._watchdog, adapter)
         try:
             with self._timed("offer"):
                 newcomers = self._ask()
@@ -388,6 +392,7 @@ class PublishRun:
                     undo=options.undo,
                     secret=secret,
                     workers=dict(workers) if manifest.origins else UNSET,
+                    target=inputs.target,
                 )
             encoded: PackedDeltas | None = None
             if deltas is not None and again is None:

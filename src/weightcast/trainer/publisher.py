@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 import torch
 import torch.distributed as dist
+from msgspec import UNSET, UnsetType
 
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
@@ -37,14 +38,16 @@ from weightcast.errors import (
     to_record,
     with_extra,
 )
+from weightcast.format.adapters import AdapterTarget
 from weightcast.format.bucket import Layout
-from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec
+from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec, WeightVersion
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
 from weightcast.host import device as host_device
 from weightcast.host.closing import Closeable, ClosedOnExit, awaited_at_exit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS, run_into
 from weightcast.host.descriptors import shortage
 from weightcast.links.watchdog import Watchdog
+from weightcast.seams.adapters import AdapterSource
 from weightcast.seams.client import BringsSender, EngineClient
 from weightcast.seams.directory import EngineDirectory
 from weightcast.seams.source import Regions, Source, StreamSource, TensorStream, casts_to_engines
@@ -131,6 +134,7 @@ class Publisher(ClosedOnExit):
         self._transport = registry.transport(transport)
         self._token = token
         self._options = PublishOptions() if options is None else options
+        arguments.require_target(source, self._options.target is not None, self._transport.keeps_versions)
         self._metrics_target = metrics
         self._metrics: PublisherMetrics | None = None
         self._turn = Turn()
@@ -794,10 +798,19 @@ class Publisher(ClosedOnExit):
             maps_buckets=maps_buckets,
             checks_finite=self._options.check_finite,
             engine_dtypes=self._engine_dtypes if stored is None else None,
+            target=self._target(),
             deltas=self._deltas,
             directory_error=self._directory_error,
             departed=self._departed,
         )
+
+    def _target(self) -> AdapterTarget | UnsetType:
+        """Return the adapter to update, with the source's present settings; UNSET for the model."""
+        target, source = self._options.target, self._source
+        if target is None or not isinstance(source, AdapterSource):
+            return UNSET
+        base = UNSET if target.base is None else WeightVersion(*target.base)
+        return AdapterTarget(target.name, source.lora_config, int(target.keep), base)
 
     def _new_deltas(self) -> Deltas | None:
         """Return the deltas that the options ask for. Raises ValueError if there can be none with delta="always"."""
@@ -805,7 +818,9 @@ class Publisher(ClosedOnExit):
         if delta is None:
             return None
         if transport.keeps_versions:
-            against = f"{self._url} keeps whole versions"
+            against = f"{self._url} keeps versions for readers (full_every in its URL makes deltas of them)"
+        elif self._options.target is not None:
+            against = "an adapter is sent as a whole"
         elif self._options.install != "staged":
             against = 'engines install with install="streaming"'
         if against and delta == "always":

@@ -65,8 +65,8 @@ class CompletionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
-    def check(self, model_name: str) -> None:
-        """Raise ValueError for unsupported values, LookupError for another model."""
+    def check(self) -> None:
+        """Raise ValueError for unsupported values."""
         asked = {
             "echo": self.echo,
             "suffix": self.suffix,
@@ -78,8 +78,6 @@ class CompletionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         unsupported = [name for name, value in asked.items() if value]
         if unsupported:
             raise ValueError(f"{', '.join(unsupported)} is not supported by this server; leave it out")
-        if self.model not in (None, "", model_name):
-            raise LookupError(f"this server has no model {self.model!r}; it serves {model_name!r}")
 
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters. Raises ValueError for values out of range."""
@@ -217,6 +215,7 @@ class _Completions:
         self._token_text = functools.lru_cache(_MAX_CACHED_TOKENS)(generator.token_text)
 
     async def models(self, request: Request) -> Response:
+        adapters = self._generator.adapters
         model = {
             "id": self._model_name,
             "object": "model",
@@ -224,17 +223,22 @@ class _Completions:
             "owned_by": "weightcast",
             "max_model_len": self._generator.max_model_len,
         }
-        return reply({"object": "list", "data": [model]})
+        names = [] if adapters is None else adapters.names()
+        models = [model, *(model | {"id": name, "parent": self._model_name} for name in names)]
+        return reply({"object": "list", "data": models})
 
     async def create(self, request: Request) -> Response:
         body: CompletionBody = decode(await read_body(request, MAX_BODY_BYTES), CompletionBody)
-        body.check(self._model_name)
+        body.check()
         return await (self._stream(body) if body.stream else self._answer(request, body))
 
     async def _submit(self, body: CompletionBody, on_delta: Callable[[Delta], None] | None = None) -> Generation:
         sampling = body.sampling()
         prompts = await asyncio.to_thread(body.prompts, self._generator.encode)
-        return self._generator.submit(prompts, sampling, on_delta=on_delta)
+        adapter = "" if body.model in (None, self._model_name) else body.model or ""
+        if adapter and self._generator.adapters is None:
+            raise LookupError(f"this server has no model {adapter!r}; it serves {self._model_name!r}")
+        return self._generator.submit(prompts, sampling, on_delta=on_delta, adapter=adapter)
 
     async def _answer(self, request: Request, body: CompletionBody) -> Response:
         generation = await self._submit(body)
@@ -248,7 +252,7 @@ class _Completions:
             gone.cancel()
             generation.cancel()
         completions = self._count(answer.result())
-        answers = AnswerFormat(self._model_name, self._token_text)
+        answers = AnswerFormat(generation.adapter or self._model_name, self._token_text)
         return reply(answers.answer(completions, generation.sampling.n, generation.weight_version))
 
     async def _stream(self, body: CompletionBody) -> Response:
@@ -265,7 +269,7 @@ class _Completions:
         return StreamingResponse(self._events(generation, deltas), media_type="text/event-stream")
 
     async def _events(self, generation: Generation, deltas: asyncio.Queue[Delta | None]) -> AsyncIterator[bytes]:
-        answers = AnswerFormat(self._model_name, self._token_text)
+        answers = AnswerFormat(generation.adapter or self._model_name, self._token_text)
         try:
             while (delta := await deltas.get()) is not None:
                 yield _event(answers.chunk(delta))

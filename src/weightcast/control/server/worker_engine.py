@@ -39,7 +39,10 @@ class WorkerEngine(ServedEngine):
         await self._run(self._worker.update, info)
 
     async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
-        """Install between a pause and a resume, so that a publisher needs no requests for these."""
+        """Install between a pause and a resume, so that a publisher needs no requests for these; an adapter, without."""
+        if self._worker.offered_adapter:
+            version = await self._run(self._worker.finish, number, run)
+            return InstallAnswer(str(version.number), version.run, 0.0)
         gate, owner = self._worker.gate, f"install of version {number}"
         deadline_seconds = self._worker.install_deadline_seconds
         await self._run(functools.partial(gate.pause, mode, owner=owner, deadline_seconds=deadline_seconds))

@@ -10,6 +10,7 @@ chosen token, and keeps its KV cache when the weights change.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,8 +22,9 @@ from weightcast.engines.transformers.batch import CausalModel, DecodeBatch
 from weightcast.engines.transformers.request import Completion, Delta, Request, SamplingParams, Tokenizer
 from weightcast.errors import ClosedError, EngineTornError, PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import WeightVersion
-from weightcast.host.closing import ClosedOnExit, close_at_exit
+from weightcast.host.closing import ClosedOnExit, close_at_exit, on_failure
 from weightcast.host.deadline import POLL_SECONDS, Deadline
+from weightcast.seams.adapters import RequestAdapters
 
 """Interval at which a paused generator checks for cancelled requests, an abort, and `close`."""
 
@@ -34,6 +36,7 @@ class QueueFullError(WeightcastError):
 class TextGenerator(ClosedOnExit):
     """Generates with `model` in a background thread; puts it into eval mode. All methods are thread-safe.
 
+    `adapters`: the model's `LoraLayers`, if requests can name LoRA adapters.
     `tokenizer`: may be None if prompts are token ids and no text is needed. At most `max_batch_size` sequences run at
     once, unless one request alone has more, and at most `max_queue` completions wait. Memory: the KV cache of the
     running sequences, twice while a cache grows.
@@ -47,11 +50,13 @@ class TextGenerator(ClosedOnExit):
         gate: Gate,
         max_batch_size: int = 256,
         max_queue: int = 8192,
+        adapters: RequestAdapters | None = None,
     ) -> None:
         if gate.drain is not None:
             raise ValueError("the gate has a generator already: make another Gate for this generator")
         self.gate = gate
         self.tokenizer = tokenizer
+        self.adapters = adapters
         self._model = CausalModel(model, tokenizer)
         self.max_model_len = self._model.max_model_len
         """Limit on the tokens of a sequence, prompt and output together."""
@@ -89,11 +94,13 @@ class TextGenerator(ClosedOnExit):
         sampling: SamplingParams | None = None,
         *,
         on_delta: Callable[[Delta], None] | None = None,
+        adapter: str = "",
     ) -> Request:
         """Queue prompts of token ids; return at once. `on_delta` is called for each token, from another thread.
 
-        Raises ValueError for prompts that this model does not support, QueueFullError, EngineTornError while the engine
-        is torn, ClosedError.
+        `adapter`: the name of one, or of a version, `policy@7`. The request keeps to the version that is current now.
+        Raises LookupError for an unknown adapter, ValueError for prompts that this model does not support,
+        QueueFullError, EngineTornError while the engine is torn, ClosedError.
         """
         sampling = sampling or SamplingParams()
         self._model.check(prompts, sampling)
@@ -113,7 +120,9 @@ class TextGenerator(ClosedOnExit):
             on_delta=on_delta,
             weight_version=self.gate.version,
         )
-        with self._condition:
+        if adapter:
+            self._begin_adapter(request, adapter)
+        with on_failure(request.cancel), self._condition:
             if self._is_closed:
                 raise ClosedError("the generator was closed: make another one")
             if self.gate.torn:
@@ -127,17 +136,26 @@ class TextGenerator(ClosedOnExit):
             self._condition.notify_all()
         return request
 
+    def _begin_adapter(self, request: Request, name: str) -> None:
+        """Have the request answered by the present version of an adapter, which stays loaded until it is done."""
+        adapters = self.adapters
+        if adapters is None:
+            raise LookupError(f"there is no adapter {name!r}: this model was started without adapters")
+        request.adapter = label = adapters.begin_request(name)
+        request.future.add_done_callback(lambda _: adapters.end_request(label))
+
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | None = None,
         *,
         timeout_seconds: float = 60.0,
+        adapter: str = "",
     ) -> list[Completion]:
         """Continue each prompt (text or token ids) and wait for all. Raises what `submit` does, PeerTimeoutError."""
         if isinstance(prompts, str):
             raise TypeError(f"prompts is a str; pass a list of prompts: [{prompts[:40]!r}]")
-        request = self.submit([self.encode(p) if isinstance(p, str) else p for p in prompts], sampling)
+        request = self.submit([self.encode(p) if isinstance(p, str) else p for p in prompts], sampling, adapter=adapter)
         try:
             return request.future.result(timeout_seconds)
         except TimeoutError as exc:
@@ -210,8 +228,10 @@ class TextGenerator(ClosedOnExit):
             batch = self._running[-1]
         if batch.request.future.done():
             return
+        adapters = self.adapters
         try:
-            batch.step(version)
+            with contextlib.nullcontext() if adapters is None else adapters.using(batch.request.adapter):
+                batch.step(version)
         except Exception as exc:  # an error of the model fails this request; the generator goes on
             batch.request.fail(exc)
 

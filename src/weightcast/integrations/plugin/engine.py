@@ -254,6 +254,8 @@ class PluginEngine(ServedEngine, abc.ABC):
                 raise StaleVersionError(
                     f"the update is from run {run}, but run {holder} holds this engine: publish from that run only"
                 )
+            if before.adapter:
+                return await self._install_adapter(before, number)
             goes_on = bool(before.torn) or not was_paused
             self._mutex.in_doubt = True
             try:
@@ -279,6 +281,20 @@ class PluginEngine(ServedEngine, abc.ABC):
                 raise InstallError(text, torn=True) from exc
             await self._end_install(replies, goes_on)
             return InstallAnswer(replies.info.weight_version, replies.info.run, time.perf_counter() - paused_at)
+
+    async def _install_adapter(self, before: Replies, number: int) -> InstallAnswer:
+        """Add the sealed version of an adapter on all ranks, between two steps; requests that run keep theirs."""
+        holder, start = before.info.holder, time.perf_counter()
+        try:
+            replies = await self._install_everywhere(before, number)
+        except WeightcastError:
+            # No rank has another model than before: only the adapter is taken away again.
+            (await self._replies(Settle(holder, number, keep=False))).raise_first()
+            raise
+        seconds = time.perf_counter() - start
+        with self._translated():
+            await self._publish(replies)
+        return InstallAnswer(str(number), holder, seconds)
 
     async def _install_everywhere(self, before: Replies, number: int) -> Replies:
         """Install on all ranks. Several data-parallel engines keep the version only when all have installed it."""

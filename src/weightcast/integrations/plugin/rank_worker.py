@@ -31,6 +31,7 @@ from weightcast.control.worker_rpc import (
     RankCall,
     RankReply,
     Settle,
+    Unload,
     UpdateCall,
 )
 from weightcast.engines.gate import Gate
@@ -116,7 +117,21 @@ class RankWorker:
         seconds, asleep = time.perf_counter() - start, self._weights_asleep()
         rank, instance = self._worker.engine_rank, self._worker.instance
         info, is_loading = self.info(), self._gate.is_writing
-        reply = RankReply(rank, info, attempt.error, seconds, asleep, serial, instance, *held, is_loading, dtypes)
+        table = self._worker.adapters
+        reply = RankReply(
+            rank,
+            info,
+            attempt.error,
+            seconds,
+            asleep,
+            serial,
+            instance,
+            *held,
+            is_loading,
+            dtypes,
+            adapter=self._worker.offered_adapter,
+            adapter_ids={} if table is None else dict(table.layers.ids),
+        )
         return msgspec.to_builtins(reply)
 
     def info(self) -> WeightInfo:
@@ -154,14 +169,17 @@ class RankWorker:
                 self._worker.shutdown()
             case Quarantine(reason):
                 self._gate.tear(f"{reason}; publish a complete update to heal this engine")
+            case Unload(labels):
+                if self._worker.adapters is not None:
+                    self._worker.adapters.unload(labels)
             case Ask() | Prove() | Dtypes():
                 pass
 
     def finish(self) -> None:
         """Install the sealed version and keep it, for a caller that names no version and does not settle."""
         self._install(None)
-        if self._gate.version is not None:
-            self._settle(self._gate.version, keep=True)
+        if (version := self._worker.unsettled) is not None:
+            self._settle(version, keep=True)
 
     # --- what the host does by itself ---
 
@@ -184,6 +202,8 @@ class RankWorker:
         """
         if is_whole or not self._gate.torn:
             self._gate.set_version(None)
+            if self._worker.adapters is not None:
+                self._worker.adapters.retire()
 
     # --- the calls ---
 
@@ -248,7 +268,7 @@ class RankWorker:
         """Install `version`, by default the sealed one, on all ranks or on none. Idempotent for a version."""
         serves = False
         with Attempt() as own:
-            if version is None or not self._serves(version):
+            if version is None or not self._worker.serves(version):
                 sealed = self._worker.installable()
                 if version is not None and version != sealed:
                     raise StaleVersionError(
@@ -256,7 +276,7 @@ class RankWorker:
                         f"{sealed.number} of run {sealed.run} is sealed: publish again"
                     )
                 version = sealed
-            serves = self._serves(version)
+            serves = self._worker.serves(version)
             if not serves:
                 self._require_ready()
         outcomes = self._ranks.exchange(Outcome(own.error, serves))
@@ -272,7 +292,7 @@ class RankWorker:
         try:
             with Attempt() as own:
                 self._worker.finish(version.number, version.run)
-            error = None if self._serves(version) else own.error
+            error = None if self._worker.serves(version) else own.error
             if error is not None and self._is_agreeing:
                 # The error came before the first step, in whose round the other ranks wait for this one.
                 error = self._agree(error)
@@ -295,9 +315,6 @@ class RankWorker:
             self._gate.tear(torn)
         first = next((outcome.error for outcome in outcomes if outcome.error is not None), None)
         return None if first is None else msgspec.structs.replace(first, torn=bool(torn))
-
-    def _serves(self, version: WeightVersion) -> bool:
-        return self._gate.version == version and not self._gate.torn
 
 
 def _raise_if(error: ErrorRecord | None) -> None:

@@ -34,6 +34,11 @@ class Replies(NamedTuple):
         return any(reply.is_loading for reply in self.ranks)
 
     @property
+    def adapter(self) -> str:
+        """Return the name of the adapter that the update in progress is of; empty for the model."""
+        return self.ranks[0].adapter
+
+    @property
     def info(self) -> WeightInfo:
         """The state of all ranks as one engine's, without the pause, which the host controls."""
         infos = [reply.info for reply in self.ranks]
@@ -42,6 +47,7 @@ class Replies(NamedTuple):
             first,
             holder=first.holder if all(info.holder == first.holder for info in infos) else "",
             torn=self.torn,
+            adapters=first.adapters if all(info.adapters == first.adapters for info in infos) else (),
             instance=self.ranks[0].instance or UNSET,
             # The host controls the pause, so no rank's lease ends it.
             abilities=tuple(a for a in first.abilities if a != "lease" and all(a in info.abilities for info in infos)),

@@ -6,26 +6,53 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from weightcast.control.worker_rpc import METHOD, Ask, RankCall, numbered, replies_to
-from weightcast.format.messages import PauseMode
+from weightcast.control.worker_rpc import METHOD, Ask, RankCall, Unload, numbered, replies_to
+from weightcast.errors import UnsupportedError
+from weightcast.format.messages import Offer, PauseMode, UpdateInfo
 from weightcast.integrations.plugin.engine import PluginEngine
 from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.server_mutex import ServerMutex
+from weightcast.integrations.vllm.served_adapters import ServedAdapters
 
 DEADLINE_SECONDS = 50.0
 """Shorter than a publisher's default deadline, so that it receives the error."""
 
 
 class VllmEngine(PluginEngine):
-    """The engine behind `client`, vLLM's EngineClient. `mutex`: needed with several API servers."""
+    """The engine behind `client`, vLLM's EngineClient. `mutex`: needed with several API servers.
+
+    `adapters`: the API server's; None if there are several API servers, of which each would name them by itself.
+    """
 
     default_pause = "abort"  # that of vLLM's own route, which ours replaces
 
     def __init__(
-        self, client: Any, mutex: ServerMutex | None = None, *, deadline_seconds: float = DEADLINE_SECONDS
+        self,
+        client: Any,
+        mutex: ServerMutex | None = None,
+        *,
+        deadline_seconds: float = DEADLINE_SECONDS,
+        adapters: ServedAdapters | None = None,
     ) -> None:
         super().__init__("vLLM", ServerMutex.of_one() if mutex is None else mutex, deadline_seconds)
         self._client = client
+        self._adapters = adapters
+
+    async def update(self, info: UpdateInfo) -> None:
+        if isinstance(info, Offer) and info.target:
+            if self._adapters is None:
+                raise UnsupportedError(
+                    "this vLLM has several API servers, which can't agree on the version that an adapter's name stands "
+                    "for: start it with --api-server-count 1"
+                )
+            self._adapters.require_room(info.target.name)
+            await self.call(Unload(self._adapters.idle()))
+        await super().update(info)
+
+    async def _publish(self, replies: Replies) -> None:
+        await super()._publish(replies)
+        if self._adapters is not None:
+            self._adapters.update(replies.info.adapters or (), replies.ranks[0].adapter_ids)
 
     async def world_size(self, *, with_data_parallel: bool) -> int:
         parallel = self._client.vllm_config.parallel_config

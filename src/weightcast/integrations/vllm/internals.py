@@ -29,6 +29,7 @@ _INFO = (
 
 CHANGES = ("sleep", "discard", "reload_weights", "reset_weights")
 """The worker's methods by which vLLM changes the weights by itself, or frees their memory."""
+_LORA_MANAGER = ("add_adapter", "remove_adapter", "_pin_lora_in_cpu_cache")
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that need no draft model."""
 
@@ -54,6 +55,10 @@ class Internals:
     is_attention: Annotated[Callable[[nn.Module], bool], f"{_LAYERS}.attention:is_deferred_attention_layer"]
     quant_method: Annotated[type, f"{_LAYERS}.quantization.base_config:QuantizeMethodBase"]
     worker: Annotated[Any, "vllm.v1.worker.gpu_worker:Worker"]
+    lora_model: Annotated[Any, "vllm.lora.lora_model:LoRAModel"]
+    lora_settings: Annotated[Any, "vllm.lora.peft_helper:PEFTHelper"]
+    lora_module: Annotated[Callable[[str, Any], tuple[str, bool]], "vllm.lora.utils:parse_fine_tuned_lora_name"]
+    lora_manager: Annotated[Any, "vllm.lora.model_manager:LRUCacheLoRAModelManager"]
 
     @property
     def plain_methods(self) -> tuple[type, ...]:
@@ -80,6 +85,9 @@ def require() -> Internals:
     worker = found.get("worker")
     if worker is not None:
         problems += [f"{worker.__name__}.{name}" for name in CHANGES if not hasattr(worker, name)]
+    manager = found.get("lora_manager")
+    if manager is not None:
+        problems += [f"{manager.__name__}.{name}" for name in _LORA_MANAGER if not hasattr(manager, name)]
     if problems:
         raise UnsupportedError(
             f"vLLM {version()} lacks {len(problems)} names that weightcast needs ({'; '.join(problems)}): use vLLM "
@@ -97,13 +105,15 @@ def version() -> str:
 def unsupported(vllm_config: Any) -> list[str]:
     """Return the configured features with which dry runs and installs were not tested, by vLLM's names."""
     parallel, cache, offload = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.offload_config
-    model, speculation = vllm_config.model_config, vllm_config.speculative_config
+    model, speculation, lora = vllm_config.model_config, vllm_config.speculative_config, vllm_config.lora_config
     quantization, sleeps_by = model.quantization, model.sleep_mode_backend
     has_draft = speculation is not None and speculation.method not in _DRAFTS_WITHOUT_WEIGHTS
     configured = {
         f"quantization={quantization!r}": quantization is not None,
         f"kv_cache_dtype={cache.cache_dtype!r}": cache.cache_dtype not in ("auto", "float16", "bfloat16"),
-        "enable_lora": vllm_config.lora_config is not None,
+        "enable_lora (a mixture of experts)": lora is not None and model.is_moe,
+        "fully_sharded_loras": lora is not None and lora.fully_sharded_loras,
+        "enable_tower_connector_lora": lora is not None and lora.enable_tower_connector_lora,
         "speculative_config (a draft model)": has_draft,
         f"sleep_mode_backend={sleeps_by!r}": model.enable_sleep_mode and sleeps_by != "cumem",
         "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,

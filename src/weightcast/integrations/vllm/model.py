@@ -25,6 +25,7 @@ from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer,
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.plugin.model import LoaderEngine, Tensors, has_own
 from weightcast.integrations.vllm import internals
+from weightcast.integrations.vllm.adapters import VllmAdapters
 from weightcast.integrations.vllm.layerwise_load import (
     Reload,
     has_packed_copy,
@@ -49,6 +50,13 @@ class VllmModel(LoaderEngine):
         self._reload = Reload(model, vllm_config)
         started_with = weakref.WeakSet(model.modules())
 
+        def reference() -> Sequence[TensorSpec] | None:
+            started, load = vllm_config.model_config, vllm_config.load_config
+            return checkpoint_header.reference(started.model, revision=started.revision, cache_dir=load.download_dir)
+
+        has_adapters = vllm_config.lora_config is not None
+        self.adapters = VllmAdapters(model, vllm_config, reference) if has_adapters else None
+
         def make_acceptance() -> Acceptance:
             strange = [name for name, layer in model.named_modules() if layer not in started_with and has_own(layer)]
             if strange:
@@ -58,11 +66,11 @@ class VllmModel(LoaderEngine):
                 )
             self._reload = Reload(model, vllm_config)
             self._reload.require_work_rounds()
-            started, load, parallel = vllm_config.model_config, vllm_config.load_config, vllm_config.parallel_config
+            parallel = vllm_config.parallel_config
             return acceptance(
                 model,
                 functools.partial(dry_run, model, vllm_config),
-                checkpoint_header.reference(started.model, revision=started.revision, cache_dir=load.download_dir),
+                reference(),
                 is_alone=parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1,
             )
 

@@ -101,7 +101,8 @@ class RankClient(EngineClient, ServesTraffic):
             self._refuse(info.torn)
         self._world_size = info.world_size if status.world_size is None else status.world_size
         version = status.label if info.weight_version == "default" else info.weight_version
-        abilities = tuple(ability for ability in info.abilities if ability != "streaming")
+        # Streaming needs the server's routes, adapters its list of models.
+        abilities = tuple(ability for ability in info.abilities if ability not in ("streaming", "adapters"))
         return msgspec.structs.replace(
             info, weight_version=version, paused=status.is_paused, world_size=self._world_size, abilities=abilities
         )

@@ -7,9 +7,10 @@ would open routes without a token; its /wake_up does not start a torn engine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,12 +19,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 
-from weightcast.control.routes import Handler, error_reply, guarded, weight_handlers
+from weightcast.control.routes import Handler, error_reply, guarded, reply, weight_handlers
 from weightcast.errors import ClosedError, EngineTornError, WeightcastError
 from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.routes import TornGuard, log
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.engine import VllmEngine
+from weightcast.integrations.vllm.served_adapters import ServedAdapters
 
 _GENERATION = (
     *("/v1/", "/v2/", "/inference/", "/invocations", "/cohere/", "/generative_scoring"),
@@ -48,6 +50,7 @@ class WeightcastRoutes:
 
     def __init__(self) -> None:
         self._engine: VllmEngine | None = None
+        self._adapters: ServedAdapters | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, which replace vLLM's own with the same path and method."""
@@ -55,19 +58,31 @@ class WeightcastRoutes:
         for method, path, handler in weight_handlers(self._require_engine):
             recorded = _recorded(_OPERATIONS[path], handler) if path in _OPERATIONS else handler
             app.add_api_route(path, guarded(recorded, token=token, on_error=log), methods=[method])
+        app.add_api_route("/v1/models", self._models, methods=["GET"])
         app.add_middleware(WakeGuard, find=self._require_engine)
         app.add_middleware(
             TornGuard, why_torn=self._why_torn, doubt=self._doubt, generation=_GENERATION, changing=_CHANGING
         )
+        app.add_middleware(RequestCounter, adapters=lambda: self._adapters, generation=_GENERATION)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Take over the engine. `engine_client`: None in vLLM's render server, whose weight routes then raise."""
+        self._state = state
         if engine_client is None:
             return
         num_servers = getattr(args, "api_server_count", None) or 1
         # Several API servers are child processes of one parent.
         mutex = ServerMutex.of_several(num_servers, launcher=os.getppid()) if num_servers > 1 else ServerMutex.of_one()
-        self._engine = VllmEngine(engine_client, mutex)
+        self._adapters = ServedAdapters(state) if num_servers == 1 else None
+        self._engine = VllmEngine(engine_client, mutex, adapters=self._adapters)
+
+    async def _models(self) -> Response:
+        """Handle GET /v1/models as vLLM does, with each published adapter under the names that requests can have."""
+        if self._adapters is None:
+            listed = await self._state.openai_serving_models.show_available_models()
+        else:
+            listed = await self._adapters.listed()
+        return reply(listed.model_dump())
 
     def _require_engine(self) -> VllmEngine:
         if self._engine is None:
@@ -100,6 +115,22 @@ class WakeGuard:
             log(exc)
             answer = error_reply(exc, 409 if isinstance(exc, EngineTornError) else None)
             await answer(scope, receive, send)
+
+
+class RequestCounter:
+    """Middleware that notes the requests at paths with a prefix in `generation` as running, until they have ended."""
+
+    def __init__(self, app: ASGIApp, adapters: Callable[[], ServedAdapters | None], generation: Sequence[str]) -> None:
+        self._app = app
+        self._adapters = adapters
+        self._generation = tuple(generation)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._adapters()
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        is_counted = found is not None and path.startswith(self._generation)
+        with found.request() if is_counted and found is not None else contextlib.nullcontext():
+            await self._app(scope, receive, send)
 
 
 def _recorded(operation: Any, handler: Handler) -> Handler:

@@ -54,8 +54,9 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             if are_asleep():
                 raise ClosedError("the weights' memory is asleep: send /wake_up?tags=weights before the install")
 
+        self._model = VllmModel(model, vllm_config, device)
         self._rank = RankWorker(
-            VllmModel(model, vllm_config, device),
+            self._model,
             RankConsensus(groups, first_rank=first_rank),
             engine_rank=first_rank + parallel.rank,
             world_size=parallel.world_size_across_dp,
@@ -88,6 +89,9 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
         elif name == "reload_weights":
             rank.interrupt("vLLM reloads the weights by itself", loses_weights=True)
             yield
+            if self._model.adapters is not None:
+                # vLLM has removed all adapters, also those that running requests name.
+                self._model.adapters.put_back()
             rank.changed(is_whole=True)
         else:
             rank.interrupt("vLLM resets the weights")
