@@ -300,9 +300,7 @@ def test_pieces_that_overlap_or_end_outside_of_a_payload_are_refused(gaps: list[
     with pytest.raises(ValueError, match="targets and gaps overlap, or reach outside of the payload of 64 bytes"):
         PackTable(payload, [4], [noise(32)], gaps)
     for number in -1, 33, 1 << 40:
-        with pytest.raises(
-            ValueError, match=r"a copy of .* bytes at 0x.* reaches outside of the payload, which has 64"
-        ):
+        with pytest.raises(ValueError, match=r"a copy of .* reaches outside of the payload, which has 64"):
             PackTable(payload, [number], [noise(32)])
     for other in torch.zeros(32, dtype=torch.uint8), torch.zeros(32, 2, dtype=torch.uint8)[:, 0]:
         with pytest.raises(ValueError, match=r"a copy of .* bytes at 0x.* reaches outside of the payload, which"):

@@ -39,7 +39,7 @@ class WorkerEngine(ServedEngine):
         await self._run(self._worker.update, info)
 
     async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
-        """Install between a pause and a resume, so that a publisher needs no requests for these; an adapter, without."""
+        """Install between a pause and a resume, so that a publisher needs no requests for these; adapters, without."""
         if self._worker.offered_adapter:
             version = await self._run(self._worker.finish, number, run)
             return InstallAnswer(str(version.number), version.run, 0.0)
