@@ -63,7 +63,7 @@ def base_of(offer: Offer, layout: Layout, known: PackedBase | None) -> PackedBas
         if offer.install != "staged" or layout.manifest.origins:
             raise UnsupportedError('deltas are installed with install="staged", from one origin: offer a full update')
         return known
-    if not offer.keeps_base or offer.install != "staged":
+    if offer.install != "staged":
         return None
     if known is None:
         try:

@@ -429,7 +429,8 @@ class Worker:
             # Checking an offer may use the model, to which the former update still writes.
             session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
         install = self._install(session, offer)
-        base = session.base = base_of(offer, install.layout, session.base)
+        is_based = offer.base is not None or offer.keeps_base
+        base = session.base = base_of(offer, install.layout, session.base) if is_based else None
         if offer.undo and offer.target is UNSET:
             check_undo(install.layout.manifest, self.engine)
         session.last_offered = offer.version

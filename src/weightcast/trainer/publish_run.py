@@ -419,7 +419,9 @@ class PublishRun:
                 if deltas is not None and self._digests is not None:
                     seconds = self._seconds.pack + self._seconds.send - (sender.memory_seconds - memory_seconds)
                     deltas.sent_full(self.number, seconds)
-            self._seal_and_install(route, root)
+            self._seal(route, root)
+            route.install(self._sent, proves_all=self._proves_all)
+            self._tell("installed", route.members())
             for client_sender in self._connections.client_senders:
                 brought = FleetRoute(self._fleet, client_sender, is_staged=client_sender.is_staged, is_brought=True)
                 try:
@@ -593,18 +595,18 @@ class PublishRun:
                     peers = list(exc.survivors)
             route.receive(len(encoded.payloads), encoded.root, Deadline(self._options.deadline_seconds))
         deltas.sent(time.perf_counter() - start, sum(member.result.error is None for member in route.members()))
-        self._seal_and_install(route, encoded.root, ends=False)
+        self._seal(route, encoded.root, ends=False)
+        route.install(self._sent, proves_all=self._proves_all)
+        self._tell("installed", route.members(), ends=False)
 
-    def _seal_and_install(self, route: FleetRoute, root: str, *, ends: bool = True) -> None:
-        """Have the route's engines install what all of them have received. `ends`: see `_tell`."""
+    def _seal(self, route: FleetRoute, root: str, *, ends: bool = True) -> None:
+        """Seal what the route's engines have received, so that they can install it. `ends`: see `_tell`."""
         seal = Seal(self._run, self.number, len(self._manifest.buckets), root, self._connections.listener.secret)
         with self._timed("seal"):
             members = [member for member in self._fleet.healthy() if ends or member.gets_deltas]
             self._fleet.each(lambda member: member.client.update(seal), members)
         self._tell("received", route.members(), ends=ends)
         self.flight.require_wanted(installs=True)
-        route.install(self._sent, proves_all=self._proves_all)
-        self._tell("installed", route.members(), ends=ends)
 
     def _send(self, route: FleetRoute, fill: Fill, *, is_last: bool) -> str:
         """Pack and send every bucket, and wait until every engine has them. After a loss, continue with the survivors.
