@@ -209,6 +209,111 @@ def test_a_server_that_has_lost_its_base() -> None:
             require_equal(model, served)
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"transport": "ipc://"}, "over ipc:// engines read this process's memory"),
+        ({"transport": "gloo://127.0.0.1:0", "install": "streaming"}, 'engines install with install="streaming"'),
+        ({"transport": "gloo://127.0.0.1:0"}, ""),
+    ],
+    ids=["ipc", "streaming", "gloo"],
+)
+def test_auto_says_why_there_are_no_deltas(options: dict[str, Any], reason: str) -> None:
+    tensors = {f"t{i}": torch.randn(64, 64) for i in range(8)}
+    engine = RecordingEngine()
+    with publishing(TensorSource(tensors), [DirectEngine("engine", engine)], delta="auto", **options) as publisher:
+        for _ in range(2):
+            tensors["t1"][0] += 1
+            report = publisher.publish()
+            assert torch.equal(engine.held["t1"], tensors["t1"])
+        assert report.delta is not None
+        assert report.delta.reason.startswith(reason)
+        assert report.delta.num_engines == (not reason)
+
+
+def test_auto_tries_again_after_deltas_were_slow() -> None:
+    tensors = {f"t{i}": torch.randn(64, 64) for i in range(8)}
+    engine = RecordingEngine()
+    client = DirectEngine("engine", engine)
+    with publishing(TensorSource(tensors), [client], delta="auto", transport="gloo://127.0.0.1:0") as publisher:
+        publisher.publish()
+        deltas = publisher._deltas
+        assert deltas is not None
+        deltas._full_seconds = 0.0  # a full update that took no time
+        num_engines = []
+        for _ in range(19):
+            tensors["t1"][0] += 1
+            report = publisher.publish()
+            assert report.delta is not None
+            num_engines.append(report.delta.num_engines)
+            assert torch.equal(engine.held["t1"], tensors["t1"])
+        # One is slow, 16 are full without a base, one is full and makes a base.
+        assert num_engines == [1, *[0] * 17, 1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"install": "streaming"}, {"transport": "file:///nowhere"}], ids=["streaming", "store"]
+)
+def test_always_is_refused_where_there_can_be_none(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="publish with delta=None"):
+        publisher_of(TensorSource({"t": torch.zeros(4)}), delta="always", **options)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_weights_may_change_once_a_background_publish_is_packed(transport: str) -> None:
+    """Also while an engine that joins gets all of that version."""
+    tensors = {f"t{i}": torch.randn(64, 64) for i in range(8)}
+    engines = [RecordingEngine(), RecordingEngine()]
+    clients = [DirectEngine(f"engine-{number}", engine) for number, engine in enumerate(engines)]
+    with publishing(TensorSource(tensors), clients[:1], transport=transport) as publisher:
+        publisher.publish()
+        publisher.add_engine(clients[1])
+        tensors["t3"][5] += 1
+        tensors["t5"].normal_()
+        expected = {name: tensor.clone() for name, tensor in tensors.items()}
+        handle = publisher.start()
+        assert handle is not None
+        for tensor in tensors.values():
+            tensor.zero_()
+        report = handle.result()
+        assert report.delta is not None
+        assert report.delta.num_engines == 1
+        for engine in engines:
+            assert all(torch.equal(engine.held[name], tensor) for name, tensor in expected.items())
+    clients[1].close()
+
+
+def test_undo_and_deltas() -> None:
+    model, served = model_of(0), model_of(1)
+    engine = FailingModule(served)
+    with publishing(ModuleSource(model), [DirectEngine("engine", engine)], undo=True) as publisher:
+        publisher.publish()
+        before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
+        engine.fails = True
+        step(model)
+        with pytest.raises(PublishError):
+            publisher.publish()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in served.state_dict().items())
+        engine.fails = False
+        for num_engines in (0, 1):
+            step(model)
+            report = publisher.publish()
+            assert report.delta is not None
+            assert report.delta.num_engines == num_engines
+            require_equal(model, served)
+
+
+class FailingModule(ModuleEngine):
+    """Fails at the end of an install, on demand."""
+
+    fails = False
+
+    def commit(self, version: Any) -> None:
+        super().commit(version)
+        if self.fails:
+            raise RuntimeError("this engine was told to fail")
+
+
 @pytest.mark.cluster
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS[1:])

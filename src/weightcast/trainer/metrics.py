@@ -69,6 +69,11 @@ class PublisherMetrics(Collector):
             ["transport", "direction"],
             registry=own,
         )
+        self._density = Gauge(
+            "weightcast_delta_density",
+            "Share of the words that differed from the former version, in the last publish that made deltas.",
+            registry=own,
+        )
         self._failures = Counter(
             "weightcast_failures",
             "Engines that did not take a version, and publishes without a report, by the error.",
@@ -119,7 +124,13 @@ class PublisherMetrics(Collector):
         for stage in _STAGES:
             self._seconds.labels(stage).observe(getattr(report.seconds, stage))
         self._stall.observe(report.seconds.stall)
-        self._bytes.labels(self._transport, "sent").inc(report.num_bytes)
+        delta = report.delta
+        if delta is not None and not delta.reason:
+            self._density.set(delta.num_changed / max(1, delta.num_words))
+        num_deltas = 0 if delta is None else delta.num_engines
+        num_bytes = 0 if delta is None or not num_deltas else delta.num_bytes
+        is_full = not num_deltas or num_deltas < len(report.engines)
+        self._bytes.labels(self._transport, "sent").inc(num_bytes + is_full * report.num_bytes)
         for name, result in report.engines.items():
             self._bytes.labels(self._transport, "received").inc(sum(result.read_bytes))
             if result.error is None:
