@@ -65,7 +65,11 @@ core = Extension(
     depends=sorted(map(str, NATIVE.glob("*.h"))),
     define_macros=[("Py_LIMITED_API", "0x030B0000")] if IS_LIMITED else [],
     py_limited_api=IS_LIMITED,
-    extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden", "-g0"],
+    # Aligned, since where a hot loop happens to begin is worth a sixth of the time for packing.
+    extra_compile_args=[
+        *("-std=c11", "-O3", "-falign-functions=64", "-falign-loops=64"),
+        *("-Wall", "-Wextra", "-fvisibility=hidden", "-g0"),
+    ],
     extra_link_args=["-pthread"],
 )
 setup(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from pathlib import Path
 
 import msgspec
@@ -15,7 +13,6 @@ from weightcast.cli import exits
 from weightcast.cli.planned_bytes import Estimate
 from weightcast.format.bucket import HEADER_BYTES
 
-PAGE = Path(__file__).parents[2] / "docs" / "tuning.md"
 FEW = ["plan", "--params", "1e6", "--tensors", "10"]
 
 
@@ -56,28 +53,6 @@ from 1 host of 1 rank, whole, to 8 engines of 1 worker on the trainer's hosts
 def test_all_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--params", "30e9", "--tensors", "18867", "--engines", "8"]) == exits.OK
     assert capsys.readouterr().out == ON_ONE_HOST
-
-
-ROWS = re.findall(
-    r"^\| `(--transport [^`]*)` \| ([\d.]+) s[^|]*\| ([\d.]+) s[^|]*\| ([\d,]+) GB", PAGE.read_text(), re.MULTILINE
-)
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize(("options", "trainer", "engine", "memory"), ROWS)
-def test_the_page_has_a_table_of_what_plans_say(
-    options: str, trainer: str, engine: str, memory: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    [of_all] = re.findall(r"`(--params [^`]*)`", PAGE.read_text())
-    assert cli.main(["plan", *shlex.split(of_all), *shlex.split(options), "--json"]) == exits.OK
-    found = msgspec.json.decode(capsys.readouterr().out, type=Estimate)
-    assert f"{found.trainer_host.link_seconds:.1f}" == trainer
-    assert f"{found.engine_host.link_seconds:.1f}" == engine
-    assert f"{found.engine_host.buckets / 1e9:,.0f}" == memory
-
-
-def test_the_page_has_plans() -> None:
-    assert len(ROWS) == 3
 
 
 def cells_of(lines: list[str]) -> dict[str, str]:

@@ -87,7 +87,7 @@ def test_link(data: bytes, fault: str, text: str) -> None:
 def test_a_frame_that_claims_four_gigabytes_is_refused_before_it_comes() -> None:
     with pytest.raises(ManifestError) as caught:
         list(Frames().feed(b"\xff\xff\xff\xff"))
-    assert_refused(caught, "too_large", "4294967295 bytes; the limit is 1048576")
+    assert_refused(caught, "too_large", "4294967295 bytes was announced, expected at most 1048576")
 
 
 def test_a_message_larger_than_its_limit_is_not_parsed() -> None:
