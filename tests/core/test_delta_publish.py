@@ -17,7 +17,7 @@ from torch import nn
 from core.direct import DirectEngine, RecordingEngine
 from core.parallel import ParallelEngine
 from weightcast import EngineServer, ModuleEngine, ModuleSource, TensorSource
-from weightcast.errors import PublishError
+from weightcast.errors import InsufficientMemoryError, PublishError
 from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.publisher import Publisher
 
@@ -185,6 +185,38 @@ def test_one_worker_that_has_lost_its_base(transport: str) -> None:
         assert report.delta.num_engines == 1
         for engine in engines:
             assert all(torch.equal(engine.held[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_worker_without_room_gets_full_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps its connection: it says that it has no base, so that no delta is offered."""
+    tensors = {f"t{i}": torch.randn(64, 64) for i in range(8)}
+    engine = RecordingEngine()
+    client = DirectEngine("engine", engine)
+
+    def no_room(*_: Any) -> None:
+        raise InsufficientMemoryError("the base of deltas needs more than there is")
+
+    with publishing(TensorSource(tensors), [client], transport="gloo://127.0.0.1:0") as publisher:
+        with monkeypatch.context() as full:
+            publisher.publish()
+            session = client.worker._session
+            assert session is not None
+            session.base = None
+            full.setattr("weightcast.serving.admission.PackedBase", no_room)
+            sessions = []
+            for _ in range(3):
+                tensors["t2"][1] += 1
+                report = publisher.publish()
+                assert report.delta is not None
+                assert report.delta.num_engines == 0
+                sessions.append(client.worker._session)
+            assert sessions[0] is sessions[1] is sessions[2]
+        for num_engines in (0, 1):
+            tensors["t2"][1] += 1
+            report = publisher.publish()
+            assert report.delta is not None
+            assert report.delta.num_engines == num_engines
+            assert torch.equal(engine.held["t2"], tensors["t2"])
 
 
 def test_a_server_that_has_lost_its_base() -> None:

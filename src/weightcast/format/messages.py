@@ -289,12 +289,14 @@ class Received(msgspec.Struct, frozen=True, tag="received", tag_field="kind"):
     """The worker has received every bucket; `root` as in Seal.
 
     `read_bytes`: of these buckets' payloads, what it has read and checked itself: ranks of one host share that.
+    `keeps_base`: it has kept the packed buckets, so that the next version can come as deltas.
     """
 
     version: VersionNumber
     num_buckets: Count
     root: Digest128
     read_bytes: ByteCount = 0
+    keeps_base: bool = False
 
 
 class Installed(msgspec.Struct, frozen=True, tag="installed", tag_field="kind"):

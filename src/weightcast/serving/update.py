@@ -146,6 +146,11 @@ class Update:
         return self._install.installed_bytes
 
     @property
+    def keeps_base(self) -> bool:
+        """True if the version's packed buckets are kept for the next one's deltas."""
+        return self._base is not None
+
+    @property
     def is_streaming(self) -> bool:
         """True if the update is loaded while its buckets arrive."""
         return self._streaming

@@ -516,7 +516,7 @@ class Worker:
                 # Closed again, since this thread may have made views of a bucket after the first close.
                 session.close()
             return
-        session.send(Received(number, update.num_buckets, root, update.read_bytes))
+        session.send(Received(number, update.num_buckets, root, update.read_bytes, update.keeps_base))
 
     # --- the end of a hold ---
 

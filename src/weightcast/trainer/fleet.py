@@ -131,7 +131,6 @@ class FleetMember:
         """Number of the version whose packed buckets its workers have kept; -1 for none."""
         self.gets_deltas = False
         """True if the update in progress goes to it as deltas on that version."""
-        self._keeps_base = False
         self._paused_at = 0.0
         self._run = ""
         self._deadline_seconds = 0.0
@@ -251,7 +250,7 @@ class FleetMember:
 
     def offer(self, offer: Offer) -> None:
         """Offer a version. `accepted` follows."""
-        self.version, self._keeps_base = offer.version, offer.keeps_base
+        self.version = offer.version
         if self.adapter and (self.info is None or "adapters" not in self.info.abilities):
             raise UnsupportedError(
                 f"{self.name} takes no adapters: start it with LoRA and weightcast's plugin (vLLM: --enable-lora; "
@@ -282,7 +281,7 @@ class FleetMember:
 
     def received(self, num_buckets: int, root: str, deadline: Deadline) -> None:
         """Wait until every worker has received all buckets. Raises IntegrityError if a root digest differs."""
-        read_bytes = []
+        read_bytes, keeps_base = [], True
         for link in self.links:
             got = link.wait(Received, self.version, deadline)
             if (got.num_buckets, got.root) != (num_buckets, root):
@@ -291,8 +290,9 @@ class FleetMember:
                     f"with root digest {root} were sent: publish again"
                 )
             read_bytes.append(got.read_bytes)
+            keeps_base &= got.keeps_base
         self.result.read_bytes = read_bytes
-        self.base = self.version if self._keeps_base else -1
+        self.base = self.version if keeps_base and self.links else -1
 
     def pause(self) -> None:
         """Pause the engine. For an engine without a lease, first register its recovery with the watchdog."""

@@ -396,7 +396,7 @@ class PublishRun:
                 )
             encoded: PackedDeltas | None = None
             if deltas is not None and again is None:
-                with self._timed("pack"):
+                with self._timed("pack"), self._connections.packing_stream():
                     bases = [member.base for member in fleet.healthy()]
                     version = WeightVersion(self._run, self.number)
                     encoded = deltas.encode(fill, manifest, version, bases, self.flight.require_wanted)
