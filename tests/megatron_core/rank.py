@@ -27,6 +27,7 @@ from publishers import publisher_of
 
 from megatron_core.cases import CASES, TOKENS, Case
 from megatron_core.shards import centred
+from weightcast.host.deadline import Deadline
 from weightcast.process_group import ProcessGroup
 from weightcast.sources.megatron.source import MegatronSource
 from weightcast.trainer.group.group import _ROW_BYTES
@@ -36,6 +37,8 @@ from weightcast.trainer.publisher import Publisher
 DEADLINE_SECONDS = 240.0
 BUCKET_BYTES = 1 << 16
 NUM_PROMPT, NUM_NEW = 5, 8
+NUM_STARTS = 50
+KILL_SECONDS = 60.0
 
 
 def run(case: str, directory: Path, job: str = "report", *, seconds: float = DEADLINE_SECONDS) -> list[dict[str, Any]]:
@@ -57,6 +60,32 @@ def run(case: str, directory: Path, job: str = "report", *, seconds: float = DEA
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
+def run_and_kill(case: str, directory: Path, url: str, first: int, chance: random.Random) -> None:
+    """Have all ranks train and publish, kill one of them after one of its starts; the others must end in time."""
+    size, context = CASES[case].size, forking.preloaded("megatron_core.rank", "megatron_core.warm")
+    job, victim = f"killed {first} {url}", chance.randrange(size)
+    started, last = directory / f"{victim}.started", first + chance.randrange(NUM_STARTS - 1)
+    processes = [
+        context.Process(target=main, args=(case, rank, str(directory), job, KILL_SECONDS)) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for _ in Deadline(DEADLINE_SECONDS).polls(0.002, 0.002):
+            if started.exists() and int(started.read_text() or 0) >= last:
+                break
+            assert processes[victim].is_alive(), "see the rank's traceback in stderr"
+        processes[victim].kill()
+        for process in processes:
+            process.join(KILL_SECONDS)
+            assert not process.is_alive(), "a rank whose peer is dead waits for it"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+
+
 def main(name: str, rank: int, directory: str, job: str, seconds: float) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     warnings.simplefilter("ignore")
@@ -69,6 +98,9 @@ def main(name: str, rank: int, directory: str, job: str, seconds: float) -> None
         world_size=case.size,
         timeout=datetime.timedelta(seconds=seconds),
     )
+    if job.startswith("killed "):
+        start_until_killed(case, Path(directory), *job.split()[1:])
+        return
     torch.save(JOBS[job](case), Path(directory) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -204,6 +236,23 @@ def start_often(case: Case, number: int) -> dict[str, Any]:
         for engine in engines:
             engine.close()
     return {"versions": recording.versions, "wrong": wrong, "num_skipped": num_skipped, "num_cancelled": num_cancelled}
+
+
+def start_until_killed(case: Case, directory: Path, first: str, url: str) -> None:
+    """Train, start a publish after each step, and say so in a file; mbridge's export of each step is in files, too."""
+    from megatron_core.trainer import Trainer
+
+    trainer, rank = Trainer(case), dist.get_rank()
+    source = MegatronSource(trainer.chunks, case.hf_config)
+    options: dict[str, Any] = {"bucket_size_bytes": BUCKET_BYTES, "deadline_seconds": 10.0}
+    with publisher_of(source, transport="ipc://", engines=[url] if rank == 0 else [], **options) as publisher:
+        for version in range(int(first), int(first) + NUM_STARTS):
+            trainer.step()
+            exported = _exported(case, trainer.models)
+            if rank == 0:
+                torch.save(exported, directory / f"{version}.export")
+            publisher.start(version)
+            (directory / f"{rank}.started").write_text(str(version))
 
 
 JOBS: dict[str, Callable[[Case], dict[str, Any]]] = {"report": report}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -12,9 +13,12 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from core.direct import RecordingEngine
 
 from megatron_core import models, rank, shards
 from megatron_core.cases import CASES, DIAGONAL, TOKENS, Case
+from weightcast.control.server.app import EngineServer
+from weightcast.host.deadline import Deadline
 
 pytestmark = pytest.mark.megatron
 
@@ -185,3 +189,23 @@ def test_publishes_in_the_background_are_of_one_step_each(case: str, number: int
     assert first["wrong"] == []
     assert {report["num_skipped"] for report in others} == {first["num_skipped"]}
     assert len(first["versions"]) + first["num_skipped"] + first["num_cancelled"] == number
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_trainers", [2, pytest.param(40, marks=pytest.mark.full)])
+def test_an_engine_has_one_step_whichever_rank_is_killed(num_trainers: int, tmp_path: Path) -> None:
+    """After one of up to 50 starts of each trainer; then another trainer publishes to the same engine."""
+    engine, chance = RecordingEngine(), random.Random(7)
+    with EngineServer(engine) as server:
+        for number in range(num_trainers):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            rank.run_and_kill("tp2-te", folder, server.url, number * rank.NUM_STARTS, chance)
+            for _ in Deadline(60.0).polls():
+                if not server.worker.info().holder:
+                    break
+            version = server.gate.version
+            assert not server.gate.torn
+            if version is not None and version.number >= number * rank.NUM_STARTS:
+                last = torch.load(folder / f"{version.number}.export", weights_only=True)
+            assert all(torch.equal(tensor, last[name]) for name, tensor in engine.held.items())
