@@ -416,7 +416,7 @@ class PublishRun:
             else:
                 is_last = encoded is None and not self._connections.client_senders
                 root = self._send(route, fill, is_last=is_last)
-                if deltas is not None and self._digests is not None:
+                if deltas is not None and again is None and self._digests is not None:
                     seconds = self._seconds.pack + self._seconds.send - (sender.memory_seconds - memory_seconds)
                     deltas.sent_full(self.number, seconds)
             self._seal(route, root)
