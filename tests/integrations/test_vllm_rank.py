@@ -32,6 +32,7 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import InitInfo, Seal, UpdateInfo, WeightInfo
+from weightcast.host.deadline import Deadline
 from weightcast.integrations.plugin.rank_consensus import Outcome, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.seams.client import EngineClient, RecoveryRequest, ServesTraffic
@@ -320,7 +321,7 @@ def test_what_was_taken_back_is_told_on_the_links(engine: Engine) -> None:
             engine.call(Settle(it.run, it.version, keep=False))
             for link in links:
                 with pytest.raises(kind):
-                    link.wait(Seal, it.version, 10.0)
+                    link.wait(Seal, it.version, Deadline(10.0))
 
 
 def test_a_token_is_required_if_there_is_one() -> None:
