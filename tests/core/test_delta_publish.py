@@ -98,6 +98,22 @@ def test_an_engine_without_the_base_gets_all(transport: str) -> None:
     clients[1].close()
 
 
+@pytest.mark.parametrize("number", [50, pytest.param(500, marks=pytest.mark.full)])
+def test_many_deltas_in_a_row(number: int) -> None:
+    model, served, proven = model_of(0), model_of(1), model_of(2)
+    client, prover = DirectEngine("engine", ModuleEngine(served)), DirectEngine("prover", ModuleEngine(proven))
+    options: dict[str, Any] = {"verify": "installed", "verify_every": 25}
+    with publishing(ModuleSource(model), [client, prover], transport="gloo://127.0.0.1:0", **options) as publisher:
+        publisher.publish()
+        for _ in range(number):
+            step(model, 0.001)
+            report = publisher.publish()
+            assert report.delta is not None
+            assert report.delta.num_engines == 2
+    require_equal(model, served)
+    require_equal(model, proven)
+
+
 def test_nothing_changed_and_everything_changed() -> None:
     tensors = {f"t{i}": torch.randn(64, 64) for i in range(8)}
     engine = RecordingEngine()
