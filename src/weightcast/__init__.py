@@ -33,13 +33,11 @@ if TYPE_CHECKING:
     from weightcast.serving.follower import follow as follow
     from weightcast.sources.megatron.source import MegatronSource as MegatronSource
     from weightcast.sources.module import ModuleSource as ModuleSource
-    from weightcast.sources.peft import PeftAdapterSource as PeftAdapterSource
     from weightcast.sources.safetensors import SafetensorsSource as SafetensorsSource
     from weightcast.sources.store import StoreSource as StoreSource
     from weightcast.sources.stream import IteratorSource as IteratorSource
     from weightcast.sources.tensors import TensorSource as TensorSource
     from weightcast.trainer.background import PublishHandle as PublishHandle
-    from weightcast.trainer.options import Adapter as Adapter
     from weightcast.trainer.options import PublishOptions as PublishOptions
     from weightcast.trainer.publisher import Publisher as Publisher
     from weightcast.trainer.rollback import rollback as rollback
@@ -48,14 +46,12 @@ _HOMES = {
     # the trainer's side
     "Publisher": "weightcast.trainer.publisher",
     "PublishOptions": "weightcast.trainer.options",
-    "Adapter": "weightcast.trainer.options",
     "PublishReport": "weightcast.errors",
     "StageSeconds": "weightcast.errors",
     "PublishHandle": "weightcast.trainer.background",
     "HttpEngine": "weightcast.control.client",
     "LocalEngine": "weightcast.control.local",
     "ModuleSource": "weightcast.sources.module",
-    "PeftAdapterSource": "weightcast.sources.peft",
     "MegatronSource": "weightcast.sources.megatron.source",
     "SafetensorsSource": "weightcast.sources.safetensors",
     "StoreSource": "weightcast.sources.store",

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from server.tiny_qwen3 import make_model
 
-from weightcast import Adapter, LocalEngine, ModuleEngine, Publisher, PublishOptions, TensorSource
+from weightcast import LocalEngine, ModuleEngine, Publisher, PublishOptions, TensorSource
 from weightcast.engines.gate import Gate
 from weightcast.engines.lora import LoraLayers
 from weightcast.engines.transformers import Completion, SamplingParams, TextGenerator
 from weightcast.format.adapters import LoraConfig
+from weightcast.trainer.options import Adapter
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

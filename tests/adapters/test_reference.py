@@ -32,11 +32,9 @@ from adapters.kit import (
     trained,
 )
 from weightcast import (
-    Adapter,
     EngineServer,
     ModuleEngine,
     ModuleSource,
-    PeftAdapterSource,
     Publisher,
     PublishError,
     PublishOptions,
@@ -46,6 +44,8 @@ from weightcast.engines.lora import LoraLayers
 from weightcast.engines.transformers import TextGenerator
 from weightcast.format.adapters import LoraConfig
 from weightcast.format.manifest import encode
+from weightcast.sources.peft import PeftAdapterSource
+from weightcast.trainer.options import Adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's advice on what tests do on purpose
 context = preloaded("torch", "peft", "adapters.kit", "adapters.test_reference")

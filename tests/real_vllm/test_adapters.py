@@ -25,7 +25,6 @@ from real_vllm.models import model_of
 from real_vllm.oracle import PROMPT, Answer
 from real_vllm.servers import Server, Setup, completion
 from weightcast import (
-    Adapter,
     ModuleSource,
     Publisher,
     PublishError,
@@ -34,7 +33,7 @@ from weightcast import (
     TensorSource,
 )
 from weightcast.format.adapters import LoraConfig, tensor_name
-from weightcast.trainer.options import PublishEvent
+from weightcast.trainer.options import Adapter, PublishEvent
 
 context = preloaded("torch", "real_vllm.test_adapters")
 LORA = Setup(max_adapters=8)

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from weightcast import Adapter, PeftAdapterSource
 from weightcast.engines.lora import LoraLayers
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IncompatibleWeightsError, NotFiniteError, PeerError
@@ -31,8 +30,10 @@ from weightcast.format.adapters import tensor_name
 from weightcast.seams.source import Gather, TensorPart
 from weightcast.sources.joined import JoinedSource
 from weightcast.sources.module import ModuleSource
+from weightcast.sources.peft import PeftAdapterSource
 from weightcast.sources.tensors import TensorSource
 from weightcast.trainer.export import export
+from weightcast.trainer.options import Adapter
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
