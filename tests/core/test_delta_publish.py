@@ -132,7 +132,12 @@ def test_nothing_changed_and_everything_changed() -> None:
         for name, tensor in tensors.items():
             assert torch.equal(engine.held[name], tensor)
         tensors["t3"][0, 0] += 1
-        assert publisher.publish().delta.num_changed == 1  # type: ignore[union-attr]
+        told: list[tuple[int, int]] = []
+        report = publisher.publish(on_progress=lambda done, total: told.append((done, total)))
+        assert report.delta is not None
+        assert report.delta.num_changed == 1
+        assert len(told) == report.num_buckets
+        assert told[-1][0] == told[-1][1] >= report.num_bytes
         assert torch.equal(engine.held["t3"], tensors["t3"])
 
 

@@ -15,6 +15,7 @@ from weightcast import StoreSource, TensorSource, follow, rollback
 from weightcast.cli import main
 from weightcast.errors import IntegrityError
 from weightcast.store.reading import StoreReader, pinned
+from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.publisher import Publisher
 
 NAMES = [f"t{number}" for number in range(4)]
@@ -158,6 +159,18 @@ def test_damage_is_found(tmp_path: Path, of: int) -> None:
         with pytest.raises(IntegrityError, match="bucket 0"):
             require(url, number, number)
     assert main(["verify", url]) != 0
+
+
+@pytest.mark.parametrize(("of", "name"), [(0, "data.0"), (1, "data.0"), (2, "data.0"), (2, "manifest.json")])
+def test_a_part_of_a_chain_that_is_missing(tmp_path: Path, of: int, name: str) -> None:
+    """No lock or descriptor of the chain's other parts is left."""
+    with writing(store_of(tmp_path)) as (publisher, weights):
+        for number in range(3):
+            publish(publisher, weights, number)
+    stored = next(each for each in StoreReader(tmp_path).complete_versions() if each.number == of)
+    (tmp_path / "slots" / str(stored.slot) / name).unlink()
+    with nothing_left(), pytest.raises(IntegrityError, match=name):
+        pinned(tmp_path)
 
 
 def test_a_pinned_chain_is_not_overwritten(tmp_path: Path) -> None:

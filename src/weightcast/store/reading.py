@@ -168,9 +168,10 @@ class StoreReader:
             with on_failure(lock.close):
                 sealed = read_record(slot / files.SEAL, Commit)
                 if sealed is not None and sealed.newest == stored:
-                    base = self._pin_base(stored)
+                    manifest, base = self._manifest(slot, stored), self._pin_base(stored)
                     if stored.base is None or base is not None:
-                        return PinnedVersion(slot, stored, self._manifest(slot, stored), lock, base)
+                        with on_failure(lock.close if base is None else base.close):
+                            return PinnedVersion(slot, stored, manifest, lock, base)
             lock.close()
             found = "no whole version"
             if sealed is not None and sealed.newest == stored:

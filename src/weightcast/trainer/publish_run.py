@@ -578,7 +578,7 @@ class PublishRun:
                 refusing = [member for member in refusing if member.result.error is None]
         self._tell("offered", route.members(), ends=False)
         sender, peers, version = route.sender, route.peers(), WeightVersion(self._run, self.number)
-        start = time.perf_counter()
+        start, ends = time.perf_counter(), list(itertools.accumulate(encoded.raw_sizes))
         with self._timed("send"):
             while peers:
                 try:
@@ -586,6 +586,8 @@ class PublishRun:
                     for index in range(first, len(encoded.payloads)):
                         self.flight.require_wanted()
                         sender.send(index, encoded.write(index, sender.buffer(index), version))
+                        if self._on_progress is not None:
+                            self._on_progress(ends[index], ends[-1])
                         if sender.failures.keys() >= set(peers):
                             break
                     else:
