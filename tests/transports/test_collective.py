@@ -388,6 +388,29 @@ def test_who_has_everything_and_waits_is_not_blamed_for_who_stands_still() -> No
                 readers["stands"].result()
 
 
+def test_who_has_the_last_bucket_is_not_blamed_for_who_stands_still_before_it() -> None:
+    with nothing_left():
+        hall = Hall(deadline_seconds=1.0)
+        with hall.stack:
+            receivers: dict[str, Any] = {peer: hall.receiver(peer) for peer in ("a", "stands")}
+            goes_on = threading.Event()
+            stands, last = receivers["stands"], len(hall.manifest.buckets) - 1
+            on_received = stands.on_received
+
+            def stand_still(stream: object, target: BucketTarget) -> None:
+                if target.index == last:
+                    goes_on.wait(DEADLINE_SECONDS)
+                on_received(stream, target)
+
+            stands.on_received = stand_still
+            readers = hall.update(1, receivers)
+            goes_on.set()
+            assert whole(readers["a"], hall.manifest, 1)
+            assert {peer: type(error) for peer, error in hall.sender.failures.items()} == {"stands": PeerTimeoutError}
+            with pytest.raises(Exception, match="took no bucket"):
+                readers["stands"].result()
+
+
 def test_a_broken_connection_that_nobody_notices_costs_no_member_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo wakes neither end of a connection that broke in the middle of a message: everybody waits, and answers."""
     with nothing_left():

@@ -349,13 +349,16 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
         """Return the members that the others wait for.
 
         Those are the members that have received everything that was broadcast and don't wait for the next bucket. If
-        there are none, those that have received less than others, but only if the update failed in a former group, too:
-        gloo wakes neither end of a connection that broke in the middle of a message, so that a healthy member may wait
-        for bytes that can't arrive.
+        there are none, or no next bucket, those that have received less than others, but only if the update failed in
+        a former group, too: gloo wakes neither end of a connection that broke in the middle of a message, so that a
+        healthy member may wait for bytes that can't arrive.
         """
         members, following = group.members, update.next
-        busy = [m for m in members if m.progress.num_received == following == m.progress.num_awaited]
-        if busy or not update.num_fruitless:
-            return busy
+        if following < update.num_buckets:
+            busy = [m for m in members if m.progress.num_received == following == m.progress.num_awaited]
+            if busy:
+                return busy
+        if not update.num_fruitless:
+            return []
         furthest = max(member.progress.num_received for member in members)
         return [member for member in members if member.progress.num_received < furthest]
