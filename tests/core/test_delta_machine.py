@@ -1,4 +1,7 @@
-"""Deltas in any order of events: an engine has the bits of one version, and never a delta on another one's."""
+"""Deltas in any order of events: an engine has the bits of one version, and never a delta on another one's.
+
+Engines have one rank or two, which share a base.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ import pytest
 import torch
 from publishers import publisher_of
 
-from core.direct import DirectEngine, RecordingEngine
+from core.direct import RecordingEngine
+from core.parallel import ParallelEngine
 from weightcast import TensorSource
 from weightcast.errors import PublishError
+from weightcast.serving.worker import Worker
 from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.options import PublishEvent
 
@@ -30,8 +35,9 @@ class Schedule:
         self.random = random
         self.weights = {name: torch.arange(640.0) for name in NAMES}
         self.weights["t5"] = torch.arange(640, dtype=torch.float64)
-        self.engines: dict[str, RecordingEngine] = {}
-        self.clients: dict[str, DirectEngine] = {}
+        self.engines: dict[str, list[RecordingEngine]] = {}
+        """By engine, one for each of its ranks."""
+        self.clients: dict[str, ParallelEngine] = {}
         self.served: dict[str, dict[str, torch.Tensor]] = {}
         self.last: dict[str, torch.Tensor] = {}
         """The last version that was sent to an engine."""
@@ -57,8 +63,8 @@ class Schedule:
             return
         name = f"engine-{self.num_made}"
         self.num_made += 1
-        self.engines[name] = engine = RecordingEngine()
-        self.clients[name], self.served[name] = DirectEngine(name, engine), {}
+        self.engines[name] = ranks = [RecordingEngine() for _ in range(self.random.randrange(1, 3))]
+        self.clients[name], self.served[name] = ParallelEngine(name, ranks), {}
         self.publisher.add_engine(self.clients[name])
 
     def remove_an_engine(self) -> None:
@@ -95,29 +101,33 @@ class Schedule:
 
     def publish_to_an_engine_that_fails(self) -> None:
         name = self.any_engine()
-        self.engines[name].fail_after = self.random.randrange(6)
+        first = self.engines[name][0]
+        first.fail_after = self.random.randrange(6)
         report = self.publisher.publish()
-        self.engines[name].fail_after = None
+        first.fail_after = None
         assert not report.engines[name].ok
         self.served[name] = {}  # torn
         self.last = {key: tensor.clone() for key, tensor in self.weights.items()}
         self.note(engine for engine in self.engines if engine != name)
 
     def publish_and_stop(self) -> None:
-        before = {name: len(engine.versions) for name, engine in self.engines.items()}
+        before = {name: len(ranks[0].versions) for name, ranks in self.engines.items()}
         self.stops_at = self.random.choice(["offered", "packed", "received"])
         with pytest.raises(StopsHere):
             self.publisher.publish()
         self.stops_at = ""
-        self.note(name for name, engine in self.engines.items() if len(engine.versions) > before[name])
+        self.note(name for name, ranks in self.engines.items() if len(ranks[0].versions) > before[name])
 
     def lose_a_base(self) -> None:
-        session = self.clients[self.any_engine()].worker._session
+        session = self.any_worker()._session
         if session is not None:
             session.base = None
 
     def end_a_session(self) -> None:
-        self.clients[self.any_engine()].worker.shutdown()
+        self.any_worker().shutdown()
+
+    def any_worker(self) -> Worker:
+        return self.random.choice(self.clients[self.any_engine()].workers)
 
     def release(self) -> None:
         self.publisher.release()
@@ -143,7 +153,8 @@ class Schedule:
             self.random.choice(often if self.random.random() < 0.6 else rarely)()
             for name, tensors in self.served.items():
                 for key, tensor in tensors.items():
-                    assert torch.equal(self.engines[name].held[key], tensor), (name, key)
+                    for rank in self.engines[name]:
+                        assert torch.equal(rank.held[key], tensor), (name, key)
         self.publish()
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from core.direct import DirectEngine, RecordingEngine
 from core.parallel import ParallelEngine
 from weightcast import EngineServer, ModuleEngine, ModuleSource, TensorSource
 from weightcast.errors import InsufficientMemoryError, PublishError
+from weightcast.format.packed_base import PackedBase
+from weightcast.host.deadline import Deadline
+from weightcast.serving.worker import Worker
 from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.publisher import Publisher
 
@@ -194,6 +198,7 @@ def test_one_worker_that_has_lost_its_base(transport: str) -> None:
         session = client.workers[1]._session
         assert session is not None
         session.base = None
+        del session  # which keeps the base's memory mapped
         tensors["t0"] += 1
         report = publisher.publish()
         assert report.ok
@@ -206,6 +211,75 @@ def test_one_worker_that_has_lost_its_base(transport: str) -> None:
         assert report.delta.num_engines == 1
         for engine in engines:
             assert all(torch.equal(engine.held[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_of_one_host_share_a_base_and_the_work(transport: str) -> None:
+    tensors = {f"t{i}": torch.randn(64, 64) for i in range(8)}
+    engines = [RecordingEngine() for _ in range(3)]
+    client = ParallelEngine("engine", engines)
+    with publishing(TensorSource(tensors), [client], transport=transport) as publisher:
+        publisher.publish()
+        for number in range(3):
+            for tensor in tensors.values():
+                tensor[number] += 1
+            report = publisher.publish()
+            assert report.delta is not None
+            assert report.delta.num_engines == 1
+            assert sum(report.engines["engine"].read_bytes) == report.delta.num_bytes
+            for engine in engines:
+                assert all(torch.equal(engine.held[name], tensor) for name, tensor in tensors.items())
+        bases = [base_of(worker) for worker in client.workers]
+        assert sorted(index for base in bases for index in base.own) == list(range(report.num_buckets))
+        assert len({base.memory.location for base in bases if base.memory is not None}) == 1
+        mapped = bases[0].memory
+        assert mapped is not None
+        del bases
+        publisher.release()
+        for _ in Deadline(10.0).polls(0.01, 0.1):
+            if not os.fstat(mapped.descriptor).st_blocks:
+                break
+        else:
+            pytest.fail("release() has not freed the base")
+        tensors["t0"] += 1
+        for num_engines in (0, 1):
+            report = publisher.publish()
+            assert report.delta is not None
+            assert report.delta.num_engines == num_engines
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_base_that_has_other_bytes_is_refused_and_the_next_publish_is_full(rank: int) -> None:
+    tensors = {f"t{i}": torch.randn(64, 64) for i in range(8)}
+    engines = [RecordingEngine(), RecordingEngine()]
+    client = ParallelEngine("engine", engines)
+    with publishing(TensorSource(tensors), [client], transport="ipc://", on_failure="report") as publisher:
+        publisher.publish()
+        former = {name: tensor.clone() for name, tensor in tensors.items()}
+        base = base_of(client.workers[rank])
+        base.payloads[min(base.own)][0] ^= 1
+        del base
+        tensors["t0"] += 1
+        report = publisher.publish()
+        error = report.engines["engine"].error
+        assert error is not None
+        assert error.kind == "IntegrityError"
+        assert "after its delta was added, expected" in error.message
+        for engine in engines:
+            assert all(torch.equal(engine.held[name], tensor) for name, tensor in former.items())
+        for num_engines in (0, 1):
+            report = publisher.publish()
+            assert report.ok
+            assert report.delta is not None
+            assert report.delta.num_engines == num_engines
+            for engine in engines:
+                assert all(torch.equal(engine.held[name], tensor) for name, tensor in tensors.items())
+
+
+def base_of(worker: Worker) -> PackedBase:
+    assert worker._session is not None
+    assert worker._session.base is not None
+    return worker._session.base
 
 
 def test_a_worker_without_room_gets_full_updates(monkeypatch: pytest.MonkeyPatch) -> None:

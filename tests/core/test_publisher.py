@@ -381,7 +381,7 @@ def test_worker_refuses_what_is_not_its_runs() -> None:
         session = worker._session
         assert session is not None
         assert session.install is not None
-        base, known = DeltaBase(5, "0" * 32, (8,)), session.install.manifest_digest
+        base, known = DeltaBase(5, "0" * 32, (8,), ("0" * 32,)), session.install.manifest_digest
         with pytest.raises(WrongBaseError, match="the packed buckets of no version: offer a full update"):
             worker.update(Offer(publisher.run, 60, known, base=base, secret=session.info.secret))
         worker.finish(5)  # installed already: idempotent

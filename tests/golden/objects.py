@@ -84,8 +84,11 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
         UpdateInfo,
     ),
     "offer_known.json": (Offer(RUN, 8, "d" * 64), UpdateInfo),
-    "delta_base.json": (DeltaBase(7, "e" * 32, (512, 1024)), DeltaBase),
-    "offer_delta.json": (Offer(RUN, 8, "d" * 64, base=DeltaBase(7, "e" * 32, (512,)), keeps_base=True), UpdateInfo),
+    "delta_base.json": (DeltaBase(7, "e" * 32, (512, 1024), ("a" * 32, "b" * 32)), DeltaBase),
+    "offer_delta.json": (
+        Offer(RUN, 8, "d" * 64, base=DeltaBase(7, "e" * 32, (512,), ("a" * 32,)), keeps_base=True),
+        UpdateInfo,
+    ),
     "local_ranks.json": (LocalRanks((0, 1)), LocalRanks),
     "offer_ranks.json": (
         Offer(

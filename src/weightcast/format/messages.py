@@ -76,7 +76,7 @@ class InitInfo(msgspec.Struct, frozen=True):
 class LocalRanks(msgspec.Struct, frozen=True):
     """The ranks of one engine on one host, of which each reads and checks a share where all read the same memory.
 
-    `memory`: that of the first one, by its Hello.
+    `memory`: that of the first one, by its Hello. They read a version into it, or keep the base of deltas there.
     """
 
     ranks: Annotated[tuple[Count, ...], msgspec.Meta(min_length=2, max_length=1 << 16)]
@@ -86,12 +86,14 @@ class LocalRanks(msgspec.Struct, frozen=True):
 class DeltaBase(msgspec.Struct, frozen=True):
     """The version that deltas change, of the same run and manifest: its number and root digest.
 
-    `encoded_bytes`: the length of each bucket as it is sent: that of its delta, or of the raw payload.
+    By bucket: `encoded_bytes`, the length as it is sent, of its delta or of the raw payload; `digests`, of the raw
+    payload of the new version.
     """
 
     version: VersionNumber
     root: Digest128
     encoded_bytes: Annotated[tuple[ByteCount, ...], msgspec.Meta(max_length=MAX_BUCKETS)]
+    digests: Annotated[tuple[Digest128, ...], msgspec.Meta(max_length=MAX_BUCKETS)]
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
@@ -254,7 +256,8 @@ class WeightInfo(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):
     """The worker's first message. `host`: equal for workers that share a host's memory.
 
-    `memory`: where the engine's other ranks on this host find some of this one's, to read a version into together.
+    `memory`: where the engine's other ranks on this host find some of this one's, to read a version into together, or
+    to keep one base of deltas for all.
     """
 
     run: RunId

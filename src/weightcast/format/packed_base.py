@@ -2,6 +2,9 @@
 
 The publisher makes deltas against its base, and an engine's worker adds them to its own. Both have the bits of the same
 version, which is named by its number and root digest, so that a delta is never added to another version's buckets.
+
+Ranks of an engine on one host have one base in memory that they share. Invariants: each bucket is written by one rank,
+and only while all of them receive a version, between their accepting its offer and their reporting it received.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 from weightcast.errors import IntegrityError
 from weightcast.format.bucket import Digest, payload_digest, root_digest
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest
+from weightcast.host.memory import SharedMemory
 from weightcast.native import deltas
 from weightcast.native.tables import MAX_THREADS
 
@@ -26,16 +30,36 @@ class PackedBase:
     `number`, `root`: of the version of which all buckets are here; -1 while they are of none, or of several.
     """
 
-    def __init__(self, manifest: Manifest, manifest_digest: str) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        manifest_digest: str,
+        shared: SharedMemory | None = None,
+        own: frozenset[int] | None = None,
+    ) -> None:
+        """`shared`: memory of all ranks of an engine on this host; `own`: the buckets that this one writes, else all.
+
+        Raises InsufficientMemoryError if there is no room in `shared`.
+        """
         self.manifest, self.manifest_digest = manifest, manifest_digest
+        self.memory = shared
+        self.own = frozenset(range(len(manifest.buckets))) if own is None else own
         self.number, self.root = -1, ""
         sizes = manifest.buckets
-        whole = torch.empty(sum(sizes), dtype=torch.uint8)
+        if shared is not None:
+            shared.grow(sum(sizes), "the base of deltas")
+        self._mapping = None if shared is None else shared.map()
+        whole = torch.empty(sum(sizes), dtype=torch.uint8) if self._mapping is None else self._mapping.tensor()
         ends = itertools.accumulate(sizes)
         self.payloads = [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         self.digests: list[Digest] = [b""] * len(sizes)
         self._word_bytes = word_sizes(manifest)
         self.num_words = sum(size // word for size, word in zip(sizes, self._word_bytes, strict=True))
+
+    def free(self) -> None:
+        """Free the pages of shared memory, for all ranks. This base is of no use any more."""
+        if self._mapping is not None:
+            self._mapping.free()
 
     def begin(self) -> None:
         """Let the buckets become those of another version, one after the other."""
@@ -48,8 +72,9 @@ class PackedBase:
         return self.root
 
     def keep(self, index: int, payload: torch.Tensor, digest: Digest) -> None:
-        """Copy the new version's bucket, whose payload has this digest."""
-        self.payloads[index].copy_(payload[: self.payloads[index].nbytes])
+        """Copy the new version's bucket, whose payload has this digest, if it is one of this rank's own."""
+        if index in self.own:
+            self.payloads[index].copy_(payload[: self.payloads[index].nbytes])
         self.digests[index] = digest
 
     def advance(self, index: int, payload: torch.Tensor, digest: Digest) -> tuple[torch.Tensor, int]:
@@ -64,12 +89,11 @@ class PackedBase:
         self.digests[index] = digest
         return mine if delta is None else delta, num_changed
 
-    def add(self, index: int, delta: torch.Tensor) -> torch.Tensor:
-        """Make the bucket that of the new version; return it. Raises IntegrityError for a delta that is damaged."""
+    def add(self, index: int, delta: torch.Tensor) -> None:
+        """Make the bucket that of the new version. Raises IntegrityError for a delta that is damaged."""
         mine = self.payloads[index]
         add_delta(mine, delta, self._word_bytes[index])
         self.digests[index] = payload_digest(mine)
-        return mine
 
 
 def word_sizes(manifest: Manifest) -> list[int]:

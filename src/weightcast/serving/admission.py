@@ -19,7 +19,9 @@ from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.format.messages import Offer
 from weightcast.format.packed_base import PackedBase
 from weightcast.host import memory as host_memory
+from weightcast.host.memory import SharedMemory
 from weightcast.seams.engine import Casting, Engine, Undoable, Validating
+from weightcast.seams.transport import Portion
 from weightcast.serving.install import Install
 
 logger = logging.getLogger(__name__)
@@ -41,11 +43,18 @@ def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[Tenso
         raise UnsupportedError(str(exc)) from exc
 
 
-def base_of(offer: Offer, layout: Layout, known: PackedBase | None) -> PackedBase | None:
+def base_of(
+    offer: Offer,
+    layout: Layout,
+    known: PackedBase | None,
+    portion: Portion | None,
+    shared_at: Callable[[str], SharedMemory | None],
+) -> PackedBase | None:
     """Return the base of the offer's deltas or, for a full update, where to keep its buckets if the publisher asks.
 
-    `known`: the base that the worker has. Raises WrongBaseError if that is another version's, ManifestError for lengths
-    that deltas of this layout can't have.
+    `known`: the base that the worker has. `portion`: of the buckets, if several ranks on this host share a base, in
+    what `shared_at` returns for its memory. Raises WrongBaseError if the known base is another version's, ManifestError
+    for lengths that deltas of this layout can't have.
     """
     sizes, base = layout.manifest.buckets, offer.base
     if known is not None and known.manifest_digest != offer.manifest_digest:
@@ -58,7 +67,8 @@ def base_of(offer: Offer, layout: Layout, known: PackedBase | None) -> PackedBas
                 f"packed buckets {found}: offer a full update"
             )
         lengths = base.encoded_bytes
-        if len(lengths) != len(sizes) or not all(map(_is_length, lengths, sizes)):
+        fits = len(lengths) == len(base.digests) == len(sizes) and all(map(_is_length, lengths, sizes))
+        if not fits:
             raise malformed("size", "the lengths of deltas do not fit the manifest's buckets: offer a full update")
         if offer.install != "staged" or layout.manifest.origins:
             raise UnsupportedError('deltas are installed with install="staged", from one origin: offer a full update')
@@ -67,9 +77,13 @@ def base_of(offer: Offer, layout: Layout, known: PackedBase | None) -> PackedBas
         return None
     if known is None:
         try:
-            host_memory.require(sum(sizes), "the base of deltas", "publish with delta=None, or free memory")
-            known = PackedBase(layout.manifest, offer.manifest_digest)
-        except InsufficientMemoryError as exc:
+            shared = None if portion is None else shared_at(portion.memory)
+            if portion is None or shared is None:
+                host_memory.require(sum(sizes), "the base of deltas", "publish with delta=None, or free memory")
+                known = PackedBase(layout.manifest, offer.manifest_digest)
+            else:
+                known = PackedBase(layout.manifest, offer.manifest_digest, shared, portion.buckets)
+        except (InsufficientMemoryError, UnsupportedError) as exc:
             logger.warning("the next version can't come as deltas: %s", exc)
     return known
 

@@ -25,7 +25,7 @@ from weightcast.host import device as host_device
 from weightcast.host.closing import awaited_at_exit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS
 from weightcast.host.descriptors import shortage
-from weightcast.host.memory import host_identity
+from weightcast.host.memory import SharedMemory, host_identity
 from weightcast.links.link import WorkerLink
 from weightcast.seams.transport import Bucket, Portion, Receiver
 from weightcast.serving.install import Install
@@ -56,6 +56,8 @@ class PublisherSession:
         self.last_offered = -1
         self.base: PackedBase | None = None
         """The packed buckets to which the next version's deltas are added, if the publisher has asked to keep them."""
+        self._base_memory: SharedMemory | None = None
+        """Memory for the base of all ranks of the engine on this host, which use that of the first of them."""
         self.install: Install | None = None
         """The install of the layout that was offered last."""
         self.receiver: Receiver | None = None
@@ -148,6 +150,9 @@ class PublisherSession:
                     receivers.append(receiver)
             self.receiver = OriginReceivers(receivers) if info.origins else receivers[0]
             memory = "" if self._is_alone else self.receiver.common_memory()
+            if not (self._is_alone or memory):
+                self._base_memory = SharedMemory.make(what="the base of deltas")
+                memory = self._base_memory.location
             hello = Hello(info.run, info.engine, rank, info.secret, host=host_identity(), memory=memory)
             # The publisher's last: its hello means that this worker is ready for an offer.
             for link in self._links[1:]:
@@ -172,15 +177,29 @@ class PublisherSession:
 
     def release(self) -> None:
         """Release the memory that is kept for the next update, unless an update is in progress."""
-        if self.update is not None and not self.update.has_ended():
-            return
-        # `own_stream` relaxes the thread's capture mode: GPU memory is freed while an engine may capture a graph.
-        with host_device.own_stream(self.device), contextlib.suppress(WeightcastError):
-            self.base = None
-            if self.install is not None:
-                self.install.forget_views()
-            if self.receiver is not None:
-                self.receiver.release()
+        with self.offering:
+            if self.update is not None and not self.update.has_ended():
+                return
+            # `own_stream` relaxes the thread's capture mode: GPU memory is freed while an engine may capture a graph.
+            with host_device.own_stream(self.device), contextlib.suppress(WeightcastError):
+                base, self.base = self.base, None
+                # No other rank uses it now: none has an update in progress after one that ended well, and none
+                # receives the next one before this rank has accepted it.
+                if base is not None and base.memory is self._base_memory:
+                    base.free()
+                if self.install is not None:
+                    self.install.forget_views()
+                if self.receiver is not None:
+                    self.receiver.release()
+
+    def base_memory(self, location: str) -> SharedMemory | None:
+        """Return the memory for the base of several ranks; None if this session has none to share.
+
+        `location`: that of the first of these ranks. Raises UnsupportedError if this process can't open it.
+        """
+        if self._base_memory is None or location == self._base_memory.location:
+            return self._base_memory
+        return SharedMemory.open(location)
 
     def require_receiver(self) -> Receiver:
         """Return the connected receiver.
@@ -239,6 +258,8 @@ class PublisherSession:
         for link in self._links:
             link.close()
         self.base = None
+        if self._base_memory is not None:
+            self._base_memory.close()
         # Views keep the transport's memory mapped, and this object may be part of a reference cycle.
         if self.install is not None:
             self.install.forget_views()

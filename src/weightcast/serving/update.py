@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeAlias
 
+import torch
 from msgspec import UNSET
 
 from weightcast.engines.gate import Gate
@@ -29,7 +30,7 @@ from weightcast.errors import (
     from_record,
     to_record,
 )
-from weightcast.format.bucket import BucketHeader, Digest, check_bucket, root_digest
+from weightcast.format.bucket import BucketHeader, Digest, as_bytes, check_bucket, root_digest
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Offer, Seal
 from weightcast.format.packed_base import PackedBase
@@ -126,8 +127,8 @@ class Update:
         self._settles = settles
         self._portion = portion
         self._base = base
-        self._sizes = None if offer.base is None else offer.base.encoded_bytes
-        """The lengths of deltas, by bucket; None for a full update."""
+        self._deltas = offer.base
+        """The lengths of deltas, and the digests of what comes of them; None for a full update."""
         self.read_bytes = 0
         """Bytes of the payloads that this worker has read and checked."""
         self._device = install.device
@@ -181,7 +182,7 @@ class Update:
         """
         if not self._streaming:
             self._install.require_memory(self._num_workers)
-        if self._streaming or (self._portion and not self._receiver.read_together(self._manifest, self._portion)):
+        if self._portion is not None and not self._is_shared(self._portion):
             self._portion = None
         if self._streaming:
             self._gate.begin_writing(self._writer, deadline_seconds=self._deadline_seconds)
@@ -192,8 +193,15 @@ class Update:
             if self.state is State.ABORTED:  # aborted before the receiver was open
                 self._gate.end_writing(self._writer)
             else:
-                manifest = self._manifest if self._sizes is None else self._manifest.with_sizes(self._sizes)
+                deltas = self._deltas
+                manifest = self._manifest if deltas is None else self._manifest.with_sizes(deltas.encoded_bytes)
                 self._receiver.open(manifest, self.version, staged=not self._streaming)
+
+    def _is_shared(self, portion: Portion) -> bool:
+        """Return whether the ranks on this host share the memory of this version, and with it the work."""
+        if self._deltas is not None:
+            return self._base is not None and self._base.memory is not None
+        return not self._streaming and self._receiver.read_together(self._manifest, portion)
 
     def receive(self) -> str:
         """Receive and check every bucket, in the order of the manifest's rounds; return the root digest.
@@ -205,9 +213,8 @@ class Update:
         """
         self._move(State.OFFERED, State.RECEIVING)
         digests: dict[int, Digest] = {}
-        base = self._base
-        if base is not None:
-            base.begin()
+        if self._base is not None:
+            self._base.begin()
         order, origins = iter(self._manifest.rounds), self._manifest.bucket_origins
         # If an abort came while this thread used a bucket, it could not release that one.
         with on_failure(self._clear):
@@ -215,15 +222,7 @@ class Update:
                 index = next(order, self.num_buckets)
                 if bucket.index != index or index == self.num_buckets:
                     raise IntegrityError(f"received bucket {bucket.index}, expected bucket {index}: publish again")
-                header = self._check(bucket, origins[index])
-                digests[index], payload = header.digest, bucket.buffer.payload
-                if base is not None and header.is_delta:
-                    payload = base.add(index, payload[: header.encoded_bytes])
-                elif base is not None:
-                    base.keep(index, payload, header.digest)
-                    payload = payload if self._sizes is None else base.payloads[index]
-                if base is not None:
-                    digests[index] = base.digests[index]
+                digests[index], payload = self._take(bucket, origins[index])
                 if not self._streaming:
                     self._install.stage(index, payload, self._assembly, is_here=self._portion is None)
                     continue
@@ -245,6 +244,29 @@ class Update:
             self._move(State.RECEIVING, State.RECEIVED)
         return self._root
 
+    def _take(self, bucket: Bucket, origin: int) -> tuple[Digest, torch.Tensor]:
+        """Check a bucket, and have the base contain it, if there is one; return its raw payload with its digest."""
+        index, payload, base, deltas = bucket.index, bucket.buffer.payload, self._base, self._deltas
+        if base is None:
+            return self._check(bucket, origin).digest, payload
+        if deltas is None:
+            digest = self._check(bucket, origin).digest
+            base.keep(index, payload, digest)
+            return digest, payload
+        digest = base.digests[index] = bytes.fromhex(deltas.digests[index])
+        if index in base.own:  # else another rank adds the delta
+            header = self._check(bucket, origin)
+            if header.is_delta:
+                base.add(index, payload[: header.encoded_bytes])
+            else:
+                base.keep(index, payload, header.digest)
+            if base.digests[index] != digest:
+                raise IntegrityError(
+                    f"bucket {index} has the digest {as_bytes(base.digests[index]).hex()} after its delta was added, "
+                    f"expected {digest.hex()}: publish again"
+                )
+        return digest, base.payloads[index]
+
     def _check(self, bucket: Bucket, origin: int) -> BucketHeader:
         others = self._portion is not None and bucket.index not in self._portion.buckets
         if others and self._install.has_lent_views:
@@ -262,7 +284,9 @@ class Update:
     def _checked(self, bucket: Bucket, origin: int, *, only_header: bool) -> BucketHeader:
         index = bucket.index
         num_bytes = self._manifest.buckets[index]
-        encoded_bytes = None if self._sizes is None or self._sizes[index] == num_bytes else self._sizes[index]
+        encoded_bytes = None if self._deltas is None else self._deltas.encoded_bytes[index]
+        if encoded_bytes == num_bytes:
+            encoded_bytes = None
         return check_bucket(
             bucket.buffer,
             num_bytes,
@@ -350,7 +374,7 @@ class Update:
                     with _AgreedStep(self._agree):
                         if not self._streaming:
                             self._begin()
-                            self._install.load_staged(self._assembly, lends=self._sizes is None)
+                            self._install.load_staged(self._assembly, lends=self._deltas is None)
                             self._await_device()
                     with _AgreedStep(self._agree):
                         self._engine.commit(self.version)

@@ -430,7 +430,10 @@ class Worker:
             session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
         install = self._install(session, offer)
         is_based = offer.base is not None or offer.keeps_base
-        base = session.base = base_of(offer, install.layout, session.base) if is_based else None
+        portion, base = _portion(offer, install.layout.manifest, self.engine_rank), None
+        if is_based:
+            base = base_of(offer, install.layout, session.base, portion, session.base_memory)
+        session.base = base
         if offer.undo and offer.target is UNSET:
             check_undo(install.layout.manifest, self.engine)
         session.last_offered = offer.version
@@ -445,7 +448,7 @@ class Worker:
             deadline_seconds=self.install_deadline_seconds,
             settles=self._settles,
             base=base,
-            portion=_portion(offer, install.layout.manifest, self.engine_rank),
+            portion=portion,
             agree=self._agree,
         )
         with update.aborted_on_failure():
@@ -605,11 +608,8 @@ class Worker:
 
 
 def _portion(offer: Offer, manifest: Manifest, engine_rank: int) -> Portion | None:
-    """Return the portion of a version that this rank reads and checks.
-
-    None for deltas, and unless the offer lists this rank's host.
-    """
-    local = None if offer.ranks is UNSET or offer.base is not None else offer.ranks.get(host_identity())
+    """Return the portion of a version that this rank reads and checks; None unless the offer lists its host."""
+    local = None if offer.ranks is UNSET else offer.ranks.get(host_identity())
     if local is None or engine_rank not in local.ranks:
         return None
     return Portion.of(manifest, local.ranks.index(engine_rank), len(local.ranks), local.memory)

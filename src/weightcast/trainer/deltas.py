@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from weightcast.errors import DeltaReport, InsufficientMemoryError
-from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Digest, queued_digest, write_header
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Digest, all_bytes, queued_digest, write_header
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import DeltaBase
 from weightcast.format.packed_base import PackedBase
@@ -145,7 +145,12 @@ class Deltas:
         self.report.base, self.report.num_changed, self.report.num_words = of[0], num_changed, base.num_words
         self.report.num_bytes, self.report.encode_seconds = sum(sizes), time.perf_counter() - start
         return PackedDeltas(
-            DeltaBase(*of, sizes), manifest.with_sizes(sizes), payloads, manifest.buckets, list(base.digests), root
+            DeltaBase(*of, sizes, tuple(digest.hex() for digest in all_bytes(base.digests))),
+            manifest.with_sizes(sizes),
+            payloads,
+            manifest.buckets,
+            list(base.digests),
+            root,
         )
 
     def keeping(self, fill: Fill, encoded: PackedDeltas | None) -> Fill:
