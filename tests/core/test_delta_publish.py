@@ -21,6 +21,7 @@ from weightcast import EngineServer, ModuleEngine, ModuleSource, TensorSource
 from weightcast.errors import InsufficientMemoryError, PublishError
 from weightcast.format.packed_base import PackedBase
 from weightcast.host.deadline import Deadline
+from weightcast.host.memory import SharedMemory
 from weightcast.serving.worker import Worker
 from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.publisher import Publisher
@@ -231,10 +232,11 @@ def test_ranks_of_one_host_share_a_base_and_the_work(transport: str) -> None:
                 assert all(torch.equal(engine.held[name], tensor) for name, tensor in tensors.items())
         bases = [base_of(worker) for worker in client.workers]
         assert sorted(index for base in bases for index in base.own) == list(range(report.num_buckets))
-        assert len({base.memory.location for base in bases if base.memory is not None}) == 1
-        mapped = bases[0].memory
+        memories = [SharedMemory.of(base.payloads[0]) for base in bases]
+        assert len({memory.location for memory in memories if memory is not None}) == 1
+        mapped = memories[0]
         assert mapped is not None
-        del bases
+        del bases, memories
         publisher.release()
         for _ in Deadline(10.0).polls(0.01, 0.1):
             if not os.fstat(mapped.descriptor).st_blocks:

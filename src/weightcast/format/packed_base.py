@@ -17,7 +17,6 @@ import torch
 from weightcast.errors import IntegrityError
 from weightcast.format.bucket import Digest, payload_digest, root_digest
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest
-from weightcast.host.memory import SharedMemory
 from weightcast.native import deltas
 from weightcast.native.tables import MAX_THREADS
 
@@ -34,32 +33,21 @@ class PackedBase:
         self,
         manifest: Manifest,
         manifest_digest: str,
-        shared: SharedMemory | None = None,
+        common: torch.Tensor | None = None,
         own: frozenset[int] | None = None,
     ) -> None:
-        """`shared`: memory of all ranks of an engine on this host; `own`: the buckets that this one writes, else all.
-
-        Raises InsufficientMemoryError if there is no room in `shared`.
-        """
+        """`common`: memory of all ranks of an engine on this host, of whose buckets this one writes `own`."""
         self.manifest, self.manifest_digest = manifest, manifest_digest
-        self.memory = shared
+        self.is_common = common is not None
         self.own = frozenset(range(len(manifest.buckets))) if own is None else own
         self.number, self.root = -1, ""
         sizes = manifest.buckets
-        if shared is not None:
-            shared.grow(sum(sizes), "the base of deltas")
-        self._mapping = None if shared is None else shared.map()
-        whole = torch.empty(sum(sizes), dtype=torch.uint8) if self._mapping is None else self._mapping.tensor()
+        whole = torch.empty(sum(sizes), dtype=torch.uint8) if common is None else common
         ends = itertools.accumulate(sizes)
         self.payloads = [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         self.digests: list[Digest] = [b""] * len(sizes)
         self._word_bytes = word_sizes(manifest)
         self.num_words = sum(size // word for size, word in zip(sizes, self._word_bytes, strict=True))
-
-    def free(self) -> None:
-        """Free the pages of shared memory, for all ranks. This base is of no use any more."""
-        if self._mapping is not None:
-            self._mapping.free()
 
     def begin(self) -> None:
         """Let the buckets become those of another version, one after the other."""

@@ -48,12 +48,12 @@ def base_of(
     layout: Layout,
     known: PackedBase | None,
     portion: Portion | None,
-    shared_at: Callable[[str], SharedMemory | None],
+    memory_at: Callable[[str], SharedMemory | None],
 ) -> PackedBase | None:
     """Return the base of the offer's deltas or, for a full update, where to keep its buckets if the publisher asks.
 
     `known`: the base that the worker has. `portion`: of the buckets, if several ranks on this host share a base, in
-    what `shared_at` returns for its memory. Raises WrongBaseError if the known base is another version's, ManifestError
+    what `memory_at` returns for its memory. Raises WrongBaseError if the known base is another version's, ManifestError
     for lengths that deltas of this layout can't have.
     """
     sizes, base = layout.manifest.buckets, offer.base
@@ -77,12 +77,13 @@ def base_of(
         return None
     if known is None:
         try:
-            shared = None if portion is None else shared_at(portion.memory)
-            if portion is None or shared is None:
+            memory = None if portion is None else memory_at(portion.memory)
+            if portion is None or memory is None:
                 host_memory.require(sum(sizes), "the base of deltas", "publish with delta=None, or free memory")
                 known = PackedBase(layout.manifest, offer.manifest_digest)
             else:
-                known = PackedBase(layout.manifest, offer.manifest_digest, shared, portion.buckets)
+                memory.grow(sum(sizes), "the base of deltas")
+                known = PackedBase(layout.manifest, offer.manifest_digest, memory.map().tensor(), portion.buckets)
         except (InsufficientMemoryError, UnsupportedError) as exc:
             logger.warning("the next version can't come as deltas: %s", exc)
     return known

@@ -185,8 +185,9 @@ class PublisherSession:
                 base, self.base = self.base, None
                 # No other rank uses it now: none has an update in progress after one that ended well, and none
                 # receives the next one before this rank has accepted it.
-                if base is not None and base.memory is self._base_memory:
-                    base.free()
+                memory = None if base is None else SharedMemory.of(base.payloads[0])
+                if memory is not None and memory is self._base_memory:
+                    memory.map().free()
                 if self.install is not None:
                     self.install.forget_views()
                 if self.receiver is not None:

@@ -182,7 +182,7 @@ class Update:
         """
         if not self._streaming:
             self._install.require_memory(self._num_workers)
-        if self._portion is not None and not self._is_shared(self._portion):
+        if self._portion is not None and not self._divides_work(self._portion):
             self._portion = None
         if self._streaming:
             self._gate.begin_writing(self._writer, deadline_seconds=self._deadline_seconds)
@@ -197,10 +197,10 @@ class Update:
                 manifest = self._manifest if deltas is None else self._manifest.with_sizes(deltas.encoded_bytes)
                 self._receiver.open(manifest, self.version, staged=not self._streaming)
 
-    def _is_shared(self, portion: Portion) -> bool:
-        """Return whether the ranks on this host share the memory of this version, and with it the work."""
+    def _divides_work(self, portion: Portion) -> bool:
+        """Return whether the ranks on this host have this version in one memory, each checking its portion of it."""
         if self._deltas is not None:
-            return self._base is not None and self._base.memory is not None
+            return self._base is not None and self._base.is_common
         return not self._streaming and self._receiver.read_together(self._manifest, portion)
 
     def receive(self) -> str:
@@ -222,7 +222,7 @@ class Update:
                 index = next(order, self.num_buckets)
                 if bucket.index != index or index == self.num_buckets:
                     raise IntegrityError(f"received bucket {bucket.index}, expected bucket {index}: publish again")
-                digests[index], payload = self._take(bucket, origins[index])
+                digests[index], payload = self._payload_of(bucket, origins[index])
                 if not self._streaming:
                     self._install.stage(index, payload, self._assembly, is_here=self._portion is None)
                     continue
@@ -244,7 +244,7 @@ class Update:
             self._move(State.RECEIVING, State.RECEIVED)
         return self._root
 
-    def _take(self, bucket: Bucket, origin: int) -> tuple[Digest, torch.Tensor]:
+    def _payload_of(self, bucket: Bucket, origin: int) -> tuple[Digest, torch.Tensor]:
         """Check a bucket, and have the base contain it, if there is one; return its raw payload with its digest."""
         index, payload, base, deltas = bucket.index, bucket.buffer.payload, self._base, self._deltas
         if base is None:
