@@ -8,6 +8,7 @@ import functools
 import hmac
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -182,11 +183,10 @@ class PublisherSession:
                 return
             # `own_stream` relaxes the thread's capture mode: GPU memory is freed while an engine may capture a graph.
             with host_device.own_stream(self.device), contextlib.suppress(WeightcastError):
-                base, self.base = self.base, None
+                self.base, memory = None, self._base_memory
                 # No other rank uses it now: none has an update in progress after one that ended well, and none
                 # receives the next one before this rank has accepted it.
-                memory = None if base is None else SharedMemory.of(base.payloads[0])
-                if memory is not None and memory is self._base_memory:
+                if memory is not None and os.fstat(memory.descriptor).st_size:
                     memory.map().free()
                 if self.install is not None:
                     self.install.forget_views()
