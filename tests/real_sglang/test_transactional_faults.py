@@ -143,27 +143,31 @@ def test_a_request_that_an_install_has_torn_from_its_version_waits_and_ends_unde
 _DIES = """
 import os, signal, sys
 from real_vllm.models import make_model
+from real_vllm.trainer import change_first_rows
 from weightcast import ModuleSource, Publisher, PublishOptions
-url, transport, share = sys.argv[1:]
+url, transport, share, delta = sys.argv[1:]
 def on_progress(done, total):
     if done >= float(share) * total:
         os.kill(os.getpid(), signal.SIGKILL)
-small = PublishOptions(bucket_size_bytes=1 << 18)
-Publisher(ModuleSource(make_model("qwen3", 1)), engines=[url], transport=transport, options=small).publish(
-    on_progress=on_progress)
+model, options = make_model("qwen3", 0), PublishOptions(bucket_size_bytes=1 << 18, delta=delta or None)
+publisher = Publisher(ModuleSource(model), engines=[url], transport=transport, options=options)
+publisher.publish()
+change_first_rows(model)
+publisher.publish(on_progress=on_progress)
 """
 
 
 @on(ONE, TWO)
+@pytest.mark.parametrize("delta", ["", "always"], ids=["full", "delta"])
 @pytest.mark.parametrize("share", ["0.5", "0", "1"], ids=["half-way", "at-the-first-bucket", "at-the-last-bucket"])
 @pytest.mark.parametrize("transport", [IPC, GLOO], ids=["ipc", "gloo"])
 def test_a_trainer_that_dies_leaves_the_old_version(
-    server: Server, transport: str, share: str, python: WarmPython
+    server: Server, transport: str, share: str, delta: str, python: WarmPython
 ) -> None:
     with trainer(server.setup, server.url) as it:
         version = it.publish(0).version
-    assert python.run(_DIES, server.url, transport, share) == -signal.SIGKILL
-    assert_as_before(server, 0, version)
+    assert python.run(_DIES, server.url, transport, share, delta) == -signal.SIGKILL
+    assert_as_before(server, 0, version + 1)
     with trainer(server.setup, server.url, transport=transport, takeover=True) as it:
         assert_as_before(server, 1, it.publish(1).version)
 

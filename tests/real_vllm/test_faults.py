@@ -242,26 +242,30 @@ _DIES_HALFWAY = """
 import os, signal, sys
 sys.path.insert(0, "tests")
 from real_vllm.models import make_model
+from real_vllm.trainer import change_first_rows
 from weightcast import ModuleSource, Publisher, PublishOptions
 def on_progress(done, total):
     if 2 * done >= total:
         os.kill(os.getpid(), signal.SIGKILL)
-url, transport, family = sys.argv[1:]
-small = PublishOptions(bucket_size_bytes=1 << 18)
-Publisher(ModuleSource(make_model(family, 1)), engines=[url], transport=transport, options=small).publish(
-    on_progress=on_progress)
+url, transport, family, delta = sys.argv[1:]
+model, options = make_model(family, 0), PublishOptions(bucket_size_bytes=1 << 18, delta=delta or None)
+publisher = Publisher(ModuleSource(model), engines=[url], transport=transport, options=options)
+publisher.publish()
+change_first_rows(model)
+publisher.publish(on_progress=on_progress)
 """
 
 
 @on(ONE, TWO)
+@pytest.mark.parametrize("delta", ["", "always"], ids=["full", "delta"])
 @pytest.mark.parametrize("transport", ["ipc://", "gloo://127.0.0.1:0"], ids=["ipc", "gloo"])
-def test_a_trainer_that_dies_halfway_leaves_the_old_version(server: Server, transport: str) -> None:
+def test_a_trainer_that_dies_halfway_leaves_the_old_version(server: Server, transport: str, delta: str) -> None:
     with trainer(server.setup, server.url) as it:
         version = it.publish(0).version
-    command = [sys.executable, "-c", _DIES_HALFWAY, server.url, transport, server.setup.family]
+    command = [sys.executable, "-c", _DIES_HALFWAY, server.url, transport, server.setup.family, delta]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
-    assert_as_before(server, 0, version)
+    assert_as_before(server, 0, version + 1)
     with trainer(server.setup, server.url, transport=transport, takeover=True) as it:
         assert_as_before(server, 1, it.publish(1).version)
 

@@ -40,9 +40,7 @@ class Trainer:
     def publish_near(self, seed: int) -> PublishReport:
         """Publish weights of which some are not those of that seed: the first row of each tensor."""
         self._model.load_state_dict(self.of(seed).state_dict())
-        with torch.no_grad():
-            for parameter in self._model.parameters():
-                parameter[:1] += 0.5
+        change_first_rows(self._model)
         return self.publisher.publish()
 
     def of(self, seed: int) -> Any:
@@ -57,6 +55,12 @@ class Trainer:
             (cause,) = error.failures.values()
             return cause
         raise AssertionError(f"published: {report}")
+
+
+def change_first_rows(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter[:1] += 0.5
 
 
 @contextlib.contextmanager
