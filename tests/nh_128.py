@@ -1,4 +1,4 @@
-"""The digest of buckets by its definition in docs/wire-format.md, in plain Python: the oracle of all other forms.
+"""The digest of buckets, as weightcast.format.bucket_digest defines it, in plain Python: the oracle of all other forms.
 
 The chance that it misses a damage is below 2^-62 (2^-64 + 2^-63), for any damage that was not made with the keys in
 hand, over keys that are random:

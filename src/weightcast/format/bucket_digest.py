@@ -1,4 +1,20 @@
-"""`nh-128`, the digest of a bucket's payload, in torch, for any device. It is defined in docs/wire-format.md."""
+"""`nh-128`, the digest of a bucket's payload, in torch, for any device.
+
+It is a sum over chunks of 2,048 bytes, which processes, threads and GPU programs can share out in any order: NH (Black,
+Halevi, Krawczyk, Krovetz, Rogaway: UMAC, 1999), used twice.
+
+- The payload is filled up with zeros to whole chunks. `w[j][i]` is the 64-bit little-endian word i (0 to 255) of chunk
+  j.
+- mix(z) is splitmix64: z + 0x9E3779B97F4A7C15, then its output function (z ^= z >> 30, z *= 0xBF58476D1CE4E5B9, z ^= z
+  >> 27, z *= 0x94D049BB133111EB, z ^= z >> 31), modulo 2^64. The seeds S are digits of pi: `SEEDS`.
+- Keys of words: `K[c][i] = mix(S[c] + i)` for lane c of 0 and 1. Keys of chunks: `A[j] = mix(S[2] + j)`,
+  `B[j] = mix(S[3] + j)`.
+- Lane c of chunk j: `L[c][j]` is the sum over i, modulo 2^64, of (lo w + lo K) x (hi w + hi K), where w is `w[j][i]`, K
+  is `K[c][i]`, and the lower and the upper 32 bits, lo and hi, are added each modulo 2^32.
+- `P[j] = (L[0][j] + A[j] mod 2^64) x (L[1][j] + B[j] mod 2^64)`, a number of 128 bits.
+- The digest is two little-endian words: the payload's length in bytes plus the sum of the lower halves of all `P[j]`,
+  and the sum of their upper halves, each modulo 2^64. The digest of an empty payload is 16 zeros.
+"""
 
 from __future__ import annotations
 

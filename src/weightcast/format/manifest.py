@@ -35,7 +35,7 @@ MAX_BYTES = 1 << 56
 MAX_VERSION = (1 << 63) - 1
 
 DIGEST_KIND = "nh-128"
-"""Kind of the buckets' digests, which docs/wire-format.md defines."""
+"""Kind of the buckets' digests, which `format.bucket_digest` defines."""
 
 ITEMSIZE_BYTES: Mapping[str, int] = {
     "bool": 1,

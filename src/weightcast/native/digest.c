@@ -1,4 +1,4 @@
-/* nh-128, the digest of a bucket (docs/wire-format.md): of bytes in place, or while they are copied. */
+/* nh-128, the digest of a bucket (format/bucket_digest.py): of bytes in place, or while they are copied. */
 #include "core.h"
 
 #include <string.h>
