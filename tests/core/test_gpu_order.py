@@ -641,7 +641,7 @@ def test_memory_is_given_back_once_an_update_that_is_given_up_reads_nothing(
             session = client.worker._session
             release = session.receiver.release
             monkeypatch.setattr(session.receiver, "release", lambda: (has_begun.set(), release()))
-            releasing.append(Background(session.release))
+            releasing.append(Background(session.release, session.last_offered))
             is_early.append(releasing[0].is_done_within(SHORT_SECONDS) or has_begun.is_set())
 
     has_begun, releasing, is_early = threading.Event(), list[Background[None]](), list[bool]()

@@ -174,18 +174,18 @@ class PublisherSession:
 
     def _release_in_background(self) -> None:
         # Not in the link's thread, since freeing GPU memory waits for all queued work.
-        awaited_at_exit(self.release, "weightcast-release")
+        awaited_at_exit(functools.partial(self.release, self.last_offered), "weightcast-release")
 
-    def release(self) -> None:
-        """Release the memory that is kept for the next update, unless an update is in progress."""
+    def release(self, number: int) -> None:
+        """Release the memory that is kept for the next update, unless one has begun after version `number`."""
         with self.offering:
-            if self.update is not None and not self.update.has_ended():
+            if self.last_offered != number or (self.update is not None and not self.update.has_ended()):
                 return
             # `own_stream` relaxes the thread's capture mode: GPU memory is freed while an engine may capture a graph.
             with host_device.own_stream(self.device), contextlib.suppress(WeightcastError):
                 self.base, memory = None, self._base_memory
-                # No other rank uses it now: none has an update in progress after one that ended well, and none
-                # receives the next one before this rank has accepted it.
+                # No other rank uses it now: a version that ended well has ended on all, and none receives the next
+                # one before this rank has accepted it.
                 if memory is not None and os.fstat(memory.descriptor).st_size:
                     memory.map().free()
                 if self.install is not None:
