@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import IO, Any
 import httpx
 import pytest
 import torch
+from ports import free_port
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -240,8 +240,7 @@ def test_an_engine_that_differs_is_quarantined_whatever_another_one_does() -> No
     with EngineServer(ModuleEngine(torch.nn.Linear(4, 4, bias=False))) as server:
         with Publisher(tensors, engines=[server.url]) as publisher:
             publisher.publish()
-        with socket.create_server(("127.0.0.1", 0)) as unused:
-            dead = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        dead = f"http://127.0.0.1:{free_port()}"
         with pytest.raises(PeerError):
             verify.verify(ours, [dead, server.url], None, quarantine=True)
         assert "'weight'" in server.gate.torn

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ports import free_port
 from safetensors.torch import save_file
 
 from core.direct import DirectEngine, RecordingEngine
@@ -60,11 +60,6 @@ def on_waiting(call: object) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class LateServer:

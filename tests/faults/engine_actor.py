@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
+from ports import free_port
 
 from faults.actors import WIDTH, Actor, Stops, build_model, digests, fill, footprint, settle_in
 
@@ -101,7 +102,7 @@ def _name(address: Any) -> int | str:
 
 class EngineProcess(Actor):
     def __init__(self, port: int = 0, *, width: int = WIDTH, **options: Any) -> None:
-        super().__init__(engine_main, port, width, options)
+        super().__init__(engine_main, port or free_port(), width, options)
         self.width = width
         self.url: str = self.hear("url")
 

@@ -8,9 +8,7 @@ import ctypes
 import importlib.util
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +20,7 @@ from typing import Any, Self
 
 import httpx
 import pytest
+from ports import free_port
 from warm_python import Forked, WarmPython
 
 START_SECONDS = 400.0
@@ -235,14 +234,6 @@ class ServerProcess(abc.ABC):
         """The sum of a Prometheus metric over its labels."""
         lines = self._http.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-
-def free_port() -> int:
-    """Not one that the kernel gives to connections, of which one might have it before a server has started."""
-    while True:
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", random.randrange(16384, 32768)))
-            return int(sock.getsockname()[1])
 
 
 class Halfway:

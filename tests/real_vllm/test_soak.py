@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from real_engines.process import free_port
+from ports import free_port
 from real_engines.setups import on
 
 from real_vllm.baseline.per_tensor import PerTensorTrainer

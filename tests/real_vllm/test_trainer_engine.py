@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import vllm
-from real_engines.process import free_port
+from ports import free_port
 from real_engines.setups import on
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 import transformers
 import trl
-from real_engines.process import STOP_SECONDS, free_port
+from ports import free_port
+from real_engines.process import STOP_SECONDS
 from real_engines.reference import ReferenceServer
 from real_engines.setups import on
 from torch.testing._internal.distributed.fake_pg import FakeStore

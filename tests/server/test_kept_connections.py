@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from forking import in_child
+from ports import free_port
 
 import weightcast
 from weightcast.control import client as control_client
@@ -39,7 +40,7 @@ class ScriptedServer:
         self.requests: list[bytes] = []
         self.num_ended = threading.Semaphore(0)
         self._answer = answer
-        self._listener = socket.create_server(("127.0.0.1", port))
+        self._listener = socket.create_server(("127.0.0.1", port or free_port()))
         self.port: int = self._listener.getsockname()[1]
         self.routes = HttpRoutes(f"http://127.0.0.1:{self.port}", token=None, timeout_seconds=10)
         self._connections: list[socket.socket] = []

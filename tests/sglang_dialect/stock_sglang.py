@@ -14,7 +14,6 @@ import json
 import os
 import pickle
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import Any
 import forking
 import httpx
 import torch
+from ports import free_port
 from safetensors.torch import load_file
 from torch.distributed import PrefixStore
 
@@ -36,9 +36,7 @@ class StockSglang:
     """The test's handle on a server process. `folder` has the checkpoint that it starts from."""
 
     def __init__(self, folder: Path, *, num_ranks: int = 1, key: str = "", overrides: dict[str, Any] | None = None):
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         arguments = (self.port, folder, num_ranks, key, overrides or {})
         self._process = _context.Process(target=main, args=arguments, daemon=True)

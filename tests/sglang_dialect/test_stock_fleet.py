@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from publishers import publisher_of
 from real_vllm.trainer import Tensors
 from warm_python import WarmPython
@@ -421,9 +421,7 @@ def test_a_mixed_fleet_is_updated_by_one_publish(start: Start) -> None:
 
 def test_several_trainer_ranks_publish_to_stock_servers_and_others(start: Start) -> None:
     server = start(num_ranks=2)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = str(sock.getsockname()[1])
+    port = str(free_port())
     program = [sys.executable, str(TESTS / "sglang_dialect" / "trainer_rank.py")]
     ranks = [subprocess.Popen([*program, rank, port, server.url], env=ENVIRONMENT) for rank in ("0", "1")]
     try:
