@@ -67,8 +67,8 @@ class Sender(VersionWriter, Protocol):
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update for these peers; return the first bucket to send, the number of buckets if all were sent.
 
-        Of deltas the manifest has the lengths of what is sent, and no tensors. A version may be opened once as deltas,
-        and then in full for other peers.
+        Of deltas the manifest has the lengths of what is sent, and no tensors. A version may be opened once as deltas
+        and, when their peers have ended it, in full for other peers.
 
         Raises PeersLostError; InsufficientMemoryError before any byte is sent.
         """

@@ -219,6 +219,20 @@ class TransportContract(VersionedTransportContract):
         send_all(sender, manifest, 2)
         assert len(reader.result()) == 5
 
+    def test_a_version_is_sent_as_deltas_to_one_peer_and_in_full_to_another(self) -> None:
+        """Deltas have other lengths than the manifest's buckets."""
+        sender, manifest = self.sender(), numbered()
+        deltas = manifest.with_sizes(tuple(256 * (1 + index) for index in range(len(manifest.buckets))))
+        receivers = {peer: self.receiver(sender, peer) for peer in ("has the base", "is new")}
+        for number in (1, 2, 3):
+            for peer, plan in zip(receivers, (deltas, manifest), strict=True):
+                reader = Reader(receivers[peer], plan, version(number), staged=True)
+                sender.open(plan, version(number), peers=[peer], staged=True)
+                send_all(sender, plan, number)
+                assert list(map(len, reader.result())) == list(plan.buckets)
+                receivers[peer].end()
+        assert not sender.failures
+
     @pytest.mark.parametrize(("num_buckets", "opened_staged"), [(5, False), (4, True)])
     def test_an_update_unlike_its_offer_is_refused(self, num_buckets: int, opened_staged: bool) -> None:
         sender, manifest = self.sender(SHORT_SECONDS), numbered(5)
