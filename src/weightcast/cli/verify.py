@@ -146,7 +146,7 @@ def _verify_store(url: str) -> Verdict:
     """Read every bucket of the newest version. Memory: one bucket. Raises IntegrityError if it is damaged."""
     from weightcast.store.reading import pinned
 
-    with pinned(StoreAddress.parse(url).directory, label="weightcast verify") as version:
+    with pinned(StoreAddress.parse(url), label="weightcast verify") as version:
         manifest = version.manifest
         total_bytes = sum(manifest.buckets)
         with output.measured("store") as show:
