@@ -10,6 +10,7 @@ import pytest
 from store.object_server import BUCKET, ObjectServer, environment, warm_up
 
 from weightcast.testing import VersionedTransportContract
+from weightcast.testing.payloads import PAYLOADS, Payload
 
 _numbers = itertools.count()
 
@@ -23,6 +24,14 @@ def endpoint() -> Iterator[str]:
 
 
 class TestS3(VersionedTransportContract):
+    @pytest.fixture(
+        params=[each for each in PAYLOADS if each.name in ("plain", "empty_tensors", "every_dtype")], ids=str
+    )
+    def payload(self, request: pytest.FixtureRequest) -> Payload:
+        """Transports do not look into buckets: the other payloads are left to the store in a directory."""
+        payload: Payload = request.param
+        return payload
+
     @pytest.fixture(autouse=True)
     def _prefix(self, endpoint: str) -> None:
         self.url = f"s3://{BUCKET}/run-{next(_numbers)}?endpoint={endpoint}"

@@ -137,7 +137,7 @@ class LockedSlot:
             )
         return layout.num_files
 
-    def share(self) -> None:
+    def allow_origins(self) -> None:
         # Unlock the other origins' bytes for their writers. A writer of a former attempt would have blocked this.
         self._lock.unlock_from(locks.PINS_BYTES)
 
@@ -254,7 +254,7 @@ class DirectoryStorage:
     def remove(self, name: str, slot: int | None = None) -> None:
         files.remove(self.path(name, slot))
 
-    def commit(self, data: bytes) -> None:
+    def commit(self, data: bytes, former: bytes | None) -> None:
         os.replace(self.path(files.NEXT), self.path(files.POINTER))
         if self._address.fsync:
             files.sync_directory(self._directory)

@@ -129,7 +129,7 @@ class AttemptSlot:
     def prepare(self, manifest: Manifest, *, is_delta: bool) -> int:
         return 1
 
-    def share(self) -> None: ...
+    def allow_origins(self) -> None: ...
 
     def open(self, manifest: Manifest, span: range) -> ObjectWriter:
         return ObjectWriter(self._storage, self.number, span)
@@ -149,8 +149,8 @@ class ObjectStorage:
         self._owner: bytes | None = None
         """The content of `writer.json`, once this writer has replaced it."""
         self._pid: int | None = None
-        self._tags: dict[str, str | None] = {}
-        """The entity tag of each record at the top when it was read or written last; None if there was none."""
+        self._owner_tag: str | None = None
+        """The entity tag of `writer.json` when this writer wrote it, or before that read it; None if there was none."""
         limit = datetime.timedelta(seconds=deadline_seconds)
         endpoint = address.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
         given = {"endpoint": endpoint, "region": address.region}
@@ -183,6 +183,10 @@ class ObjectStorage:
         return True
 
     def read(self, name: str, max_bytes: int, slot: int | None = None) -> bytes | None:
+        return self._read(name, max_bytes, slot)[0]
+
+    def _read(self, name: str, max_bytes: int, slot: int | None = None) -> tuple[bytes | None, str | None]:
+        """Return an object's content, and its entity tag; None for both if there is no object."""
         key = _key(name, slot)
         with self._calls(key):
             try:
@@ -192,11 +196,9 @@ class ObjectStorage:
                         f"{self.path(name, slot)} has more than {max_bytes} bytes, so it is not a file of a weightcast "
                         "store: remove it, and publish again"
                     )
-                data: bytes | None = found.bytes().to_bytes()
-                self._tags[key] = found.meta["e_tag"]
+                return found.bytes().to_bytes(), found.meta["e_tag"]
             except FileNotFoundError:
-                data = self._tags[key] = None
-        return data
+                return None, None
 
     def read_range(self, name: str, slot: int, start: int, num_bytes: int) -> obstore.Bytes:
         """Read a part of an object; less than `num_bytes` at its end. Raises IntegrityError if there is no object."""
@@ -232,16 +234,16 @@ class ObjectStorage:
     # --- for writers ---
 
     def lock(self, run: str) -> None:
-        former = None
+        former, (data, self._owner_tag) = None, self._read(files.WRITER, MAX_RECORD_BYTES)
         with contextlib.suppress(IntegrityError):
-            former = read_record(self, files.WRITER, WriterRecord)
+            former = None if data is None else unseal(data, WriterRecord, self.path(files.WRITER))
         if former is not None and former.aborted != _CLOSED:
             logger.warning(
                 "%s was not closed by its last publisher, %s: if that still lives, it has lost the store to this one",
                 self._where,
                 former.describe(),
             )
-        if self._tags[files.WRITER] is None:
+        if data is None:
             with self._calls(""):
                 found = obstore.list_with_delimiter(self._client)
             names = [
@@ -293,9 +295,10 @@ class ObjectStorage:
 
     def write_owner(self, data: bytes) -> None:
         is_first = self._owner is None
-        if not self._put_if_unchanged(files.WRITER, data):
+        tag = self._put_if_unchanged(files.WRITER, data, self._owner_tag)
+        if tag is None:
             raise self._lost()
-        self._owner = data
+        self._owner, self._owner_tag = data, tag
         if is_first:
             self._require_conditions(data)
 
@@ -306,8 +309,9 @@ class ObjectStorage:
     def remove(self, name: str, slot: int | None = None) -> None:
         self._remove([_key(name, slot)])
 
-    def commit(self, data: bytes) -> None:
-        if not self._put_if_unchanged(files.POINTER, data):
+    def commit(self, data: bytes, former: bytes | None) -> None:
+        found, tag = self._read(files.POINTER, MAX_RECORD_BYTES)
+        if found != former or self._put_if_unchanged(files.POINTER, data, tag) is None:
             raise StaleVersionError(
                 f"{self.path(files.POINTER)} was changed by another publisher right before this one: its version is "
                 "the newest now, and this one was not committed. Close all publishers, and make a new one"
@@ -355,28 +359,27 @@ class ObjectStorage:
             with self._calls(keys[0]), contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._client, keys)
 
-    def _put_if_unchanged(self, name: str, data: bytes) -> bool:
-        """Replace a record if it is still the one that was read or written last; return whether it has this content.
+    def _put_if_unchanged(self, name: str, data: bytes, tag: str | None) -> str | None:
+        """Replace a record if it still has this tag, or create it; return the new tag, None if it has another one.
 
         If an answer is lost, what is there then decides. Raises PeerError if that is unknown at the deadline.
         """
-        tag = self._tags.get(name)
         for _ in Deadline(self._deadline_seconds).polls(max_pause_seconds=1.0):
             try:
-                put = obstore.put(self._client, name, data, mode="create" if tag is None else {"e_tag": tag})
-                self._tags[name] = put["e_tag"]
-                return True
+                return obstore.put(self._client, name, data, mode="create" if tag is None else {"e_tag": tag})["e_tag"]
             except FileNotFoundError as exc:
                 raise self._no_bucket() from exc
             except _REFUSED:
                 # A repeated request finds its own first one.
-                return self.read(name, MAX_RECORD_BYTES) == data
+                found, new = self._read(name, MAX_RECORD_BYTES)
+                return new if found == data else None
             except BaseError as exc:
                 if isinstance(exc, (*_DENIED, NotSupportedError)):
                     self._fail(name, exc)
                 problem = _summary(exc)
-            if self.read(name, MAX_RECORD_BYTES) == data:
-                return True
+            found, new = self._read(name, MAX_RECORD_BYTES)
+            if found == data:
+                return new
         raise PeerError(
             f"{self.path(name)} could not be replaced within {self._deadline_seconds:g} s ({problem}), and the server "
             "may still do so: look with `weightcast inspect` before you publish again",
@@ -391,22 +394,21 @@ class ObjectStorage:
         for mode, header in (("create", "If-None-Match"), ({"e_tag": _NO_TAG}, "If-Match")):
             with self._calls(files.WRITER):
                 try:
-                    put = obstore.put(self._client, files.WRITER, data, mode=mode)  # type: ignore[arg-type]
+                    obstore.put(self._client, files.WRITER, data, mode=mode)  # type: ignore[arg-type]
                 except _REFUSED:
                     continue
-            self._tags[files.WRITER] = put["e_tag"]
             raise UnsupportedError(
                 f"the server of {self._where} ignores {header} in a put, so that two publishers could both commit: use "
                 "one with conditional puts (Amazon S3, MinIO, Ceph and others have them), or publish into a directory"
             )
 
     def _lost(self) -> StaleVersionError:
-        data, owner = self.read(files.WRITER, MAX_RECORD_BYTES), "somebody has removed or damaged writer.json"
+        data, owner = self.read(files.WRITER, MAX_RECORD_BYTES), "its writer.json was removed or damaged"
         with contextlib.suppress(IntegrityError):
             if data is not None:
-                owner = f"{unseal(data, WriterRecord, self.path(files.WRITER)).describe()} has opened it"
+                owner = f"{unseal(data, WriterRecord, self.path(files.WRITER)).describe()} has opened it since"
         return StaleVersionError(
-            f"this publisher has lost the store {self._where}: {owner} since. The publisher that opened the store last "
+            f"this publisher has lost the store {self._where}: {owner}. The publisher that opened the store last "
             "writes it; close this one, or close the other and make a new one"
         )
 
@@ -421,6 +423,8 @@ class ObjectStorage:
         return Translated(BaseError, lambda error: self._fail(key, error))
 
     def _fail(self, key: str, error: BaseError) -> NoReturn:
+        if "404 Not Found" in _summary(error):
+            raise self._no_bucket() from error
         remedy = (
             "check that the server runs and can be reached from here, and its address in ?endpoint=; then try again"
         )

@@ -6,7 +6,7 @@ storage has the files. A record lies at the store's top, or in a slot.
     R  StoreReader                       read, slot_numbers, pin, open_slot
     W  StoreWriter                       lock, then read, write_owner, sweep
        for each version                  free_slot, remove the seal, Slot.prepare, write_owner, write the manifest,
-                                         Slot.share, Slot.open, then write the seal, next.json, and at last commit
+                                         Slot.allow_origins, Slot.open, write the seal and next.json, at last commit
     O  OriginWriter                      join_slot, Slot.open
 
 A foreign exception of the place leaves a storage as a WeightcastError or as an OSError.
@@ -24,7 +24,7 @@ from weightcast.store.records import MAX_RECORD_BYTES, Commit, ReaderRecord, Slo
 
 
 class Pin(Protocol):
-    """What keeps a slot from being overwritten."""
+    """A reader's claim on a slot, which is not overwritten until `close`."""
 
     def close(self) -> None: ...
 
@@ -60,7 +60,7 @@ class Slot(Protocol):
     def prepare(self, manifest: Manifest, *, is_delta: bool) -> int:
         """Make room for a version; return `num_files` of its seal. Raises InsufficientMemoryError."""
 
-    def share(self) -> None:
+    def allow_origins(self) -> None:
         """Allow the writers of other origins to write theirs from now on."""
 
     def open(self, manifest: Manifest, span: range) -> SlotWriter:
@@ -134,8 +134,8 @@ class Storage(Protocol):
     def remove(self, name: str, slot: int | None = None) -> None:
         """Remove a file if it exists."""
 
-    def commit(self, data: bytes) -> None:
-        """Replace the pointer, which was just read, by `next.json`, which has this content, and remove that.
+    def commit(self, data: bytes, former: bytes | None) -> None:
+        """Replace the pointer, which has the content `former`, by `next.json`, which has this one, and remove that.
 
         Raises StaleVersionError if the pointer was changed, PeerError if it is unknown which one is there.
         """

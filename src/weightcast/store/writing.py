@@ -202,7 +202,7 @@ class StoreWriter(_SlotWriter):
             if held != data:
                 self._storage.write(files.MANIFEST, data, slot.number)
             if len(span) < len(manifest.buckets):
-                slot.share()
+                slot.allow_origins()
             self._buckets, self._slot = slot.open(manifest, span), slot
             self._attempt = _Attempt(version, digest, num_files, slot.number, base)
         return encode(SlotAttempt(slot.number, number)).decode()
@@ -256,7 +256,7 @@ class StoreWriter(_SlotWriter):
             # For example another writer's version, which its engines may still refuse.
             raise self._changed(path)
         try:
-            self._storage.commit(data)
+            self._storage.commit(data, self._seen)
         except PeerError:
             attempt.is_in_doubt = True
             raise
