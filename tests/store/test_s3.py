@@ -40,11 +40,14 @@ from weightcast.errors import (
     UnsupportedError,
     VersionNotFoundError,
 )
+from weightcast.format.bucket import Layout
 from weightcast.format.manifest import WeightVersion
 from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.address import ObjectStoreAddress, StoreAddress
 from weightcast.store.reading import StoreReader, pinned, store_status
+from weightcast.testing.transport_kit import pack_and_send
+from weightcast.trainer.packer import Packer
 from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.rollback import rollback
 from weightcast.transports.store import JoinedStoreSender, StoreReceiver, StoreSender
@@ -261,9 +264,13 @@ def test_the_publisher_that_opened_the_store_last_has_it(url: Options) -> None:
         with contextlib.closing(StoreSender(url(), run=OTHER_RUN)) as second:
             publish(second, 2)
             # The first one goes on, without a look, until it would seal.
-            manifest, version = manifest_of(model(0)), WeightVersion(RUN, 2)
+            manifest = manifest_of(model(0))
+            packer = Packer(Layout(manifest), TensorSource(model(2)).regions())
+            last = len(manifest.buckets) - 1
+            for index in range(2, last):
+                pack_and_send(first, packer, manifest, WeightVersion(RUN, 2), index)
             with pytest.raises(StaleVersionError, match=lost):
-                finish(first, manifest, version)
+                pack_and_send(first, packer, manifest, WeightVersion(RUN, 2), last)
             first.abort("it was lost")
             with pytest.raises(StaleVersionError, match=lost):
                 publish(first, 3)
@@ -271,16 +278,6 @@ def test_the_publisher_that_opened_the_store_last_has_it(url: Options) -> None:
             publish(second, 3)
     assert number_held(url()) == 3
     assert store_status(StoreAddress.parse(url())).newest.run == OTHER_RUN
-
-
-def finish(sender: StoreSender, manifest: object, version: WeightVersion) -> None:
-    from weightcast.format.bucket import Layout
-    from weightcast.testing.transport_kit import pack_and_send
-    from weightcast.trainer.packer import Packer
-
-    packer = Packer(Layout(manifest), TensorSource(model(version.number)).regions())  # type: ignore[arg-type]
-    for index in range(2, len(manifest.buckets)):  # type: ignore[attr-defined]
-        pack_and_send(sender, packer, manifest, version, index)  # type: ignore[arg-type]
 
 
 def test_of_two_publishers_that_commit_at_once_one_loses(url: Options, proxy: Proxy) -> None:
