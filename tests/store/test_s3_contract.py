@@ -24,11 +24,18 @@ def endpoint() -> Iterator[str]:
 
 
 class TestS3(VersionedTransportContract):
+    """On the diagonal: installs in one mode, and two payloads, since a transport does not look into buckets."""
+
+    @pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.full)], ids=["staged", "streaming"])
+    def staged(self, request: pytest.FixtureRequest) -> bool:
+        return bool(request.param)
+
     @pytest.fixture(
-        params=[each for each in PAYLOADS if each.name in ("plain", "empty_tensors", "every_dtype")], ids=str
-    )
+        params=[pytest.param(each, marks=() if str(each) in ("every_dtype", "only_empty_tensors") else pytest.mark.full)
+                for each in PAYLOADS],
+        ids=str,
+    )  # fmt: skip
     def payload(self, request: pytest.FixtureRequest) -> Payload:
-        """Transports do not look into buckets: the other payloads are left to the store in a directory."""
         payload: Payload = request.param
         return payload
 

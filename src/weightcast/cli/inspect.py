@@ -48,7 +48,7 @@ class Inspection(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    targets = "an engine's URL, a checkpoint directory, or a store, file:///dir"
+    targets = "an engine's URL, a checkpoint directory, or a store, file:///dir or s3://bucket/prefix"
     parser.add_argument("target", metavar="TARGET", help=targets)
     parser.add_argument("--filter", default="*", metavar="GLOB", help="show only tensors whose names match")
     output.add_token(parser)

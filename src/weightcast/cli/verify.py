@@ -89,7 +89,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, positive = parser.add_argument, values.integer(1)
-    add("checkpoint", metavar="CHECKPOINT", help="a directory of safetensors files, or file:///dir")
+    add("checkpoint", metavar="CHECKPOINT", help="a directory of safetensors files, file:///dir or s3://bucket/prefix")
     output.add_engines(parser, required=False)
     add(
         "--bandwidth",

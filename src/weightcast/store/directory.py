@@ -26,7 +26,7 @@ _OURS = {files.POINTER, files.NEXT, files.WRITER, files.WRITER_LOCK, files.SLOTS
 
 
 class SlotFiles:
-    """The open data files of a complete version; see `SlotReader`."""
+    """The open data files of a complete version; see `BucketReader`."""
 
     def __init__(self, slot: Path, stored: Stored, manifest: Manifest) -> None:
         num_files, num_origins = stored.num_files, len(manifest.spans)

@@ -73,7 +73,7 @@ class _NoPin:
 
 
 class ObjectReader:
-    """The buckets of a complete version; see `SlotReader`. Memory: that of one read, in each thread."""
+    """The buckets of a complete version; see `BucketReader`. Memory: that of one read, in each thread."""
 
     def __init__(self, storage: ObjectStorage, slot: int) -> None:
         self._storage: ObjectStorage | None = storage
@@ -99,7 +99,7 @@ class ObjectReader:
 
 
 class ObjectWriter:
-    """Some buckets of a version that is written, each as an object; see `SlotWriter`. They are sent as they lie."""
+    """Some buckets of a version that is written, each as an object; see `BucketWriter`. They are sent as they lie."""
 
     def __init__(self, storage: ObjectStorage, slot: int, span: range) -> None:
         self._storage = storage

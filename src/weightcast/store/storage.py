@@ -29,7 +29,7 @@ class Pin(Protocol):
     def close(self) -> None: ...
 
 
-class SlotReader(Protocol):
+class BucketReader(Protocol):
     """The buckets of a complete version. `read` is thread-safe."""
 
     def read(self, index: int, parts: Sequence[memoryview], start: int) -> None:
@@ -39,7 +39,7 @@ class SlotReader(Protocol):
         """Idempotent."""
 
 
-class SlotWriter(Protocol):
+class BucketWriter(Protocol):
     """Some of the buckets of a version that is written. `write` is thread-safe."""
 
     def write(self, number: int, data: memoryview) -> None:
@@ -63,7 +63,7 @@ class Slot(Protocol):
     def allow_origins(self) -> None:
         """Allow the writers of other origins to write theirs from now on."""
 
-    def open(self, manifest: Manifest, span: range) -> SlotWriter:
+    def open(self, manifest: Manifest, span: range) -> BucketWriter:
         """Open these buckets for writing."""
 
     @property
@@ -98,7 +98,7 @@ class Storage(Protocol):
     def pin(self, slot: int, reader: ReaderRecord) -> Pin | None:
         """Keep a slot from being overwritten; None while it is written."""
 
-    def open_slot(self, stored: Stored, manifest: Manifest) -> SlotReader:
+    def open_slot(self, stored: Stored, manifest: Manifest) -> BucketReader:
         """Open a version for reading. Raises IntegrityError if a part of it is missing."""
 
     def close(self) -> None:

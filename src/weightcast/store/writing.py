@@ -49,7 +49,7 @@ from weightcast.store.records import (
     seal,
     unseal,
 )
-from weightcast.store.storage import Slot, SlotWriter, read_record, slots_of
+from weightcast.store.storage import BucketWriter, Slot, read_record, slots_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class _SlotWriter:
         self._run = run
         self._deadline_seconds = deadline_seconds
         self._storage = storage_of(address, deadline_seconds=deadline_seconds)
-        self._buckets: SlotWriter | None = None
+        self._buckets: BucketWriter | None = None
         self._slot: Slot | None = None
 
     @property
@@ -87,12 +87,12 @@ class _SlotWriter:
         return str(self._storage.path(""))
 
     def write(self, number: int, data: memoryview) -> None:
-        """See `SlotWriter.write`."""
+        """See `BucketWriter.write`."""
         assert self._buckets is not None
         self._buckets.write(number, data)
 
     def finish(self) -> None:
-        """See `SlotWriter.finish`."""
+        """See `BucketWriter.finish`."""
         assert self._buckets is not None
         self._buckets.finish()
 
