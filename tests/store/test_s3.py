@@ -315,6 +315,18 @@ def test_a_forked_or_closed_publisher_does_not_write(url: Options, monkeypatch: 
     assert number_held(url()) == 2
 
 
+def test_the_cost_of_a_publish_does_not_grow(url: Options, proxy: Proxy) -> None:
+    """In the number of small requests, while versions stay for their time."""
+    costs = []
+    with contextlib.closing(StoreSender(url("", proxy.endpoint), run=RUN)) as sender:
+        for number in range(6):
+            before = len(proxy.requests)
+            publish(sender, number)
+            costs.append(sum("/bucket." not in key for _, key in proxy.requests[before:]))
+    assert len(slots(url())) == 6
+    assert costs[2:] == costs[2:3] * 4
+
+
 @pytest.mark.parametrize("header", ["if-none-match", "if-match"])
 def test_a_server_without_conditional_puts_is_refused(url: Options, proxy: Proxy, header: str) -> None:
     def ignoring(request: Request) -> bool:

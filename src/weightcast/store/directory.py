@@ -109,6 +109,7 @@ class LockedSlot:
         The files of a delta have the size of a full version's, and holes where nothing is written.
         """
         layout = _layout(manifest, self._address)
+        files.remove(self._path / files.SEAL)
         paths = [self._path / files.data_name(file) for file in range(layout.num_files)]
         for path in set(self._path.glob(files.data_name("*"))).difference(paths):
             files.remove(path)

@@ -53,7 +53,7 @@ from weightcast.store.records import (
     seal,
     unseal,
 )
-from weightcast.store.storage import read_record, slots_of
+from weightcast.store.storage import read_record
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +151,8 @@ class ObjectStorage:
         self._pid: int | None = None
         self._owner_tag: str | None = None
         """The entity tag of `writer.json` when this writer wrote it, or before that read it; None if there was none."""
+        self._sealed: dict[int, Stored] = {}
+        """By slot, the versions that this writer has found; a slot is never sealed twice."""
         limit = datetime.timedelta(seconds=deadline_seconds)
         endpoint = address.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
         given = {"endpoint": endpoint, "region": address.region}
@@ -326,14 +328,18 @@ class ObjectStorage:
         another one has replaced as the newest more than `keep_seconds` ago.
         """
         known = self.slot_numbers()
-        sealed = [
-            record.newest for slot in known if (record := read_record(self, files.SEAL, Commit, slot)) is not None
-        ]
-        sealed.sort(key=lambda stored: stored.committed_at, reverse=True)
+        for slot in known - self._sealed.keys():
+            if (record := read_record(self, files.SEAL, Commit, slot)) is not None:
+                self._sealed[slot] = record.newest
+        self._sealed = {slot: stored for slot, stored in self._sealed.items() if slot in known}
         kept, replaced_at = newest | previous, time.time()
-        for number, stored in enumerate(sealed):
+        by_age = sorted(self._sealed.values(), key=lambda stored: stored.committed_at, reverse=True)
+        for number, stored in enumerate(by_age):
             if number < self._address.num_slots or time.time() - replaced_at < self._address.keep_seconds:
-                kept.update(slots_of(self, stored) or [stored.slot])
+                needed: Stored | None = stored
+                while needed is not None and needed.slot not in kept:
+                    kept.add(needed.slot)
+                    needed = None if needed.base is None else self._sealed.get(needed.base.slot)
             replaced_at = stored.committed_at
         try:
             for slot in sorted(known - kept):

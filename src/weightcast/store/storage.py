@@ -5,7 +5,7 @@ storage has the files. A record lies at the store's top, or in a slot.
 
     R  StoreReader                       read, slot_numbers, pin, open_slot
     W  StoreWriter                       lock, then read, write_owner, sweep
-       for each version                  free_slot, remove the seal, Slot.prepare, write_owner, write the manifest,
+       for each version                  free_slot, Slot.prepare, write_owner, write the manifest,
                                          Slot.allow_origins, Slot.open, write the seal and next.json, at last commit
     O  OriginWriter                      join_slot, Slot.open
 
@@ -58,7 +58,10 @@ class Slot(Protocol):
     number: int
 
     def prepare(self, manifest: Manifest, *, is_delta: bool) -> int:
-        """Make room for a version; return `num_files` of its seal. Raises InsufficientMemoryError."""
+        """Remove the former version's seal, and make room for another; return `num_files` of its seal.
+
+        Raises InsufficientMemoryError.
+        """
 
     def allow_origins(self) -> None:
         """Allow the writers of other origins to write theirs from now on."""

@@ -192,7 +192,6 @@ class StoreWriter(_SlotWriter):
             self._needed(newest), self._needed(None if self._commit is None else self._commit.previous), number
         )
         with on_failure(slot.close):
-            self._storage.remove(files.SEAL, slot.number)
             num_files = slot.prepare(manifest, is_delta=base is not None)
             # Before anything else is written: a writer that has lost the store to another must not touch its slots.
             self._write_record(msgspec.structs.replace(self._record, attempt=number, number=version.number, aborted=""))

@@ -2,8 +2,8 @@
 
 The package `weightcast.store` defines where they lie. Invariants: a bucket's buffer is reused only when the filesystem
 or the server has its bytes; an error of any writing thread is raised, and the version is not sealed then; a sealed
-version is dropped unless `commit` is called next. Readers copy bytes into memory of their own from a slot that is pinned
-meanwhile; the pin ends with the last bucket, or with `end`.
+version is dropped unless `commit` is called next. Readers copy bytes into memory of their own from a slot that is
+pinned meanwhile; the pin ends with the last bucket, or with `end`.
 """
 
 from __future__ import annotations
