@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from store.store_kit import (
     two_origins,
 )
 
-from weightcast import TensorSource, cli
+from weightcast import TensorSource, cli, registry
 from weightcast.cli import exits
 from weightcast.errors import (
     ClosedError,
@@ -304,6 +305,40 @@ def test_of_two_publishers_that_commit_at_once_one_loses(url: Options, proxy: Pr
     assert number_held(url()) == 3
 
 
+def test_a_publisher_that_has_lost_the_store_removes_nothing_of_the_other(url: Options, proxy: Proxy) -> None:
+    """It has just looked whether it has the store, when the other one opens it and begins to write."""
+    others: list[StoreSender] = []
+    manifest = manifest_of(model(0))
+
+    def overtaken(request: Request) -> bool:
+        if request.command == "GET" and "slots" in request.path and "list-type" in request.path:
+            proxy.spoil = lambda request: False
+            others.append(StoreSender(url(), run=RUN))
+            begun(others[0], 2, 3)
+        return False
+
+    with contextlib.closing(StoreSender(url("&keep_seconds=0", proxy.endpoint), run=OTHER_RUN)) as sender:
+        publish(sender, 1)
+        proxy.spoil = overtaken
+        with pytest.raises(StaleVersionError, match="lost the store"):
+            publish(sender, 2)
+    with contextlib.closing(others[0]) as other:
+        packer = Packer(Layout(manifest), TensorSource(model(2)).regions())
+        for index in range(3, len(manifest.buckets)):
+            pack_and_send(other, packer, manifest, WeightVersion(RUN, 2), index)
+        other.commit()
+    assert number_held(url()) == 2
+
+
+def test_a_damaged_writer_record_uses_no_slot_again(url: Options, server: ObjectServer) -> None:
+    write(url(), *range(1, 12))
+    prefix = url().partition("?")[0].removeprefix("s3:/")
+    assert server.ask("PUT", f"{prefix}/writer.json", b"not a record").status == 200
+    write(url("&keep_seconds=0"), 12, 13)
+    assert slots(url()) == [11, 12, 13]
+    assert number_held(url()) == 13
+
+
 def test_a_forked_or_closed_publisher_does_not_write(url: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.closing(StoreSender(url(), run=RUN)) as sender:
         publish(sender, 1)
@@ -369,6 +404,28 @@ def test_addresses() -> None:
         "b", "runs/7", num_slots=3, num_threads=3, endpoint="https://host:9000", region="eu", keep_seconds=9
     )
     assert parsed == expected
+
+
+def test_keys_endpoint_and_region_come_from_the_environment_or_the_url(
+    url: Options, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def look(request: Request) -> bool:
+        seen.append(request.headers["Authorization"])
+        return False
+
+    proxy.spoil = look
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    for options, region in (("", "us-east-1"), ("?region=eu-west-3", "eu-west-3")):
+        with pytest.raises(VersionNotFoundError):
+            StoreSource(f"s3://{BUCKET}/nothing{options}")
+        assert re.search(rf"Credential=key/\d+/{region}/s3/aws4_request", seen[-1])
+
+
+def test_engines_connect_to_the_host_in_the_url() -> None:
+    assert registry.endpoint("s3://bucket/x?host=10.0.0.5&region=eu") == ("10.0.0.5", 0)
+    assert registry.endpoint("s3://bucket/x") == ("127.0.0.1", 0)
 
 
 def test_without_obstore_the_message_has_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

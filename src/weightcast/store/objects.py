@@ -161,9 +161,9 @@ class ObjectStorage:
             prefix=address.prefix or None,
             config={name: value for name, value in given.items() if value},  # type: ignore[arg-type]
             client_options={
-                "allow_http": endpoint.startswith("http://"),
                 "connect_timeout": datetime.timedelta(seconds=min(_CONNECT_SECONDS, deadline_seconds)),
                 "timeout": limit,
+                **({"allow_http": True} if endpoint.startswith("http://") else {}),
             },
             retry_config={"retry_timeout": limit, "backoff": {"max_backoff": datetime.timedelta(seconds=1)}},
         )
@@ -273,11 +273,10 @@ class ObjectStorage:
 
     def unlock(self) -> None:
         """Say in `writer.json` that this writer has closed the store, for readers that wait and for the next writer."""
-        if not self.is_locked or self._owner is None:
-            return
-        with contextlib.suppress(WeightcastError):
-            record = unseal(self._owner, WriterRecord, self.path(files.WRITER))
-            self.write_owner(seal(msgspec.structs.replace(record, aborted=_CLOSED)))
+        if self.is_locked and self._owner is not None:
+            with contextlib.suppress(WeightcastError):
+                record = unseal(self._owner, WriterRecord, self.path(files.WRITER))
+                self.write_owner(seal(msgspec.structs.replace(record, aborted=_CLOSED)))
         self._pid = None
 
     def sweep(self) -> None:
@@ -322,12 +321,13 @@ class ObjectStorage:
             self.remove(files.NEXT)
 
     def free_slot(self, newest: set[int], previous: set[int], attempt: int) -> AttemptSlot:
-        """Return the slot of this attempt, after slots that are no longer needed were removed.
+        """Return the slot of this attempt, after former slots that are no longer needed were removed.
 
         Those are: slots without a seal, which dead or aborted publishers left, and versions beyond `num_slots` that
-        another one has replaced as the newest more than `keep_seconds` ago.
+        another one has replaced as the newest more than `keep_seconds` ago. Slots from this attempt's number on may be
+        those of a publisher that has taken the store meanwhile.
         """
-        known = self.slot_numbers()
+        known = {slot for slot in self.slot_numbers() if slot < attempt}
         for slot in known - self._sealed.keys():
             if (record := read_record(self, files.SEAL, Commit, slot)) is not None:
                 self._sealed[slot] = record.newest
@@ -348,7 +348,7 @@ class ObjectStorage:
                 self._remove([key for key, _ in self._objects(slot)])
         except PeerError as exc:
             logger.warning("old versions in %s were not removed: %s", self._where, exc)
-        return AttemptSlot(max([attempt, *(slot + 1 for slot in known)]), self)
+        return AttemptSlot(attempt, self)
 
     def join_slot(self, slot: int, origin: int) -> AttemptSlot:
         return AttemptSlot(slot, self)

@@ -130,7 +130,9 @@ class StoreWriter(_SlotWriter):
             former = None
             with contextlib.suppress(IntegrityError):
                 former = read_record(self._storage, files.WRITER, WriterRecord)
-            attempt, number = (0, -1) if former is None else (former.attempt, former.number)
+            attempt, number = max(self._storage.slot_numbers(), default=0), -1
+            if former is not None:
+                attempt, number = former.attempt, former.number
             self._write_record(WriterRecord(FORMAT, run, socket.gethostname(), os.getpid(), attempt, number))
             self._storage.sweep()
 
