@@ -16,6 +16,7 @@ import pytest
 import torch
 from core.direct import RecordingEngine, fleet
 from safetensors.torch import load_file
+from server.stock_vllm import StockVllm
 from store.object_server import BUCKET, ObjectServer, Proxy, Request, environment, warm_up
 from store.store_kit import (
     LONG_SECONDS,
@@ -31,12 +32,13 @@ from store.store_kit import (
     two_origins,
 )
 
-from weightcast import TensorSource, cli, registry
+from weightcast import ModuleSource, TensorSource, cli, registry
 from weightcast.cli import exits
 from weightcast.errors import (
     ClosedError,
     IntegrityError,
     PeerError,
+    PublishError,
     StaleVersionError,
     UnsupportedError,
     VersionNotFoundError,
@@ -181,6 +183,30 @@ def test_several_origins_write_one_version(url: Options) -> None:
             first.seal(send_origin(second, manifest, 1, number))
             first.commit()
             assert number_held(url()) == number
+
+
+def test_a_version_is_published_from_one_store_into_another(url: Options, tmp_path: Path) -> None:
+    directory = f"file://{tmp_path}/store"
+    with Publisher(TensorSource(model(1)), transport=directory) as publisher:
+        publisher.publish(7)
+    assert cli.main(["publish", directory, "--transport", url()]) == exits.OK
+    assert number_held(url()) == 1
+    assert cli.main(["publish", url(), "--transport", directory, "--version", "9"]) == exits.OK
+    assert StoreSource(directory).version.number == 9
+    with pytest.raises(SystemExit):
+        cli.main(["publish", directory, "--transport", url(), "--dtype", "bfloat16"])
+
+
+def test_a_stock_server_is_refused(url: Options) -> None:
+    """It loads versions from a directory."""
+    with (
+        StockVllm(backend=None).serve() as vllm,
+        Publisher(ModuleSource(torch.nn.Linear(8, 8)), transport=url(), engines=[vllm.url]) as publisher,
+    ):
+        with pytest.raises(PublishError, match="loads versions from a directory, not from s3://") as caught:
+            publisher.publish()
+        assert isinstance(caught.value.failures[vllm.url], UnsupportedError)
+        assert not vllm.is_paused
 
 
 def test_an_empty_store_and_a_bucket_that_is_not_there(url: Options, server: ObjectServer) -> None:
