@@ -72,4 +72,4 @@ def test_what_keeps_versions_can_be_read_back(tmp_path: Path) -> None:
         number = publisher.publish().version
     kept = registry.stored_source(url)
     assert (kept.version.number, [spec.name for spec in kept.specs()]) == (number, ["weight", "bias"])
-    assert [name for name in registry.TRANSPORTS if registry.is_stored(f"{name}://")] == ["file"]
+    assert [name for name in registry.TRANSPORTS if registry.is_stored(f"{name}://")] == ["file", "s3"]

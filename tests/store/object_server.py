@@ -70,8 +70,10 @@ class Request(http.server.BaseHTTPRequestHandler):
     body: bytes
 
     def handle_one_request(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             super().handle_one_request()
+        except OSError:  # the client or the server is gone
+            self.cut()
 
     def do_GET(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -15,7 +15,7 @@ from store.test_s3 import number_held, publish, slots, write
 
 from weightcast.errors import IntegrityError, PeerError, StaleVersionError, WeightcastError
 from weightcast.serving.follower import Follower
-from weightcast.store import reading
+from weightcast.store import objects, reading
 from weightcast.store.address import StoreAddress
 from weightcast.store.reading import StoreReader
 from weightcast.transports.store import StoreSender
@@ -384,7 +384,8 @@ def test_a_server_that_is_killed_while_a_version_is_written_and_read(leaves_noth
             sender.abort("the server is gone")
 
 
-def test_a_server_that_does_not_answer_is_given_up(wire: Wire) -> None:
+def test_a_server_that_does_not_answer_is_given_up(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "GRACE_SECONDS", 2.0)
     go_on = threading.Event()
 
     def wait(request: Request) -> bool:

@@ -40,7 +40,7 @@ from weightcast.errors import (
     WeightcastError,
 )
 from weightcast.format.manifest import Manifest
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import GRACE_SECONDS, Deadline
 from weightcast.store import files
 from weightcast.store.address import ObjectStoreAddress
 from weightcast.store.records import (
@@ -59,7 +59,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_PUT_BYTES = 4 << 30
 """A larger bucket is uploaded in parts, of which a dead writer may leave some behind; S3 has a limit of 5 GiB."""
-_CONNECT_SECONDS = 5.0
 _DENIED = (PermissionDeniedError, UnauthenticatedError)
 _REFUSED = (AlreadyExistsError, PreconditionError)
 _CLOSED = "the publisher has closed the store"
@@ -153,7 +152,8 @@ class ObjectStorage:
         """The entity tag of `writer.json` when this writer wrote it, or before that read it; None if there was none."""
         self._sealed: dict[int, Stored] = {}
         """By slot, the versions that this writer has found; a slot is never sealed twice."""
-        limit = datetime.timedelta(seconds=deadline_seconds)
+        # A busy server may take longer for one request than an impatient caller waits for a version.
+        request_seconds = max(deadline_seconds, GRACE_SECONDS)
         endpoint = address.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
         given = {"endpoint": endpoint, "region": address.region}
         self._open_client: S3Store | None = S3Store(
@@ -161,11 +161,14 @@ class ObjectStorage:
             prefix=address.prefix or None,
             config={name: value for name, value in given.items() if value},  # type: ignore[arg-type]
             client_options={
-                "connect_timeout": datetime.timedelta(seconds=min(_CONNECT_SECONDS, deadline_seconds)),
-                "timeout": limit,
+                "connect_timeout": datetime.timedelta(seconds=GRACE_SECONDS),
+                "timeout": datetime.timedelta(seconds=request_seconds),
                 **({"allow_http": True} if endpoint.startswith("http://") else {}),
             },
-            retry_config={"retry_timeout": limit, "backoff": {"max_backoff": datetime.timedelta(seconds=1)}},
+            retry_config={
+                "retry_timeout": datetime.timedelta(seconds=deadline_seconds),
+                "backoff": {"max_backoff": datetime.timedelta(seconds=1)},
+            },
         )
 
     @property
