@@ -67,6 +67,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "numpy": ("native.deltas", "native.tables", "testing.*"),
     "triton": ("format.digest_kernel",),
     "h11": ("control.client",),
+    "obstore": ("store.objects",),
     "safetensors": ("checkpoint.files",),
     "huggingface_hub": ("integrations.plugin.checkpoint_header",),
     "ray": ("integrations.vllm.clients", "integrations.verl.*", "integrations.nemo_rl.*", "integrations.ray.*"),

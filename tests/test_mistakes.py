@@ -574,14 +574,14 @@ def a_module_as_the_transport(folder: Path) -> None:
     publisher(transport=linear())
 
 
-@gives(ValueError, "'nccl' is not a transport URL; write one like file://, gloo://, ipc://, memory://, nccl://")
+@gives(ValueError, "'nccl' is not a transport URL; write one like file://, gloo://, ipc://, memory://, nccl://, s3://")
 def a_transport_without_slashes(folder: Path) -> None:
     publisher(transport="nccl")
 
 
 @gives(
     ValueError,
-    "no transport 'http'; known here: file, gloo, ipc, memory, nccl (the URLs of engines go into engines=[...])",
+    "no transport 'http'; known here: file, gloo, ipc, memory, nccl, s3 (the URLs of engines go into engines=[...])",
 )
 def an_engines_url_as_the_transport(folder: Path) -> None:
     publisher(transport=NOBODY)

@@ -20,7 +20,7 @@ def test_every_transport_of_the_table_is_one(name: str) -> None:
 
 @pytest.mark.parametrize("url", ["", "ipc", "ipc:", "ipc:/", "://x", "//x"])
 def test_what_is_no_url_is_the_callers_mistake(url: str) -> None:
-    known = "file://, gloo://, ipc://, memory://, nccl://"
+    known = "file://, gloo://, ipc://, memory://, nccl://, s3://"
     with pytest.raises(ValueError, match=f"is not a transport URL; write one like {known}"):
         registry.transport(url)
 
@@ -72,4 +72,4 @@ def test_what_keeps_versions_can_be_read_back(tmp_path: Path) -> None:
         number = publisher.publish().version
     kept = registry.stored_source(url)
     assert (kept.version.number, [spec.name for spec in kept.specs()]) == (number, ["weight", "bias"])
-    assert [name for name in registry.TRANSPORTS if registry.is_stored(f"{name}://")] == ["file"]
+    assert [name for name in registry.TRANSPORTS if registry.is_stored(f"{name}://")] == ["file", "s3"]

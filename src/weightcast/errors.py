@@ -56,6 +56,7 @@ _EXTRAS = {
     "fastapi": "verl",
     "ray": "ray",
     "httpx": "kubernetes",
+    "obstore": "s3",
     "opentelemetry": "tracing",
 }
 """Optional packages -> the extra that installs them."""

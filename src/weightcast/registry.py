@@ -24,10 +24,11 @@ TRANSPORTS = {
     "gloo": "weightcast.transports.collective:GLOO",
     "nccl": "weightcast.transports.collective:NCCL",
     "file": "weightcast.transports.store:TRANSPORT",
+    "s3": "weightcast.transports.store:S3",
 }
 ENTRY_POINT_GROUP = "weightcast.transports"
 
-STORED_SOURCES = {"file": "weightcast.sources.store:StoreSource"}
+STORED_SOURCES = dict.fromkeys(("file", "s3"), "weightcast.sources.store:StoreSource")
 """For transports that keep versions: a `Source` of the newest one, created from the transport's URL."""
 
 HTTP_CLIENT = "weightcast.control.client:HttpEngine"
@@ -135,7 +136,10 @@ def _load(target: str) -> Any:
 
 
 def host(url: str) -> str:
-    """Return the host of a transport's URL, without the port."""
+    """Return the host of a transport's URL, without the port; of s3://bucket the option `host`."""
+    if scheme(url) == "s3":
+        query = urllib.parse.parse_qs(urllib.parse.urlsplit(url).query)
+        return query.get("host", ["127.0.0.1"])[0]
     return urllib.parse.urlsplit(url).hostname or "127.0.0.1"
 
 

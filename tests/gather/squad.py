@@ -661,8 +661,8 @@ class Rank:
         parse = store.StoreAddress.parse
 
         class Elsewhere(store.StoreAddress):
-            @classmethod
-            def parse(cls, url: str) -> Any:
+            @staticmethod
+            def parse(url: str) -> Any:
                 return dataclasses.replace(parse(url), directory=Path(directory))
 
         store.StoreAddress = Elsewhere  # type: ignore[misc]
@@ -715,7 +715,7 @@ def _count(counts: dict[str, int]) -> None:
     "bucket" also counts what is written into a store.
     """
     from weightcast.process_group import ProcessGroup
-    from weightcast.store.writing import OriginFiles
+    from weightcast.store.directory import OriginFiles
     from weightcast.trainer.group.group import Group
     from weightcast.transports.collective.group import BroadcastGroup
 

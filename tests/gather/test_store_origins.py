@@ -18,6 +18,7 @@ from weightcast import cli
 from weightcast.errors import IntegrityError
 from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
+from weightcast.store.address import DirectoryAddress
 from weightcast.store.reading import StoreReader
 from weightcast.trainer.rollback import rollback
 
@@ -32,7 +33,7 @@ def ranks() -> Iterator[Squad]:
 
 
 def slot_of(directory: Path) -> Path:
-    commit = StoreReader(directory).commit()
+    commit = StoreReader(DirectoryAddress(directory)).commit()
     assert commit is not None
     return directory / "slots" / str(commit.newest.slot)
 

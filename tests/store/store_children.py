@@ -18,6 +18,7 @@ from store.store_kit import Holder, manifest_of, model, number_in, send, url
 
 from weightcast.format.manifest import WeightVersion
 from weightcast.serving.follower import Follower
+from weightcast.store.address import DirectoryAddress
 from weightcast.store.reading import pinned
 from weightcast.transports.store import StoreSender
 
@@ -54,7 +55,7 @@ def follow(directory: str, options: str) -> None:
 
 def hold(directory: str, label: str) -> None:
     """Pin the newest version until the process ends, or a line comes."""
-    with pinned(Path(directory), label=label):
+    with pinned(DirectoryAddress(Path(directory)), label=label):
         print("ready", flush=True)
         sys.stdin.readline()
 

@@ -14,6 +14,7 @@ from publishers import publisher_of
 from weightcast import StoreSource, TensorSource, follow, rollback
 from weightcast.cli import main
 from weightcast.errors import IntegrityError
+from weightcast.store.address import DirectoryAddress
 from weightcast.store.reading import StoreReader, pinned
 from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.publisher import Publisher
@@ -75,7 +76,7 @@ def test_a_delta_takes_little_space(tmp_path: Path) -> None:
     with writing(url) as (publisher, weights):
         for number in range(7):
             publish(publisher, weights, number)
-    found = {stored.number: stored for stored in StoreReader(tmp_path).complete_versions()}
+    found = {stored.number: stored for stored in StoreReader(DirectoryAddress(tmp_path)).complete_versions()}
     assert [number for number in sorted(found) if found[number].base is None] == [3, 6]
     sizes = {}
     for number, stored in found.items():
@@ -118,7 +119,7 @@ def test_another_writer_begins_with_a_full_version(tmp_path: Path) -> None:
             publish(publisher, weights, number)
             publish(publisher, weights, number + 1)
             require(url, number + 1)
-    found = {stored.number: stored.base for stored in StoreReader(tmp_path).complete_versions()}
+    found = {stored.number: stored.base for stored in StoreReader(DirectoryAddress(tmp_path)).complete_versions()}
     assert [number for number in found if found[number] is None] == [2, 0]
     require(url, 1, 1)
 
@@ -134,7 +135,10 @@ def test_a_version_that_was_aborted_is_no_base(tmp_path: Path) -> None:
         engine.fail_after = None
         publish(publisher, weights, 2)
         require(store_of(tmp_path), 2)
-    assert {stored.number: stored.base for stored in StoreReader(tmp_path).complete_versions()} == {0: None, 2: None}
+    assert {stored.number: stored.base for stored in StoreReader(DirectoryAddress(tmp_path)).complete_versions()} == {
+        0: None,
+        2: None,
+    }
     client.close()
 
 
@@ -145,7 +149,7 @@ def test_damage_is_found(tmp_path: Path, of: int) -> None:
     with writing(url) as (publisher, weights):
         for number in range(3):
             publish(publisher, weights, number)
-    stored = next(each for each in StoreReader(tmp_path).complete_versions() if each.number == of)
+    stored = next(each for each in StoreReader(DirectoryAddress(tmp_path)).complete_versions() if each.number == of)
     path = tmp_path / "slots" / str(stored.slot) / "data.0"
     with path.open("r+b") as file:
         file.seek(256 if of == 0 else 512)
@@ -167,10 +171,10 @@ def test_a_part_of_a_chain_that_is_missing(tmp_path: Path, of: int, name: str) -
     with writing(store_of(tmp_path)) as (publisher, weights):
         for number in range(3):
             publish(publisher, weights, number)
-    stored = next(each for each in StoreReader(tmp_path).complete_versions() if each.number == of)
+    stored = next(each for each in StoreReader(DirectoryAddress(tmp_path)).complete_versions() if each.number == of)
     (tmp_path / "slots" / str(stored.slot) / name).unlink()
     with nothing_left(), pytest.raises(IntegrityError, match=name):
-        pinned(tmp_path)
+        pinned(DirectoryAddress(tmp_path))
 
 
 def test_a_pinned_chain_is_not_overwritten(tmp_path: Path) -> None:
@@ -178,7 +182,7 @@ def test_a_pinned_chain_is_not_overwritten(tmp_path: Path) -> None:
     with writing(url) as (publisher, weights):
         publish(publisher, weights, 0)
         publish(publisher, weights, 1)
-        with contextlib.closing(pinned(tmp_path)) as version:
+        with contextlib.closing(pinned(DirectoryAddress(tmp_path))) as version:
             for number in range(2, 6):
                 publish(publisher, weights, number)
             assert sum(payload.nbytes for payload in version.payloads()) > 0

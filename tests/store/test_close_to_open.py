@@ -37,6 +37,7 @@ from store.store_kit import (
 from weightcast.errors import EngineBusyError, PeerTimeoutError
 from weightcast.format.manifest import WeightVersion
 from weightcast.serving.follower import Follower
+from weightcast.store.address import DirectoryAddress
 from weightcast.store.reading import pinned
 from weightcast.transports.store import JoinedStoreSender, StoreSender
 
@@ -114,7 +115,7 @@ def test_a_reader_on_another_host_is_never_overwritten(hosts: Hosts) -> None:
     try:
         manifest = manifest_of(model(0))
         send(sender, manifest, WeightVersion(RUN, 1), model(1))
-        with pinned(engine_host / "w", label="far engine"):
+        with pinned(DirectoryAddress(engine_host / "w"), label="far engine"):
             send(sender, manifest, WeightVersion(RUN, 2), model(2))
             with pytest.raises(PeerTimeoutError, match="slot 0"):
                 send(sender, manifest, WeightVersion(RUN, 3), model(3))

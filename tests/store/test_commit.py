@@ -26,6 +26,7 @@ from weightcast.format.bucket import Layout
 from weightcast.format.manifest import MAX_VERSION, TensorSpec, WeightVersion
 from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
+from weightcast.store.address import DirectoryAddress
 from weightcast.store.reading import StoreReader, pinned
 from weightcast.store.records import FORMAT, Commit, seal
 from weightcast.testing.transport_kit import pack_and_send
@@ -45,7 +46,7 @@ def _clean(leaves_nothing: None) -> None:
 
 
 def newest(directory: Path) -> WeightVersion:
-    commit = StoreReader(directory).commit()
+    commit = StoreReader(DirectoryAddress(directory)).commit()
     assert commit is not None
     return commit.newest.version
 
@@ -154,7 +155,7 @@ def test_a_slow_reader_of_the_oldest_slot_does_not_cost_the_version_before(tmp_p
     with fleet(source, engine, transport=url(tmp_path, options)) as (publisher, _):
         fill(source, 1)
         publisher.publish()
-        with pinned(tmp_path, label="slow reader"):
+        with pinned(DirectoryAddress(tmp_path), label="slow reader"):
             for number in (2, 3):
                 fill(source, number)
                 publisher.publish()
@@ -204,7 +205,7 @@ def test_one_engine_that_installed_it_makes_it_the_newest(tmp_path: Path, on_fai
 @pytest.mark.parametrize("install", INSTALLS)
 def test_the_pointer_moves_after_the_engines_have_read_and_installed(tmp_path: Path, install: str) -> None:
     seen: list[tuple[int, bool]] = []
-    reader = StoreReader(tmp_path)
+    reader = StoreReader(DirectoryAddress(tmp_path))
 
     class Looking(RecordingEngine):
         def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -305,7 +306,7 @@ def test_numbers_that_were_given_up_do_not_come_again(tmp_path: Path) -> None:
     bad.fail_after = 0
     with fleet(TensorSource(model(1)), bad, transport=url(tmp_path)) as (it, _), pytest.raises(PublishError):
         it.publish(7)
-    assert StoreReader(tmp_path).commit() is None
+    assert StoreReader(DirectoryAddress(tmp_path)).commit() is None
     with Publisher(TensorSource(model(1)), transport=url(tmp_path)) as it:
         assert it.publish().version == 8
 
@@ -320,7 +321,7 @@ def test_a_relay_into_a_store_passes_on_what_its_engines_took(tmp_path: Path) ->
         with Follower(url(first), relay) as follower:
             with pytest.raises((PublishError, InstallError)):
                 follower.poll()
-            assert StoreReader(second).commit() is None
+            assert StoreReader(DirectoryAddress(second)).commit() is None
             engine._specs = None
             assert follower.poll() is not None
             assert newest(second).number == 4
@@ -371,7 +372,7 @@ def test_a_sealed_version_that_is_not_committed_is_given_up(tmp_path: Path, endi
                 sender.open(manifest, WeightVersion(OTHER_RUN, 3), peers=[], staged=True)
         assert newest(tmp_path) == WeightVersion(RUN, 1)
         assert not (tmp_path / "next.json").exists()
-        assert StoreReader(tmp_path).pin(version) is None
+        assert StoreReader(DirectoryAddress(tmp_path)).pin(version) is None
         if ending != "close":
             with pytest.raises(UpdateAbortedError, match="there is no sealed version to commit"):
                 sender.commit()
@@ -445,7 +446,7 @@ def test_a_sender_writes_no_number_that_readers_refuse(tmp_path: Path, number: i
 
 def test_a_store_that_holds_a_number_beyond_the_limit_says_how_to_go_on(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    commit = StoreReader(tmp_path).commit()
+    commit = StoreReader(DirectoryAddress(tmp_path)).commit()
     assert commit is not None
     beyond = msgspec.structs.replace(commit.newest, number=MAX_VERSION + 1)
     (tmp_path / "current.json").write_bytes(seal(Commit(FORMAT, beyond)))

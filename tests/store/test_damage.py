@@ -30,6 +30,7 @@ from weightcast.errors import (
 from weightcast.format.manifest import WeightVersion
 from weightcast.serving.follower import Follower, follow
 from weightcast.store import files, locks, reading
+from weightcast.store.address import DirectoryAddress
 from weightcast.store.reading import StoreReader
 from weightcast.store.records import FORMAT, Commit, seal
 
@@ -41,7 +42,7 @@ def _clean(leaves_nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slot_of(directory: Path) -> Path:
-    commit = StoreReader(directory).commit()
+    commit = StoreReader(DirectoryAddress(directory)).commit()
     assert commit is not None
     return directory / "slots" / str(commit.newest.slot)
 
@@ -304,7 +305,7 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path) -> None:
     manifest = manifest_of(model(0))
     lie = msgspec.json.encode(msgspec.structs.replace(manifest, buckets=(1 << 60,) * len(manifest.buckets)))
     (slot / "manifest.json").write_bytes(lie)
-    commit = StoreReader(tmp_path).commit()
+    commit = StoreReader(DirectoryAddress(tmp_path)).commit()
     assert commit is not None
     stored = msgspec.structs.replace(commit.newest, manifest_digest=hashlib.sha256(lie).hexdigest())
     (slot / "seal.json").write_bytes(seal(Commit(FORMAT, stored)))
@@ -315,7 +316,7 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path) -> None:
 
 def test_a_pointer_that_counts_other_buckets_than_its_manifest_is_refused(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    commit = StoreReader(tmp_path).commit()
+    commit = StoreReader(DirectoryAddress(tmp_path)).commit()
     assert commit is not None
     stored = msgspec.structs.replace(commit.newest, num_buckets=commit.newest.num_buckets + 1)
     (slot_of(tmp_path) / "seal.json").write_bytes(seal(Commit(FORMAT, stored)))
@@ -326,7 +327,7 @@ def test_a_pointer_that_counts_other_buckets_than_its_manifest_is_refused(tmp_pa
 
 def test_a_version_without_all_of_its_data_is_closed(tmp_path: Path) -> None:
     write(tmp_path, 1, options="?num_threads=2")
-    slot, reader = slot_of(tmp_path), StoreReader(tmp_path)
+    slot, reader = slot_of(tmp_path), StoreReader(DirectoryAddress(tmp_path))
     (slot / files.data_name(1)).unlink()
     commit = reader.commit()
     assert commit is not None

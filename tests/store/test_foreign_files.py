@@ -45,6 +45,7 @@ from weightcast.serving.follower import Follower
 from weightcast.sources.module import ModuleSource
 from weightcast.sources.store import StoreSource
 from weightcast.store import reading
+from weightcast.store.address import DirectoryAddress
 from weightcast.store.files import room_for
 from weightcast.store.reading import StoreReader, store_status
 from weightcast.trainer.publisher import Publisher
@@ -73,7 +74,7 @@ def publish(sender: StoreSender, number: int) -> None:
 
 
 def slot_of(directory: Path) -> Path:
-    commit = StoreReader(directory).commit()
+    commit = StoreReader(DirectoryAddress(directory)).commit()
     assert commit is not None
     return directory / "slots" / str(commit.newest.slot)
 
@@ -274,7 +275,11 @@ def test_a_folder_that_is_something_else_is_refused(tmp_path: Path, depth: str, 
     before = content_of(elsewhere)
     path.symlink_to(elsewhere) if intruder == "link" else INTRUDERS[intruder][0](path)
     expected = rf"{path} is {INTRUDERS[intruder][1]}, expected a directory.*remove"
-    for attempt in (lambda: StoreSource(url(store)), lambda: write(store, 3), lambda: store_status(store)):
+    for attempt in (
+        lambda: StoreSource(url(store)),
+        lambda: write(store, 3),
+        lambda: store_status(DirectoryAddress(store)),
+    ):
         with pytest.raises(IntegrityError, match=expected):
             attempt()
     assert content_of(elsewhere) == before
@@ -287,7 +292,7 @@ def test_a_folder_that_no_pointer_could_name_is_no_slot(tmp_path: Path, name: st
     for number in range(2, 6):
         write(tmp_path, number)
         assert number_held(tmp_path) == number
-        assert store_status(tmp_path).newest.version.number == number
+        assert store_status(DirectoryAddress(tmp_path)).newest.version.number == number
     assert not any((tmp_path / "slots" / name).iterdir())
 
 
@@ -300,7 +305,7 @@ def test_a_store_may_itself_be_behind_a_link(tmp_path: Path) -> None:
             write(tmp_path / "store", number)
             assert follower.poll() is not None
             assert number_in(engine.held) == number
-    assert store_status(tmp_path / "store").newest.number == 3
+    assert store_status(DirectoryAddress(tmp_path / "store")).newest.number == 3
     assert number_held(tmp_path / "disk") == 3
 
 
@@ -458,6 +463,6 @@ def test_a_reason_and_a_label_that_are_not_text_do_no_harm(tmp_path: Path) -> No
         publish(sender, 1)
         sender.open(manifest_of(model(2)), WeightVersion(RUN, 2), peers=[], staged=True)
         sender.abort(NO_TEXT)
-        assert StoreReader(tmp_path).writer().record.aborted == r"layer.\udcff.weight"  # type: ignore[union-attr]
+        assert StoreReader(DirectoryAddress(tmp_path)).writer().record.aborted == r"layer.\udcff.weight"  # type: ignore[union-attr]
         with Follower(url(tmp_path), Holder(), label=NO_TEXT) as follower:
             assert follower.poll() is not None

@@ -27,6 +27,7 @@ from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.serving.follower import Follower
 from weightcast.store import locks, reading
+from weightcast.store.address import DirectoryAddress
 from weightcast.store.files import FileLayout
 from weightcast.store.reading import StoreReader
 from weightcast.store.records import Commit, seal
@@ -48,7 +49,7 @@ def pair(directory: Path, options: str = "") -> Iterator[tuple[StoreSender, Join
 
 
 def newest(directory: Path) -> int | None:
-    commit = StoreReader(directory).commit()
+    commit = StoreReader(DirectoryAddress(directory)).commit()
     return None if commit is None else commit.newest.number
 
 
@@ -122,8 +123,8 @@ def test_a_slot_that_an_origin_still_writes_is_not_taken(tmp_path: Path, num_sen
         with contextlib.closing(StoreSender(url(tmp_path, "?max_slots=2"), run=RUN)) as first:
             begin_shared(first, write_on, manifest, 1)
             send_origin(write_on, manifest, 1, 1, num_sent)
-            first._writer._lock.close()  # what the kernel does when it dies
-            first._writer._slot_lock.close()
+            first._writer._storage.unlock()  # what the kernel does when it dies
+            first._writer._slot.close()
         other = StoreSender(url(tmp_path, "?max_slots=2"), run=OTHER_RUN, deadline_seconds=SHORT_SECONDS)
         message = "a trainer rank of an aborted publish holds slot 1"
         with contextlib.closing(other), pytest.raises(PeerTimeoutError, match=message):
@@ -158,7 +159,9 @@ def test_an_origin_of_another_run_writes_nothing(tmp_path: Path) -> None:
             other.join(manifest, 1, place)
 
 
-@pytest.mark.parametrize("place", ["", "no record", '{"slot":-1,"attempt":1}', '{"slot":1024,"attempt":1}', "[]"])
+@pytest.mark.parametrize(
+    "place", ["", "no record", '{"slot":-1,"attempt":1}', '{"slot":9223372036854775808,"attempt":1}', "[]"]
+)
 def test_a_place_that_is_none(tmp_path: Path, place: str) -> None:
     with pair(tmp_path) as (_, second), pytest.raises(ManifestError):
         second.join(two_origins(), 1, place)
@@ -173,7 +176,7 @@ def test_readers_are_named_while_origins_write(tmp_path: Path) -> None:
         send_origin(first, manifest, 0, 1)
         first.seal(send_origin(second, manifest, 1, 1))
         first.commit()
-        held = reading.pinned(tmp_path, label="somebody")
+        held = reading.pinned(DirectoryAddress(tmp_path), label="somebody")
         with contextlib.closing(held):
             [reader] = locks.readers(tmp_path / "slots" / "0" / "pins")
             assert reader.startswith("somebody")
@@ -186,7 +189,7 @@ def test_a_seal_whose_number_of_files_is_not_that_of_the_origins(tmp_path: Path)
         send_origin(first, manifest, 0, 1)
         first.seal(send_origin(second, manifest, 1, 1))
         first.commit()
-    commit = StoreReader(tmp_path).commit()
+    commit = StoreReader(DirectoryAddress(tmp_path)).commit()
     assert commit is not None
     forged = seal(Commit(commit.format, msgspec.structs.replace(commit.newest, num_files=3)))
     for path in (tmp_path / "current.json", tmp_path / "slots" / "0" / "seal.json"):

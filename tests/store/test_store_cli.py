@@ -22,6 +22,7 @@ from weightcast.seams.source import Source
 from weightcast.serving.follower import Follower
 from weightcast.sources.safetensors import SafetensorsSource
 from weightcast.sources.store import StoreSource
+from weightcast.store.address import DirectoryAddress
 from weightcast.store.reading import pinned
 from weightcast.trainer.export import export
 from weightcast.trainer.options import PublishOptions
@@ -117,7 +118,7 @@ def test_an_export_onto_a_full_disk_says_so_and_leaves_nothing(tmp_path: Path) -
 
 def test_inspect_shows_versions_readers_and_tensors(tmp_path: Path, call: Callable[..., tuple[int, dict]]) -> None:
     write(tmp_path, 3, 4)
-    with pinned(tmp_path, label="engine-9"):
+    with pinned(DirectoryAddress(tmp_path), label="engine-9"):
         status, found = call("inspect", url(tmp_path), "--filter", "t1*")
     assert status == exits.OK
     assert {spec["name"] for spec in found["tensors"]} == {"t1", "t10", "t11"}

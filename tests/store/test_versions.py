@@ -42,7 +42,7 @@ from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Portion
 from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
-from weightcast.store.address import StoreAddress
+from weightcast.store.address import DirectoryAddress, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader, pinned
 from weightcast.testing.transport_kit import Background, pack_and_send
 from weightcast.trainer.options import PublishOptions
@@ -269,7 +269,7 @@ def test_slots_are_reused_not_made_anew(tmp_path: Path) -> None:
 
 def test_what_is_pinned_is_never_touched(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    with pinned(tmp_path, label="slow reader") as held, sender_of(tmp_path) as sender:
+    with pinned(DirectoryAddress(tmp_path), label="slow reader") as held, sender_of(tmp_path) as sender:
         for number in range(2, 8):
             publish(sender, number)
         assert sum(1 for _ in held.payloads()) == len(held.manifest.buckets)
@@ -282,11 +282,11 @@ def test_with_every_slot_held_the_error_names_the_readers_and_the_next_publish_g
         sender = stack.enter_context(sender_of(tmp_path, "?num_slots=2&max_slots=3"))
         for number in (1, 2):
             publish(sender, number)
-            stack.enter_context(pinned(tmp_path, label=f"engine-{number}"))
+            stack.enter_context(pinned(DirectoryAddress(tmp_path), label=f"engine-{number}"))
         publish(sender, 3)
         with pytest.raises(PeerTimeoutError, match=rf"engine-1 \(pid {os.getpid()} on .*engine-2 .*max_slots=3"):
             publish(sender, 4)
-        assert StoreReader(tmp_path).commit().newest.number == 3  # type: ignore[union-attr]
+        assert StoreReader(DirectoryAddress(tmp_path)).commit().newest.number == 3  # type: ignore[union-attr]
         stack.pop_all().close()
     write(tmp_path, 5)
     assert StoreSource(url(tmp_path)).version.number == 5
@@ -295,7 +295,7 @@ def test_with_every_slot_held_the_error_names_the_readers_and_the_next_publish_g
 def test_a_publish_that_waits_for_a_slot_goes_on_when_one_is_let_go(tmp_path: Path) -> None:
     with sender_of(tmp_path, "?num_slots=2&max_slots=2", deadline_seconds=LONG_SECONDS) as sender:
         publish(sender, 1)
-        held = pinned(tmp_path)
+        held = pinned(DirectoryAddress(tmp_path))
         publish(sender, 2)
         timer = threading.Timer(0.1, held.close)
         timer.start()
@@ -317,7 +317,7 @@ def test_readers_without_permission_to_write_pin_too(tmp_path: Path, monkeypatch
         sender = stack.enter_context(sender_of(tmp_path, "?max_slots=2"))
         with monkeypatch.context() as patch:
             patch.setattr(os, "open", read_only)
-            stack.enter_context(pinned(tmp_path, label="guest"))
+            stack.enter_context(pinned(DirectoryAddress(tmp_path), label="guest"))
         publish(sender, 2)
         with pytest.raises(PeerTimeoutError, match="could not write its name"):
             publish(sender, 3)
@@ -361,7 +361,7 @@ def test_a_writer_that_lost_its_lock_removes_nothing_of_the_others(tmp_path: Pat
             sender.abort("it was changed")
             assert StoreSource(url(tmp_path)).version == WeightVersion(OTHER_RUN, 9)
             other.commit()
-            record = StoreReader(tmp_path).writer().record
+            record = StoreReader(DirectoryAddress(tmp_path)).writer().record
             assert record is not None
             assert (record.run, record.aborted) == (OTHER_RUN, "")
     assert StoreSource(url(tmp_path)).version == WeightVersion(OTHER_RUN, 10)
@@ -514,7 +514,7 @@ def test_wrong_addresses(text: str, message: str) -> None:
 
 def test_addresses() -> None:
     parsed = StoreAddress.parse("file:///mnt/with%20space%3F?num_slots=3&num_threads=8&fsync=1")
-    assert parsed == StoreAddress(Path("/mnt/with space?"), num_slots=3, max_slots=5, num_threads=8, fsync=True)
+    assert parsed == DirectoryAddress(Path("/mnt/with space?"), num_slots=3, max_slots=5, num_threads=8, fsync=True)
 
 
 def test_specs_keep_their_groups(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from weightcast.errors import (
 )
 from weightcast.integrations.torchrl import VLLMDoubleBufferSyncScheme as Scheme
 from weightcast.integrations.torchrl import VLLMDoubleBufferTransport
+from weightcast.store.address import DirectoryAddress
 from weightcast.store.reading import pinned
 
 
@@ -46,7 +47,7 @@ def _clean(leaves_nothing: None) -> None:
 
 
 def slot_of_newest(directory: Path) -> Path:
-    with pinned(directory) as found:
+    with pinned(DirectoryAddress(directory)) as found:
         return directory / "slots" / str(found.stored.slot)
 
 
@@ -410,7 +411,7 @@ def test_w21_a_stalled_reader_is_named_and_everything_can_be_closed(tmp_path: Pa
     with contextlib.ExitStack() as stack:
         for number in range(4):
             transport.send_weights("model", weights(number))
-            stack.enter_context(pinned(tmp_path, label=f"stalled-{number}"))
+            stack.enter_context(pinned(DirectoryAddress(tmp_path), label=f"stalled-{number}"))
         with pytest.raises(PeerTimeoutError, match=r"stalled-0 .*stalled-1 "):
             transport.send_weights("model", weights(5))
     transport.send_weights("model", weights(6))

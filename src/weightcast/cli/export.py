@@ -33,7 +33,7 @@ class Exported(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, megabytes = parser.add_argument, values.integer(1)
-    add("store", type=values.store, metavar="STORE", help="a store, file:///dir")
+    add("store", type=values.store, metavar="STORE", help="a store, file:///dir or s3://bucket/prefix")
     add("directory", type=Path, metavar="OUT", help="the directory to create; it must not exist")
     config_help = "copy the configuration and the tokenizer from this model's directory"
     add("--config-from", type=Path, metavar="MODEL_DIR", help=config_help)

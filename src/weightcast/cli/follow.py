@@ -40,7 +40,11 @@ is STABLE, in later versions .finished.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("target", metavar="TARGET", help="a store, file:///dir, or with --marker a directory; may not exist yet")
+    add(
+        "target",
+        metavar="TARGET",
+        help="a store, file:///dir or s3://bucket/prefix, or with --marker a directory; may not exist yet",
+    )
     marker_help = "TARGET has checkpoint directories, which are complete when they have this file; repeatable"
     add("--marker", action="append", metavar="NAME", help=marker_help)
     add("--dtype", choices=values.DTYPES, help="with --marker: cast the weights to this dtype")

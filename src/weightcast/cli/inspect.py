@@ -48,7 +48,7 @@ class Inspection(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    targets = "an engine's URL, a checkpoint directory, or a store, file:///dir"
+    targets = "an engine's URL, a checkpoint directory, or a store, file:///dir or s3://bucket/prefix"
     parser.add_argument("target", metavar="TARGET", help=targets)
     parser.add_argument("--filter", default="*", metavar="GLOB", help="show only tensors whose names match")
     output.add_token(parser)
@@ -73,9 +73,9 @@ def _look(target: str, token_file: Path | None) -> tuple[WeightInfo | None, Stor
     if values.is_store(target):
         from weightcast.store.reading import pinned, store_status
 
-        directory = StoreAddress.parse(target).directory
-        store = store_status(directory)
-        with pinned(directory, label="weightcast inspect") as version:
+        address = StoreAddress.parse(target)
+        store = store_status(address)
+        with pinned(address, label="weightcast inspect") as version:
             return None, store, version.manifest.tensors
     if _HOST_AND_PORT.fullmatch(target) and not Path(target).exists():
         raise ValueError(f"{target} is neither a directory nor a file; if it is an engine, write http://{target}")

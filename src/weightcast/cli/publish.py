@@ -1,10 +1,9 @@
-"""`weightcast publish`: publish a safetensors checkpoint to running engines or into a store, as a new version."""
+"""`weightcast publish`: publish a checkpoint to running engines or into a store, or copy a store's newest version."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from pathlib import Path
 
 from weightcast.cli import exits, output, values
 from weightcast.format.manifest import MAX_VERSION
@@ -18,6 +17,7 @@ examples:
   weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --dtype bfloat16
   weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --wait
   weightcast publish ./checkpoint --transport file:///mnt/weights
+  weightcast publish file:///mnt/weights --transport s3://bucket/run-7
 """
 
 _MIB = 1 << 20
@@ -25,7 +25,8 @@ _MIB = 1 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, number = parser.add_argument, values.integer(0, MAX_VERSION)
-    add("checkpoint", type=Path, metavar="CHECKPOINT_DIR", help="a directory of safetensors files")
+    checkpoint_help = "a directory of safetensors files, or a store, whose newest version goes into another one"
+    add("checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
     output.add_engines(parser, required=False)
     parser.set_defaults(usage_error=parser.error)
     add(
@@ -46,16 +47,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.engines and not values.is_store(args.transport):
         args.usage_error("at least one --engine, or --transport file:///dir for a store, is required")
+    is_store = values.is_store(args.checkpoint)
+    if is_store and args.engines:
+        args.usage_error(
+            f"{args.checkpoint} is a store: use `weightcast follow` to install its versions in engines, or leave "
+            "--engine out"
+        )
+    if is_store and args.dtype is not None:
+        args.usage_error("--dtype works only with a checkpoint, since a store's versions are not cast: leave it out")
     with output.stage(output.IMPORTING):
         from weightcast.format.bucket import TORCH_DTYPES
+        from weightcast.seams.source import Source
         from weightcast.sources.safetensors import SafetensorsSource
+        from weightcast.sources.store import StoreSource
         from weightcast.trainer.options import PublishOptions
         from weightcast.trainer.publisher import Publisher
 
     with contextlib.ExitStack() as stack:
         on_progress = stack.enter_context(output.measured(f"publishing {args.checkpoint}"))
         dtype = TORCH_DTYPES.get(args.dtype, args.dtype)
-        source = stack.enter_context(SafetensorsSource(args.checkpoint, dtype=dtype))
+        source: Source
+        if is_store:
+            source = StoreSource(args.checkpoint)
+        else:
+            source = stack.enter_context(SafetensorsSource(args.checkpoint, dtype=dtype))
         publisher = Publisher(
             source,
             transport=args.transport,

@@ -21,7 +21,7 @@ program, call Publisher.rollback.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, number = parser.add_argument, values.integer(0, MAX_VERSION)
-    add("store", type=values.store, metavar="STORE", help="a store, file:///dir")
+    add("store", type=values.store, metavar="STORE", help="a store, file:///dir or s3://bucket/prefix")
     add("--version", type=number, metavar="N", help="the number of the version to roll back to")
     add("--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="of each wait (%(default)s)")
     output.add_json(parser)

@@ -53,7 +53,7 @@ def seconds(text: str) -> float:
 
 def is_store(target: str) -> bool:
     """Return whether a target or transport is a store's URL."""
-    return target.startswith("file://")
+    return target.startswith(("file://", "s3://"))
 
 
 def store(url: str) -> str:

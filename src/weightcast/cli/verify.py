@@ -89,7 +89,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, positive = parser.add_argument, values.integer(1)
-    add("checkpoint", metavar="CHECKPOINT", help="a directory of safetensors files, or file:///dir")
+    add("checkpoint", metavar="CHECKPOINT", help="a directory of safetensors files, file:///dir or s3://bucket/prefix")
     output.add_engines(parser, required=False)
     add(
         "--bandwidth",
@@ -146,7 +146,7 @@ def _verify_store(url: str) -> Verdict:
     """Read every bucket of the newest version. Memory: one bucket. Raises IntegrityError if it is damaged."""
     from weightcast.store.reading import pinned
 
-    with pinned(StoreAddress.parse(url).directory, label="weightcast verify") as version:
+    with pinned(StoreAddress.parse(url), label="weightcast verify") as version:
         manifest = version.manifest
         total_bytes = sum(manifest.buckets)
         with output.measured("store") as show:

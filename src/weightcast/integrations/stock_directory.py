@@ -37,7 +37,7 @@ from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
 from weightcast.seams.source import Regions, Source
 from weightcast.serving.admission import require_fit
-from weightcast.store.address import StoreAddress
+from weightcast.store.address import DirectoryAddress, StoreAddress
 from weightcast.trainer.export import export
 
 logger = logging.getLogger(__name__)
@@ -150,6 +150,11 @@ class StockServer(EngineClient, ServesTraffic):
         """Upon an offer, check it. Upon a seal, write the directory, before the pause."""
         self._directory = None
         if isinstance(info, Offer):
+            if not isinstance(StoreAddress.parse(self._store), DirectoryAddress):
+                raise UnsupportedError(
+                    f"{self.name} is {self.api.kind}, which loads versions from a directory, not from {self._store}: "
+                    f"publish with transport='file:///dir', a directory that the server sees too; or {self.api.remedy}"
+                )
             if info.install != "staged":
                 raise UnsupportedError(
                     f"{self.name} can't load a version bucket by bucket: publish with install='staged', or "
@@ -275,7 +280,9 @@ def _written(url: str, version: WeightVersion, aliases: frozenset[str]) -> Path:
     name = f"{version.number}-{version.run}"
     if aliases:
         name += f"-{hashlib.sha256(repr(sorted(aliases)).encode()).hexdigest()[:8]}"
-    path = StoreAddress.parse(url).directory / FOLDER / name
+    address = StoreAddress.parse(url)
+    assert isinstance(address, DirectoryAddress), "an offer was refused before"
+    path = address.directory / FOLDER / name
     with _lock:
         if not path.exists():
             # Directories of other versions are no longer needed.

@@ -29,10 +29,10 @@ class StoreSource:
         WeightVersion, which may also be sealed but not committed yet.
         Raises VersionNotFoundError if the store lacks the version, IntegrityError, InsufficientMemoryError.
         """
-        directory = StoreAddress.parse(url).directory
+        address = StoreAddress.parse(url)
         if not isinstance(version, WeightVersion | int | None):
             raise TypeError(f"version is {version!r:.80}; it must be a number, or a WeightVersion(run, number)")
-        with pinned(directory, previous=previous, version=version, label="source") as found:
+        with pinned(address, previous=previous, version=version, label="source") as found:
             self.version: WeightVersion = found.stored.version
             self.committed_at = found.stored.committed_at
             records = found.manifest.tensors

@@ -1,7 +1,8 @@
-"""A store: a directory of weight versions, with one writer and many readers.
+"""A store: weight versions in a directory, or in an object store, with one writer and many readers.
 
-`address`: its URL. `records`: the small files. `locks`: locks of readers and writers. `files`: reading and replacing of
-files. `reading`, `writing`: the two sides. The guarantees are in `docs/store.md`.
+`address`: its URL. `records`: the small files. `reading`, `writing`: the two sides, which have the rules. `storage`:
+the seam to where the bytes lie: `directory` (with `locks` and `files`), or `objects`. The guarantees are in
+`docs/store.md`.
 
 Records are JSON in the encoding of `docs/wire-format.md`, which defines buckets too. The files:
 
@@ -39,4 +40,17 @@ Records are JSON in the encoding of `docs/wire-format.md`, which defines buckets
   pointer unchanged. To give a version up it removes `next.json` and then the seal, also under readers' pins.
 - A reader MUST lock one record of `pins` (shared, if it may not write there) while it reads the slot. It MUST find
   the wanted version in the seal after that, and read the pointer again.
+
+In an object store the records are the same, and there are neither `pins` nor `writer.lock`:
+
+    slots/N/bucket.K         bucket K, of any origin; N is the attempt in `writer.json`, and `num_files` is 1
+
+- A writer MUST put its record into `writer.json` before each version, on the condition that the object still has the
+  entity tag of its own last record, or when it opens the store, of the record that was there. It MUST NOT write to a
+  slot unless it has done so for that slot's number.
+- It MUST seal only while `writer.json` has its record, and put the pointer on the condition that it still has the tag
+  of the one that the writer saw last. After an answer that was lost, it MUST look which one is there.
+- It MUST NOT remove a slot that the newest version needs, nor one with the seal of a version that was replaced less
+  than `keep_seconds` ago, or of the last `num_slots` ones. It MUST remove a seal before the objects of its slot.
+- A writer that has closed the store says so in `aborted`.
 """

@@ -1,4 +1,4 @@
-"""The URL of a store: `file:///dir?num_slots=3&num_threads=4`. It has all options, so that both sides get them."""
+"""The URL of a store: `file:///dir?num_slots=3`, `s3://bucket/prefix`. Both sides get all options from it."""
 
 from __future__ import annotations
 
@@ -7,61 +7,140 @@ import os
 import urllib.parse
 from pathlib import Path
 
-SCHEME = "file"
 MAX_SLOTS = 64
 MAX_THREADS = 256
 MAX_BUFFERS = 8
 """Limit on the buckets that a writer, or a streaming reader, has in memory at once, whatever `num_threads` is."""
+MAX_KEEP_SECONDS = 864_000
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAddress:
-    """A store's directory and its options for writing and reading.
+    """Options of every store.
 
     `full_every`: with n above 1, every n-th version is full, and each other one is a delta on the one before.
-    `num_slots`: number of versions that are kept before the oldest is overwritten, by default 2, or twice `full_every`.
-    `max_slots`: limit while readers have pinned the others (default: two more). `num_threads`: number of files per
-    version, which are written and read concurrently, up to the number of buckets and `MAX_BUFFERS`. `fsync`: wait for
-    the disk before a version is committed.
+    `num_slots`: number of versions that are kept before the oldest is overwritten or removed, by default 2, or twice
+    `full_every`. `num_threads`: number of buckets that are written and read concurrently, up to `MAX_BUFFERS`.
     """
 
-    directory: Path
     num_slots: int = 2
-    max_slots: int = 4
     num_threads: int = 1
-    fsync: bool = False
     full_every: int = 1
 
-    @classmethod
-    def parse(cls, url: str) -> StoreAddress:
-        """Parse a URL. Raises ValueError for another scheme, a relative path, a wrong option; TypeError."""
+    @staticmethod
+    def parse(url: str) -> StoreAddress:
+        """Parse a URL. Raises ValueError for another scheme, a wrong place or option; TypeError."""
         if not isinstance(url, str):
             raise TypeError(f"{url!r:.80} is not the URL of a store; pass a str such as 'file:///dir'")
         parts = urllib.parse.urlsplit(url)
-        if parts.scheme != SCHEME or not parts.path.startswith("/") or parts.fragment:
+        if parts.scheme == "s3":
+            return ObjectStoreAddress.parsed(url, parts)
+        if parts.scheme != "file" or not parts.path.startswith("/") or parts.fragment:
             known = f"file://{os.path.abspath(url)}" if url and not parts.scheme else "file:///absolute/directory"
-            raise ValueError(f"{url!r} is not the URL of a store; write {known}")
-        options: dict[str, int] = {}
-        for name, text in urllib.parse.parse_qsl(parts.query, keep_blank_values=True):
-            if name in options or not (text.isascii() and text.isdigit()) or len(text) > 9:
-                raise ValueError(f"{url!r}: option {name}={text} must be a whole number, given once")
-            options[name] = int(text)
-        full_every = options.pop("full_every", 1)
-        num_slots = options.pop("num_slots", max(2, 2 * full_every))
-        max_slots = options.pop("max_slots", max(num_slots + 2, 4))
-        num_threads, fsync = options.pop("num_threads", 1), options.pop("fsync", 0)
-        if options:
-            known = "num_slots, max_slots, num_threads, fsync, full_every"
-            raise ValueError(f"{url!r} has the unknown option {', '.join(sorted(options))}; known: {known}")
-        if not 2 <= num_slots <= max_slots <= MAX_SLOTS:
+            raise ValueError(f"{url!r} is not the URL of a store; write {known}, or s3://bucket/prefix")
+        return DirectoryAddress.parsed(url, parts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DirectoryAddress(StoreAddress):
+    """A store in a directory.
+
+    `max_slots`: limit while readers have pinned the others (default: two more). `num_threads` is also the number of
+    files per version. `fsync`: wait for the disk before a version is committed.
+    """
+
+    directory: Path
+    max_slots: int = dataclasses.field(default=4, kw_only=True)
+    fsync: bool = dataclasses.field(default=False, kw_only=True)
+
+    @classmethod
+    def parsed(cls, url: str, parts: urllib.parse.SplitResult) -> DirectoryAddress:
+        options = _options(url, parts, "num_slots", "max_slots", "num_threads", "fsync", "full_every")
+        num_slots, full_every, num_threads = _common(url, options, default_num_threads=1)
+        max_slots, fsync = int(options.get("max_slots", max(num_slots + 2, 4))), int(options.get("fsync", 0))
+        if not num_slots <= max_slots <= MAX_SLOTS:
             raise ValueError(f"{url!r}: 2 <= num_slots <= max_slots <= {MAX_SLOTS} must hold")
-        if not 1 <= full_every < num_slots:
-            raise ValueError(
-                f"{url!r}: full_every must be from 1 to {num_slots - 1}, below num_slots: a version that is a delta "
-                "needs all versions back to the last full one"
-            )
-        if not 1 <= num_threads <= MAX_THREADS:
-            raise ValueError(f"{url!r}: num_threads must be from 1 to {MAX_THREADS}")
         if fsync not in (0, 1):
             raise ValueError(f"{url!r}: fsync must be 0 or 1")
-        return cls(Path(urllib.parse.unquote(parts.path)), num_slots, max_slots, num_threads, bool(fsync), full_every)
+        return cls(
+            Path(urllib.parse.unquote(parts.path)),
+            num_slots=num_slots,
+            max_slots=max_slots,
+            num_threads=num_threads,
+            fsync=bool(fsync),
+            full_every=full_every,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ObjectStoreAddress(StoreAddress):
+    """A store in an object store with the S3 protocol: its objects are named `prefix/...`.
+
+    `endpoint`, `region`: of the server; empty for what the environment says. `keep_seconds`: time for which a version
+    stays readable, at least, after a newer one was committed.
+    """
+
+    bucket: str
+    prefix: str = ""
+    endpoint: str = dataclasses.field(default="", kw_only=True)
+    region: str = dataclasses.field(default="", kw_only=True)
+    keep_seconds: int = dataclasses.field(default=300, kw_only=True)
+
+    @classmethod
+    def parsed(cls, url: str, parts: urllib.parse.SplitResult) -> ObjectStoreAddress:
+        prefix = urllib.parse.unquote(parts.path).strip("/")
+        if not parts.netloc or parts.fragment or set(parts.netloc) & set("@:") or "//" in prefix:
+            raise ValueError(
+                f"{url!r} is not the URL of a store; write s3://bucket/prefix, with the server's address, if it is not "
+                "Amazon's, in ?endpoint=https://HOST:PORT, and the keys in AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
+            )
+        known = ("num_slots", "num_threads", "full_every", "keep_seconds")
+        options = _options(url, parts, *known, texts=("endpoint", "region", "host"))
+        num_slots, full_every, num_threads = _common(url, options, default_num_threads=3)
+        endpoint, keep_seconds = options.get("endpoint", ""), int(options.get("keep_seconds", 300))
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r}: endpoint must be a URL, such as https://HOST:PORT")
+        if keep_seconds > MAX_KEEP_SECONDS:
+            raise ValueError(f"{url!r}: keep_seconds must be at most {MAX_KEEP_SECONDS}")
+        return cls(
+            parts.netloc,
+            prefix,
+            num_slots=num_slots,
+            num_threads=num_threads,
+            full_every=full_every,
+            endpoint=endpoint,
+            region=options.get("region", ""),
+            keep_seconds=keep_seconds,
+        )
+
+
+def _options(url: str, parts: urllib.parse.SplitResult, *numbers: str, texts: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the options of a URL as texts, those of `numbers` checked to be whole numbers. Raises ValueError."""
+    options: dict[str, str] = {}
+    for name, text in urllib.parse.parse_qsl(parts.query, keep_blank_values=True):
+        is_number = text.isascii() and text.isdigit() and len(text) <= 9
+        if name in options or (name not in texts and not is_number):
+            raise ValueError(f"{url!r}: option {name}={text} must be a whole number, given once")
+        options[name] = text
+    unknown = sorted(options.keys() - {*numbers, *texts})
+    if unknown:
+        known = ", ".join([*numbers, *texts])
+        raise ValueError(f"{url!r} has the unknown option {', '.join(unknown)}; known: {known}")
+    return options
+
+
+def _common(url: str, options: dict[str, str], *, default_num_threads: int) -> tuple[int, int, int]:
+    """Return `num_slots`, `full_every` and `num_threads`, checked. Raises ValueError."""
+    full_every = int(options.get("full_every", 1))
+    num_slots = int(options.get("num_slots", max(2, 2 * full_every)))
+    num_threads = int(options.get("num_threads", default_num_threads))
+    if not 2 <= num_slots <= MAX_SLOTS:
+        raise ValueError(f"{url!r}: num_slots must be from 2 to {MAX_SLOTS}")
+    if not 1 <= full_every < num_slots:
+        raise ValueError(
+            f"{url!r}: full_every must be from 1 to {num_slots - 1}, below num_slots: a version that is a delta needs "
+            "all versions back to the last full one"
+        )
+    if not 1 <= num_threads <= MAX_THREADS:
+        raise ValueError(f"{url!r}: num_threads must be from 1 to {MAX_THREADS}")
+    return num_slots, full_every, num_threads

@@ -120,7 +120,7 @@ def must_read(path: Path) -> Translated:
     return Translated(OSError, raise_as_files)
 
 
-def missing(path: Path) -> IntegrityError:
+def missing(path: Path | str) -> IntegrityError:
     return IntegrityError(f"{path} is missing: a part of the store was removed; publish again")
 
 

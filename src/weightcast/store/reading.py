@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import os
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
-from weightcast.errors import IntegrityError, VersionNotFoundError
+from weightcast.errors import IntegrityError, VersionNotFoundError, with_extra
 from weightcast.format.bucket import (
     HEADER_BYTES,
     BucketBuffer,
@@ -29,9 +27,11 @@ from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersio
 from weightcast.format.packed_base import add_delta, word_sizes
 from weightcast.host.closing import ClosedOnExit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline
-from weightcast.store import files, locks
-from weightcast.store.locks import LockFile
-from weightcast.store.records import Commit, SlotInfo, Stored, StoreInfo, WriterRecord, read_record, this_reader
+from weightcast.store import files
+from weightcast.store.address import DirectoryAddress, ObjectStoreAddress, StoreAddress
+from weightcast.store.directory import DirectoryStorage
+from weightcast.store.records import Commit, Stored, StoreInfo, WriterRecord, this_reader
+from weightcast.store.storage import Pin, Storage, base_of, read_record, slots_of
 
 _ANY = "any version yet: publish one first"
 _PREVIOUS = "the version before the newest: only one was published, or it was overwritten"
@@ -39,20 +39,37 @@ _PREVIOUS = "the version before the newest: only one was published, or it was ov
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WriterState:
-    """The last writer of a store. `is_alive`: it still has the store's lock."""
+    """The last writer of a store. `is_alive`: it still has the store open; None if that can't be known."""
 
     record: WriterRecord | None
-    is_alive: bool
+    is_alive: bool | None
+
+
+def storage_of(address: StoreAddress, *, deadline_seconds: float = 60.0) -> Storage:
+    """Return where a store lies. `deadline_seconds`: limit of each wait for a server.
+
+    Raises ModuleNotFoundError if the package for it is not installed.
+    """
+    match address:
+        case DirectoryAddress():
+            return DirectoryStorage(address, deadline_seconds)
+        case ObjectStoreAddress():
+            try:
+                from weightcast.store.objects import ObjectStorage
+            except ModuleNotFoundError as exc:
+                raise with_extra(exc) from exc
+            return ObjectStorage(address, deadline_seconds)
+    raise TypeError(f"{address!r:.80} is not the address of a store; use StoreAddress.parse(url)")
 
 
 def pinned(
-    directory: Path, *, previous: bool = False, version: WeightVersion | int | None = None, label: str = ""
+    address: StoreAddress, *, previous: bool = False, version: WeightVersion | int | None = None, label: str = ""
 ) -> PinnedVersion:
     """Pin the newest version of a store, or the one before, or `version`: see `StoreReader.pin` and `pin_number`.
 
     Raises VersionNotFoundError if the store lacks it, IntegrityError.
     """
-    reader = StoreReader(directory, label=label)
+    reader = StoreReader(address, label=label)
     if previous:
         found, what = reader.pin_previous(), _PREVIOUS
     elif isinstance(version, int):
@@ -62,35 +79,34 @@ def pinned(
         found = reader.pin(version)
         what = _ANY if version is None else f"version {version.number} of run {version.run}"
     if found is None:
-        raise _not_found(directory, what)
+        raise _not_found(reader.storage, what)
     return found
 
 
 class StoreReader:
     """Reads the versions of a store, which may not exist yet. Call it from one thread at a time."""
 
-    def __init__(self, directory: Path, *, label: str = "") -> None:
-        self.directory = directory
+    def __init__(self, address: StoreAddress, *, label: str = "", deadline_seconds: float = 60.0) -> None:
+        """`deadline_seconds`: limit of each wait for a server that has the store."""
+        self.storage = storage_of(address, deadline_seconds=deadline_seconds)
         self._label = label
         self._manifests: dict[str, Manifest] = {}
+
+    def close(self) -> None:
+        """Close connections; pinned versions stay. Idempotent."""
+        self.storage.close()
 
     def commit(self) -> Commit | None:
         """Return the present pointer; None if nothing was ever committed.
 
         Raises IntegrityError if the file is not a store's pointer.
         """
-        return read_record(self.directory / files.POINTER, Commit)
+        return read_record(self.storage, files.POINTER, Commit)
 
     def writer(self) -> WriterState:
         """Return the present or last writer."""
-        record, path = read_record(self.directory / files.WRITER, WriterRecord), self.directory / files.WRITER_LOCK
-        with files.must_read(path):
-            try:
-                lock = LockFile(path, os.O_RDONLY)
-            except FileNotFoundError:
-                return WriterState(record, False)
-        with contextlib.closing(lock):
-            return WriterState(record, lock.conflict() is not None)
+        record = read_record(self.storage, files.WRITER, WriterRecord)
+        return WriterState(record, self.storage.has_writer(record))
 
     def pin(self, version: WeightVersion | None = None) -> PinnedVersion | None:
         """Pin the newest version, or `version` if it is the newest, or sealed and about to be; None if it is neither.
@@ -125,7 +141,7 @@ class StoreReader:
         if version is None:
             return self.commit()
         # In this order, since a commit renames the first file to the second.
-        commits = (read_record(self.directory / files.NEXT, Commit), self.commit())
+        commits = (read_record(self.storage, files.NEXT, Commit), self.commit())
         return next((commit for commit in commits if commit is not None and commit.newest.version == version), None)
 
     def pin_previous(self) -> PinnedVersion | None:
@@ -146,13 +162,13 @@ class StoreReader:
     def complete_versions(self) -> list[Stored]:
         """Return every complete version, the newest first. A slot that can't be read is skipped."""
         found, commit = list[Stored](), self.commit()
-        for slot in () if commit is None else files.slot_numbers(self.directory):
+        for slot in () if commit is None else self.storage.slot_numbers():
             with contextlib.suppress(IntegrityError):
-                sealed = read_record(files.slot_path(self.directory, slot) / files.SEAL, Commit)
+                sealed = read_record(self.storage, files.SEAL, Commit, slot)
                 # A sealed but uncommitted version is later than the newest one, and is not included.
                 if sealed is not None and commit and sealed.newest.committed_at <= commit.newest.committed_at:
                     found.append(sealed.newest)
-        found = [stored for stored in found if slots_of(self.directory, stored) is not None]
+        found = [stored for stored in found if slots_of(self.storage, stored) is not None]
         return sorted(found, key=lambda stored: stored.committed_at, reverse=True)
 
     def _pin(self, stored: Stored, *, must_hold: bool) -> PinnedVersion | None:
@@ -160,18 +176,18 @@ class StoreReader:
 
         None if it is being written or has another version; with `must_hold` this is an IntegrityError.
         """
-        slot = files.slot_path(self.directory, stored.slot)
-        lock = locks.pin(slot / files.PINS, this_reader(self._label))
+        slot = self.storage.path("", stored.slot)
+        lock = self.storage.pin(stored.slot, this_reader(self._label))
         if lock is None:
             problem = f"{slot} is locked for writing, but by the pointer it has version {stored.number}"
         else:
             with on_failure(lock.close):
-                sealed = read_record(slot / files.SEAL, Commit)
+                sealed = read_record(self.storage, files.SEAL, Commit, stored.slot)
                 if sealed is not None and sealed.newest == stored:
-                    manifest, base = self._manifest(slot, stored), self._pin_base(stored)
+                    manifest, base = self._manifest(stored), self._pin_base(stored)
                     if stored.base is None or base is not None:
                         with on_failure(lock.close if base is None else base.close):
-                            return PinnedVersion(slot, stored, manifest, lock, base)
+                            return PinnedVersion(self.storage, stored, manifest, lock, base)
             lock.close()
             found = "no whole version"
             if sealed is not None and sealed.newest == stored:
@@ -185,15 +201,15 @@ class StoreReader:
 
     def _pin_base(self, stored: Stored) -> PinnedVersion | None:
         """Pin the version on which `stored` is a delta. None if that is full, or if the other is not there any more."""
-        base = base_of(self.directory, stored)
+        base = base_of(self.storage, stored)
         return None if base is None else self._pin(base, must_hold=False)
 
-    def _manifest(self, slot: Path, stored: Stored) -> Manifest:
+    def _manifest(self, stored: Stored) -> Manifest:
         known = self._manifests.get(stored.manifest_digest)
         if known is not None:
             return known
-        path = slot / files.MANIFEST
-        data = files.read_file(path, MAX_MESSAGE_BYTES)
+        path = self.storage.path(files.MANIFEST, stored.slot)
+        data = self.storage.read(files.MANIFEST, MAX_MESSAGE_BYTES, stored.slot)
         if data is None:
             raise files.missing(path)
         found = hashlib.sha256(data).hexdigest()
@@ -214,7 +230,7 @@ class PinnedVersion(ClosedOnExit):
     """A version that no writer overwrites until `close`, or the end of this process. `read` is thread-safe."""
 
     def __init__(
-        self, slot: Path, stored: Stored, manifest: Manifest, lock: LockFile, base: PinnedVersion | None = None
+        self, storage: Storage, stored: Stored, manifest: Manifest, lock: Pin, base: PinnedVersion | None = None
     ) -> None:
         """`base`: the version on which it is a delta, which this closes, too."""
         self._base = base
@@ -222,19 +238,7 @@ class PinnedVersion(ClosedOnExit):
         self.stored = stored
         self.manifest = manifest
         self._lock = lock
-        num_files, num_origins = stored.num_files, len(manifest.spans)
-        if num_files % num_origins:
-            raise IntegrityError(
-                f"{slot} has {num_files} data files by its seal, but its manifest has {num_origins} origins, of which "
-                "each has the same number of files: the two are not of one version; publish again"
-            )
-        self._layout = files.FileLayout(manifest, num_files)
-        self._paths = [slot / files.data_name(file) for file in range(stored.num_files)]
-        self._descriptors: list[int] = []
-        with on_failure(self.close):
-            for path in self._paths:
-                with files.must_read(path):
-                    self._descriptors.append(files.open_file(path, os.O_RDONLY))
+        self._data = storage.open_slot(stored, manifest)
 
     def read(self, index: int, buffer: BucketBuffer, *, only_header: bool = False) -> None:
         """Read header and payload of bucket `index` into `buffer`, unchecked. Raises IntegrityError."""
@@ -261,8 +265,7 @@ class PinnedVersion(ClosedOnExit):
 
     def _read(self, index: int, parts: Sequence[memoryview], *, start: int = 0) -> None:
         """Fill `parts` from byte `start` of what is stored of bucket `index`."""
-        file, offset = self._layout.at(index)
-        files.read_at(self._descriptors[file], parts, offset + start, self._paths[file])
+        self._data.read(index, parts, start)
 
     def payloads(self) -> Iterator[torch.Tensor]:
         """Yield each bucket's payload, read, checked and decoded, valid until the next. Memory: one bucket.
@@ -285,61 +288,30 @@ class PinnedVersion(ClosedOnExit):
 
     def close(self) -> None:
         """Close its files and release its lock. Idempotent."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        self._data.close()
         self._lock.close()
         if self._base is not None:
             self._base.close()
 
 
-def base_of(directory: Path, stored: Stored) -> Stored | None:
-    """Return the version on which `stored` is a delta, if its slot has it still. Raises IntegrityError."""
-    if stored.base is None:
-        return None
-    sealed = read_record(files.slot_path(directory, stored.base.slot) / files.SEAL, Commit)
-    found = None if sealed is None else sealed.newest
-    wanted = stored.run, stored.base.number, stored.base.root, stored.manifest_digest
-    has_it = found is not None and (found.run, found.number, found.root, found.manifest_digest) == wanted
-    return found if has_it else None
-
-
-def slots_of(directory: Path, stored: Stored) -> list[int] | None:
-    """Return the slots that `stored` needs: its own, and those back to a full version; None if one is not there."""
-    slots = [stored.slot]
-    while stored.base is not None:
-        base = base_of(directory, stored)
-        if base is None or base.slot in slots:
-            return None
-        slots.append(base.slot)
-        stored = base
-    return slots
-
-
-def store_status(directory: Path) -> StoreInfo:
+def store_status(address: StoreAddress) -> StoreInfo:
     """Return a store's versions, readers and writer. Changes nothing and never blocks on a lock.
 
     Raises VersionNotFoundError if there is no version, IntegrityError if a record is damaged.
     """
-    reader = StoreReader(directory)
-    commit, writer = reader.commit(), reader.writer()
+    reader = StoreReader(address)
+    storage, commit, writer = reader.storage, reader.commit(), reader.writer()
     if commit is None:
-        raise _not_found(directory, _ANY)
-    slots = []
-    for number in sorted(files.slot_numbers(directory)):
-        path, readers, num_bytes = files.slot_path(directory, number), list[str](), 0
-        with contextlib.suppress(FileNotFoundError):
-            readers = locks.readers(path / files.PINS)
-        for file in path.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # replaced meanwhile
-                num_bytes += file.lstat().st_blocks * 512
-        slots.append(SlotInfo(number, num_bytes, readers))
+        raise _not_found(storage, _ANY)
+    slots = [storage.slot_info(number) for number in sorted(storage.slot_numbers())]
     name = "unknown" if writer.record is None else writer.record.describe()
-    return StoreInfo(commit.newest, commit.previous, name, writer.is_alive, slots)
+    return StoreInfo(commit.newest, commit.previous, name, bool(writer.is_alive), slots)
 
 
-def _not_found(directory: Path, what: str) -> VersionNotFoundError:
-    if not directory.is_dir():
+def _not_found(storage: Storage, what: str) -> VersionNotFoundError:
+    where = storage.path("")
+    if not storage.exists():
         return VersionNotFoundError(
-            f"the store {directory} is not there: no such directory; check the path, or publish first"
+            f"the store {where} is not there: no such directory; check the path, or publish first"
         )
-    return VersionNotFoundError(f"the store {directory} does not hold {what}")
+    return VersionNotFoundError(f"the store {where} does not hold {what}")

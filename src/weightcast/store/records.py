@@ -25,7 +25,7 @@ from weightcast.format.manifest import (
     encode,
 )
 from weightcast.format.messages import Digest128, Digest256
-from weightcast.store.files import MAX_FILES, MAX_STORED_SLOTS, read_file
+from weightcast.store.files import MAX_FILES
 
 FORMAT = f"weightcast-store-{PROTOCOL}"
 MAX_RECORD_BYTES = 64 << 10
@@ -34,12 +34,14 @@ _MAX_UNIX_TIME = 253_402_300_799
 """The end of the year 9999, the last that a date can show."""
 _REMEDY = "close the publishers, remove this file, and publish again: the next version will then be the newest"
 
+SlotNumber = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
 
 class StoredBase(msgspec.Struct, frozen=True):
     """The version on which another slot's version is a delta: of the same run and manifest."""
 
     number: VersionNumber
-    slot: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STORED_SLOTS)]
+    slot: SlotNumber
     root: Digest128
 
 
@@ -51,7 +53,7 @@ class Stored(msgspec.Struct, frozen=True):
 
     run: RunId
     number: VersionNumber
-    slot: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STORED_SLOTS)]
+    slot: SlotNumber
     num_files: Annotated[int, msgspec.Meta(ge=1, le=MAX_FILES)]
     num_buckets: Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKETS)]
     manifest_digest: Digest256
@@ -99,7 +101,7 @@ class WriterRecord(msgspec.Struct, frozen=True):
 class SlotAttempt(msgspec.Struct, frozen=True):
     """From the publishing rank to the leaders of other origins: the slot to write, and the writer's attempt."""
 
-    slot: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STORED_SLOTS)]
+    slot: SlotNumber
     attempt: Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -140,7 +142,7 @@ def seal(record: R) -> bytes:
     return encode(msgspec.structs.replace(record, digest=_digest(record)))
 
 
-def unseal(data: bytes, kind: type[R], path: Path) -> R:
+def unseal(data: bytes, kind: type[R], path: Path | str) -> R:
     """Decode a record of the file `path`. Raises IntegrityError if it is invalid, or was changed."""
     try:
         record: R = decode(data, kind, max_bytes=MAX_RECORD_BYTES)
@@ -154,12 +156,6 @@ def unseal(data: bytes, kind: type[R], path: Path) -> R:
     if record.digest != _digest(record):
         raise IntegrityError(f"{path} was changed: its digest does not fit; {_REMEDY}")
     return record
-
-
-def read_record(path: Path, kind: type[R]) -> R | None:
-    """Read a file's record; None if there is no file. Raises IntegrityError."""
-    data = read_file(path, MAX_RECORD_BYTES)
-    return None if data is None else unseal(data, kind, path)
 
 
 def _digest(record: Commit | WriterRecord) -> str:

@@ -1,9 +1,9 @@
-"""`file:///dir`: a directory of versions, which one publisher writes and any number of readers follow.
+"""`file:///dir`, `s3://bucket/prefix`: versions that one publisher writes and any number of readers follow.
 
-The package `weightcast.store` defines the directory. Invariants: a bucket's buffer is reused only when the filesystem
-has its bytes; an error of any writing thread is raised, and the version is not sealed then; a sealed version is dropped
-unless `commit` is called next. Readers copy bytes into memory of their own from a slot that is pinned meanwhile; the
-pin ends with the last bucket, or with `end`.
+The package `weightcast.store` defines where they lie. Invariants: a bucket's buffer is reused only when the filesystem
+or the server has its bytes; an error of any writing thread is raised, and the version is not sealed then; a sealed
+version is dropped unless `commit` is called next. Readers copy bytes into memory of their own from a slot that is
+pinned meanwhile; the pin ends with the last bucket, or with `end`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _BufferedSender(RunSender, Generic[W]):
         """Make a sender that owns the store. `listener` is ignored: readers need no link. Raises as the writer."""
         address = StoreAddress.parse(url)
         num_threads = address.num_threads
-        self._address, self._directory = address, address.directory
+        self._address = address
         super().__init__(run)
         self._max_buffers = 1 if num_threads == 1 else min(num_threads + 1, MAX_BUFFERS)
         self._num_buffers = 1
@@ -102,7 +102,7 @@ class _BufferedSender(RunSender, Generic[W]):
 
         def raise_as_stores(error: OSError) -> NoReturn:
             raise WeightcastError(
-                f"can't write to the store {self._directory}: {error}; its newest version stays. Check that the "
+                f"can't write to the store {self._writer.where}: {error}; its newest version stays. Check that the "
                 "filesystem is mounted, writable and not full, and publish again"
             ) from error
 
@@ -391,14 +391,14 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         # Twice, since the publisher packs and writes a whole version before any of it can be read.
         super().__init__(run or None, 2 * deadline_seconds)
         address = StoreAddress.parse(url)
-        self._directory = directory = address.directory
-        self._reader = StoreReader(directory, label=peer)
+        self._reader = StoreReader(address, label=peer, deadline_seconds=deadline_seconds)
+        self._where = where = self._reader.storage.path("")
         record = self._reader.writer().record if run else None
         if run and record is None:
-            what = f"there is no store in {directory} on this host: check that the directory is mounted here"
+            what = f"there is no store in {where} on this host: check that the directory is mounted here"
             raise PeerDiedError(what, peer=PUBLISHER)
         if record is not None and record.run != run:
-            what = f"run {record.run} writes the store {directory}, this receiver is of run {run}"
+            what = f"run {record.run} writes the store {where}, this receiver is of run {run}"
             raise StaleVersionError(f"{what}: initialise the engine again")
         self._num_ahead = 0 if address.num_threads == 1 else address.num_threads
         self._new_pool = functools.partial(ThreadPoolExecutor, address.num_threads, "weightcast-store")
@@ -451,7 +451,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             self._require_open()
             if not all(read.done() for read in self._late_reads):
                 raise WeightcastError(
-                    f"a read of an ended version in the store {self._directory} has not finished, and would overwrite "
+                    f"a read of an ended version in the store {self._where} has not finished, and would overwrite "
                     "the next one: check that the filesystem answers, and publish again"
                 )
             shared = None if self._together is None else self._together.shared
@@ -529,6 +529,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         self._late_reads = [*wait(reads, GRACE_SECONDS).not_done]
 
     def _disconnect(self) -> None:
+        self._reader.close()
         self._arena.free()
         self._together = self._common_memory = None
 
@@ -545,7 +546,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
     def _silence(self, wanted: StoreUpdate, seconds: float) -> str:
         number = wanted.version.number
-        return f"version {number} was not committed to the store {self._directory} within {seconds:g} s"
+        return f"version {number} was not committed to the store {self._where} within {seconds:g} s"
 
     def _pin(self, wanted: StoreUpdate) -> PinnedVersion | None:
         """Pin the version, or return None if it is not there yet. Raises if it can't come any more."""
@@ -561,8 +562,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
                 f"the store has version {newest.number} already: version {version.number} was not read in time"
             )
         record = writer.record
-        if record is None or record.run != version.run or not writer.is_alive:
-            what = f"the publisher of run {version.run} has closed the store {self._directory}, or its process ended"
+        if record is None or record.run != version.run or writer.is_alive is False:
+            what = f"the publisher of run {version.run} has closed the store {self._where}, or its process ended"
             raise PeerDiedError(what, peer=PUBLISHER)
         if record.aborted and record.number == version.number and record.attempt > wanted.attempt:
             raise UpdateAbortedError(record.aborted)
@@ -583,7 +584,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         stored, expected = pinned.manifest.buckets, wanted.manifest.buckets
         if number == 0 and stored != expected:
             raise ManifestError(
-                f"version {wanted.version.number} in the store {self._directory} has another plan ({len(stored)} "
+                f"version {wanted.version.number} in the store {self._where} has another plan ({len(stored)} "
                 f"buckets) than the publisher offered ({len(expected)} buckets)"
             )
         index = order[number]
@@ -637,3 +638,4 @@ TRANSPORT = Transport(
     default_bucket_size_bytes={"cpu": 2 << 20, "cuda": 64 << 20},
     same_host=False,
 )
+S3 = dataclasses.replace(TRANSPORT, default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 64 << 20})
