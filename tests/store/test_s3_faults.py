@@ -20,6 +20,7 @@ from weightcast.store.address import StoreAddress
 from weightcast.store.reading import StoreReader
 from weightcast.transports.store import StoreSender
 
+pytestmark = pytest.mark.cluster
 DEADLINE_SECONDS = 1.0
 OBJECTS = {
     "owner": r"writer\.json",
