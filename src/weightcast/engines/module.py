@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -232,26 +232,18 @@ _dtype_of = operator.attrgetter("dtype")
 class _LiveModule:
     """The module's tensors by name and by index, as of the last `look`.
 
-    `live` is a new object after a look that found moved tensors, `specs` after one that found other tensors.
+    `live` (by name) is a new object after a look that found moved tensors, `specs` after one that found other tensors.
     """
 
     def __init__(self, checkpoint: LiveCheckpoint) -> None:
         self._checkpoint = checkpoint
         self._index()
 
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        return self._checkpoint.specs
-
-    @property
-    def live(self) -> Mapping[str, torch.Tensor]:
-        return self._checkpoint.views
-
     def look(self) -> None:
         """Look up every tensor of the module. Raises ValueError for tensors that can't be written to."""
         self._checkpoint.refresh()
         # Indexed only after success, so that a tensor that can't be written to is found again at the next look.
-        if self._indexed is not self.live:
+        if self.live is not self._checkpoint.views:
             self._index()
 
     def numbers(self, names: Sequence[str]) -> list[int]:
@@ -267,8 +259,8 @@ class _LiveModule:
 
     def _index(self) -> None:
         self._checkpoint.require_memory()
-        conversion.require_apart(self.live)
-        self._indexed = self.live
+        conversion.require_apart(self._checkpoint.views)
+        self.live, self.specs = self._checkpoint.views, self._checkpoint.specs
         self.views = list(self.live.values())
         self.shapes = [spec.shape for spec in self.specs]
         self.dtypes = [view.dtype for view in self.views]

@@ -35,8 +35,6 @@ from weightcast.native.tables import added, digest
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE_BYTES if hasattr(torch, name)}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
-DIGEST_BYTES = 16
-
 HEADER_BYTES = 256
 """Equal to the alignment, so that a payload that follows its header is aligned."""
 _HEADER = struct.Struct("<8sII16sQQ8sQQ16s168s")
@@ -431,9 +429,7 @@ def root_digest(manifest_digest: str, digests: Sequence[Digest]) -> str:
 def all_bytes(digests: Sequence[Digest]) -> list[bytes]:
     """Return every digest as bytes. Waits once for those that a GPU has not computed yet."""
     queued = [digest for digest in digests if isinstance(digest, torch.Tensor)]
-    if not queued:
-        return [digest for digest in digests if isinstance(digest, bytes)]
-    rows = iter(torch.stack(queued).cpu().numpy())
+    rows = iter(torch.stack(queued).cpu().numpy() if queued else ())
     return [digest if isinstance(digest, bytes) else next(rows).tobytes() for digest in digests]
 
 
