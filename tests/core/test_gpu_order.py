@@ -532,7 +532,7 @@ def test_a_bucket_is_announced_once_it_is_packed_and_not_before(gpu: LazyGpu) ->
         with pytest.raises(PeerTimeoutError, match="did not finish packing bucket 0 within"):
             send(sender, manifest, 1, 0)
         with receiver._condition:
-            receiver._listen()
+            receiver._link.condition.read()
         assert not receiver._wanted.announced
         over.set()
 

@@ -57,7 +57,8 @@ class ModuleEngine:
         self._model = model
         self._cast = cast
         self._live = _LiveModule(LiveCheckpoint(model, buffers=buffers, names=names))
-        self._install_map = _ModuleMap(self._live)
+        self.install_map = _ModuleMap(self._live)
+        """The map by which an install copies into the module (see `Mapped`)."""
         if hooks := state_dict_hooks(model, loading=True):
             logger.warning(
                 "weights are copied into the module's parameters and buffers; these hooks for loading a state dict, "
@@ -77,16 +78,11 @@ class ModuleEngine:
         self._live.look()
         return self._live.devices
 
-    @property
-    def install_map(self) -> InstallMap:
-        """The map by which an install copies into the module (see `Mapped`)."""
-        return self._install_map
-
     def specs(self) -> Sequence[TensorSpec]:
         """Return the tensors that the module accepts; the same object until its names, shapes or dtypes change."""
         self._live.look()
-        if self._install_map.specs is not self._live.specs:
-            self._install_map = _ModuleMap(self._live)
+        if self.install_map.is_stale:
+            self.install_map = _ModuleMap(self._live)
         return self._live.specs
 
     def can_cast(self, offered: str, held: str) -> bool:
@@ -274,6 +270,10 @@ class _ModuleMap(InstallMap):
     def __init__(self, module: _LiveModule) -> None:
         super().__init__(module.live)
         self._module, self.specs = module, module.specs
+
+    @property
+    def is_stale(self) -> bool:
+        return self.specs is not self._module.specs
 
     def bind(self) -> bool:
         self._module.look()

@@ -87,7 +87,7 @@ class ArenaLayout:
     @property
     def size_bytes(self) -> int:
         """Size of the arena."""
-        return max((start + size for start, size in zip(self.payloads, self.sizes_bytes, strict=True)), default=0)
+        return max(map(operator.add, self.payloads, self.sizes_bytes), default=0)
 
 
 def arena_layout_of(manifest: Manifest, *, num_slots: int, staged: bool, adjoining: bool = False) -> ArenaLayout:
@@ -144,7 +144,8 @@ class Buffers:
 
     def forget_above(self, num_buckets: int) -> None:
         """Drop the buffers of indices that a new manifest does not have."""
-        self._buffers = {index: known for index, known in self._buffers.items() if index < num_buckets}
+        if len(self._buffers) > num_buckets:
+            self._buffers = {index: known for index, known in self._buffers.items() if index < num_buckets}
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):

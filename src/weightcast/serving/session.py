@@ -69,7 +69,8 @@ class PublisherSession:
         self._is_alone = is_alone
         self.device = device
         self._connected = threading.Event()
-        self._receiving: threading.Thread | None = None
+        self.receiving: threading.Thread | None = None
+        """The thread that receives the update."""
 
     @functools.cached_property
     def stream(self) -> Any:
@@ -212,9 +213,6 @@ class PublisherSession:
             with contextlib.suppress(OSError):
                 self._links[0].send(message)
 
-    def receive_in_background(self, receive: Callable[[], None]) -> None:
-        self._receiving = awaited_at_exit(receive, "weightcast-receive")
-
     def abort_update(self, error: WeightcastError) -> None:
         """Abort an update in progress, and report the error over the link."""
         if self.update is not None and self.update.abort(error):
@@ -224,9 +222,9 @@ class PublisherSession:
         """Abort an update in progress, and wait until its thread no longer uses the receiver."""
         if self.update is not None:
             self.update.abort(error)
-        if self._receiving is not None:
-            self._receiving.join(timeout=GRACE_SECONDS)
-            if self._receiving.is_alive():
+        if self.receiving is not None:
+            self.receiving.join(timeout=GRACE_SECONDS)
+            if self.receiving.is_alive():
                 raise ClosedError(
                     "the former update was aborted but its thread still uses the receiver: publish again, which "
                     "connects again"
