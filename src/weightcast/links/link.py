@@ -374,15 +374,10 @@ class WorkerLink:
 
     @property
     def has_ended(self) -> bool:
-        """True once the publisher has closed the link; `on_end` may not have been called yet."""
-        if self._sock is None:
-            return False
-        poll = select.poll()
-        try:
-            poll.register(self._sock, select.POLLRDHUP)
-        except (OSError, ValueError):
-            return True
-        return bool(poll.poll(0))
+        """True once the link has ended; `on_end` may not have been called yet."""
+        with self.condition:
+            self.condition.read()
+            return bool(self.over)
 
     def pop_descriptor(self) -> int | None:
         """Return the file descriptor that arrived last over a Unix socket, once; None if there is none.

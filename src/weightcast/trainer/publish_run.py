@@ -86,18 +86,20 @@ class Connections:
     def __init__(
         self,
         url: str,
-        sender: Sender,
-        listener: LinkListener,
+        run: str,
         device: torch.device,
         *,
-        keeps_versions: bool = False,
+        deadline_seconds: float,
+        lease_seconds: float,
         has_several_ranks: bool = False,
     ) -> None:
-        """`url`: the transport's. `keeps_versions`: see `Transport`. `has_several_ranks`: see `SenderContext`."""
+        """`device`: that of the weights. `has_several_ranks`: see `SenderContext`. Raises what `connect` raises."""
         self.url = url
-        self.sender = sender
-        self.keeps_versions = keeps_versions
-        self.listener = listener
+        self.sender: Sender
+        self.listener, self.sender = connect(
+            url, run, device, deadline_seconds=deadline_seconds, lease_seconds=lease_seconds
+        )
+        self.keeps_versions = registry.transport(url).keeps_versions
         self.device = device
         self.has_several_ranks = has_several_ranks
         self.client_senders: list[ClientSender] = []
@@ -361,18 +363,16 @@ class PublishRun:
                 if manifest.origins:
                     self._fail_brought_routes()
                 sender, keeps_versions = self._connections.sender, self._connections.keeps_versions
-                found = [-1 if member.serves is None else member.serves for member in fleet.members]
-                if keeps_versions and (stored := sender.newest_version()) is not None:
-                    found.append(stored)
                 if again is not None:
                     self.number = again.number
                     fleet.each(lambda member: member.notice(again.number))
                     if again.manifest_digest != self._pack_plan.manifest_digest:
                         self._fail_changed(fleet.healthy())
+                elif inputs.version is not None:
+                    self.number = inputs.version
                 else:
-                    self.number = (
-                        _above(max(found, default=-1), self._above) if inputs.version is None else inputs.version
-                    )
+                    stored = sender.newest_version() if keeps_versions else None
+                    self.number = _above([stored, *(member.serves for member in fleet.members)], self._above)
                 self.flight.version = self.number
                 is_due = self._proves_all or not all(member.has_proven for member in fleet.healthy())
                 if options.verify == "installed" and is_due and again is None:
@@ -778,8 +778,8 @@ class PublishRun:
         self._fleet.each(lambda member: member.client.update(abort), joined, notes=False)
 
 
-def _above(newest: int, last: int) -> int:
-    """Return one above both `last`, of this run, and `newest`, of any run. `newest` is ignored if it is the maximum.
+def _above(found: Iterable[int | None], last: int) -> int:
+    """Return one above both `last`, of this run, and the newest found version, of any run, unless that is the maximum.
 
     Raises ValueError if this run has no number left.
     """
@@ -788,4 +788,5 @@ def _above(newest: int, last: int) -> int:
             f"no version number is left above {last}, this publisher's last one: make another publisher, and leave "
             "`version` out when you publish"
         )
+    newest = max((number for number in found if number is not None), default=-1)
     return 1 + max(last, newest if newest < MAX_VERSION else -1)

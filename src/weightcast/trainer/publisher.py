@@ -66,7 +66,6 @@ from weightcast.trainer.publish_run import (
     PublishedVersion,
     PublishInputs,
     PublishRun,
-    connect,
 )
 from weightcast.trainer.stream_packer import StreamPacker
 
@@ -731,24 +730,19 @@ class Publisher(ClosedOnExit):
             # This checks the regions before a sender exists, which may write to a store.
             pack_plan.packer(regions)
         if self._connections is None:
-            seconds, lease_seconds = self._options.deadline_seconds, self._options.lease_seconds
             try:
-                listener, sender = connect(
-                    self._url, self.run, device, deadline_seconds=seconds, lease_seconds=lease_seconds
+                self._connections = Connections(
+                    self._url,
+                    self.run,
+                    device,
+                    deadline_seconds=self._options.deadline_seconds,
+                    lease_seconds=self._options.lease_seconds,
+                    has_several_ranks=self._group is not None,
                 )
             except OSError as exc:
                 if reason := shortage(exc):
                     raise OSError(exc.errno, reason) from exc
                 raise
-            keeps_versions = self._transport.keeps_versions
-            self._connections = Connections(
-                self._url,
-                sender,
-                listener,
-                device,
-                keeps_versions=keeps_versions,
-                has_several_ranks=self._group is not None,
-            )
             self._process = os.getpid()
             self._owned.insert(-1, self._connections)
             # Made again with this pid: the process may have been forked since the publisher was made.

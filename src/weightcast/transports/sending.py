@@ -387,15 +387,10 @@ class OwnedArena(abc.ABC):
         del self.buffers
 
 
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class ArenaUpdate(SentUpdate):
-    device: torch.device
-
-
 A = TypeVar("A", bound=OwnedArena)
 
 
-class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
+class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
     """Implements `Sender`: peers read the sender's arena in place, so that the loss of one does not affect the others.
 
     A transport adds its kind of arena; `messages`, the union of the records that its receivers send; and `only_url`,
@@ -455,7 +450,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
             elif arena_layout.size_bytes:
                 self._replace_arena(arena_layout.size_bytes, device)
             taking_part = self._await_opened(peers, version)
-            self._update = update = ArenaUpdate(version, manifest, staged, arena_layout, taking_part, device=device)
+            self._update = update = SentUpdate(version, manifest, staged, arena_layout, taking_part)
             for name in sorted(update.peers):
                 if name in update.peers:
                     self._post(self._peers[name], update.begin)
@@ -468,7 +463,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
             arena_layout = update.arena_layout
             self._await_released(arena_layout.slots[index])
             if self._arena is None or arena_layout.slots[index] in self._lost_slots:
-                self._replace_arena(arena_layout.size_bytes, update.device)
+                self._replace_arena(arena_layout.size_bytes, self._device_for(update.staged))
             arena = self._arena
             assert arena is not None
             self._await_memory(arena, arena_layout.payloads[index] + arena_layout.sizes_bytes[index])
@@ -483,10 +478,10 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
         with self.condition:
             update = self._require_update(index)
             check_length(update.manifest, index, num_bytes)
-            if update.device.type == "cuda":
-                self._await_packed(index, host_device.recorded(update.device))
             arena = self._arena
-            assert arena is not None
+            assert arena is not None, "buffer() comes first"
+            if arena.device.type == "cuda":
+                self._await_packed(index, host_device.recorded(arena.device))
             update.next = index + 1
             slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.headers[index]
             ready = records.BucketReady(update.version.number, arena.generation, index, offset_bytes, num_bytes)
@@ -545,7 +540,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
         if is_meant and record.index < update.num_buckets:
             self._readers.get(update.arena_layout.slots[record.index], set()).discard(peer.name)
 
-    def _on_ended(self, peer: ConnectedPeer, update: ArenaUpdate) -> None:
+    def _on_ended(self, peer: ConnectedPeer, update: SentUpdate) -> None:
         self._forget_reader(peer.name)
         super()._on_ended(peer, update)
 
@@ -584,8 +579,11 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
 
     # --- the arena ---
 
+    def _device_for(self, staged: bool) -> torch.device:
+        return torch.device("cpu") if staged else self._device
+
     def _layout(self, manifest: Manifest, *, staged: bool) -> tuple[torch.device, ArenaLayout]:
-        device = torch.device("cpu") if staged else self._device
+        device = self._device_for(staged)
         # On a GPU a reader releases a bucket only after it got the next one, hence one more slot.
         num_slots, former = _NUM_SLOTS + (device.type == "cuda"), self._update
         if former is not None and former.manifest is manifest and former.staged == staged:
