@@ -502,23 +502,6 @@ class Link:
         Raises the worker's own error if it reports Failed, PeerDiedError if the link ends, PeerTimeoutError at the
         deadline. The link is then closed, so that a worker that was only stopped aborts the update when it goes on.
         """
-        message = self._await(kind, version, deadline.remaining_seconds)
-        if isinstance(message, Failed):
-            raise from_record(message.error)
-        if message is not None:
-            return message
-        if self.ended:
-            raise PeerDiedError(f"the link of {self.peer} ended: {self.ended}", peer=self.peer)
-        self.end(f"no {kind.__name__} for version {version} within {deadline.seconds:g} s")
-        what = f"{self.peer} sent no {kind.__name__} for version {version} within {deadline.seconds:g} s"
-        raise PeerTimeoutError(what, peer=self.peer)
-
-    def wait_for_failure(self, version: int, seconds: float) -> None:
-        """Wait up to `seconds` for the worker's Failed of this version, which may arrive after the loss was noticed."""
-        self._await(Failed, version, seconds)
-
-    def _await(self, kind: type[M], version: int, seconds: float) -> M | Failed | None:
-        """Return the first message of this kind, or Failed, about this version; None if the link or the time ends."""
 
         def found() -> M | Failed | str:
             for message in self._verdicts:
@@ -528,8 +511,16 @@ class Link:
 
         with self._condition:
             self._condition.read()
-            message = self._condition.wait_for(found, seconds)
-            return None if isinstance(message, str) else message
+            message = self._condition.wait_for(found, deadline.remaining_seconds)
+        if isinstance(message, Failed):
+            raise from_record(message.error)
+        if not isinstance(message, str):
+            return message
+        if self.ended:
+            raise PeerDiedError(f"the link of {self.peer} ended: {self.ended}", peer=self.peer)
+        self.end(f"no {kind.__name__} for version {version} within {deadline.seconds:g} s")
+        what = f"{self.peer} sent no {kind.__name__} for version {version} within {deadline.seconds:g} s"
+        raise PeerTimeoutError(what, peer=self.peer)
 
     def failures(self, version: int) -> list[ErrorRecord]:
         """Return the errors that the worker has reported for this version, without waiting."""

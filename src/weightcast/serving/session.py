@@ -119,10 +119,8 @@ class PublisherSession:
             f"ends in at most {max(0.0, lease - silent):.0f} s"
         )
 
-    def connect_in_background(self) -> None:
-        threading.Thread(target=self._connect, name="weightcast-init", daemon=True).start()
-
-    def _connect(self) -> None:
+    def connect(self) -> None:
+        """Connect the link and the receivers, in a thread of its own."""
         info, rank = self.info, self._engine_rank
         failure: str | None = None
         try:

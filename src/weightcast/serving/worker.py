@@ -192,7 +192,7 @@ class Worker:
                 self._session = session
             if former is not None:
                 self._lift_pause(former)
-        session.connect_in_background()
+        threading.Thread(target=session.connect, name="weightcast-init", daemon=True).start()
 
     def update(self, info: UpdateInfo) -> None:
         """Handle an offer, a seal or an abort. Returns at once. An error is raised, and sent over the link as well.

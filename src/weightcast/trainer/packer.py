@@ -319,11 +319,8 @@ class PartPacker:
         """Return views of this rank's shards, one for each slice of bucket `index`."""
         views = self._sources.get(index)
         if views is None:
-            pairs = [(self._shards[cut.part], cut.region) for cut in self.slices.of(index)]
-            views = self._sources[index] = [
-                shard.data if region == shard.region else narrow(shard.data, relative(region, shard.region))
-                for shard, region in pairs
-            ]
+            cuts = self.slices.of(index)
+            views = self._sources[index] = [self._shards[cut.part].view(cut.region) for cut in cuts]
         return views
 
 
@@ -355,6 +352,10 @@ class Shard(HeldRegion, frozen=True, gc=False):
     """A region that this rank has, and its memory."""
 
     data: torch.Tensor
+
+    def view(self, region: Region) -> torch.Tensor:
+        """Return a view of this part of it."""
+        return self.data if region == self.region else narrow(self.data, relative(region, self.region))
 
 
 class SeenRegions:

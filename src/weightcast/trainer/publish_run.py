@@ -33,6 +33,7 @@ from weightcast.errors import (
     StageSeconds,
     UnsupportedError,
     UpdateAbortedError,
+    WeightcastError,
     WrongBaseError,
 )
 from weightcast.format.adapters import AdapterTarget
@@ -46,7 +47,7 @@ from weightcast.format.bucket import (
     root_digest,
 )
 from weightcast.format.manifest import MAX_VERSION, WeightVersion
-from weightcast.format.messages import Abort, InitInfo, Offer, Seal
+from weightcast.format.messages import Abort, Failed, InitInfo, Offer, Seal
 from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import GRACE_SECONDS, Deadline, number_of_seconds
@@ -270,9 +271,10 @@ class FleetRoute:
             lost = [error for error in lost if isinstance(error, PeerError) or self.is_brought]
             if lost:
                 if isinstance(lost[0], PeerDiedError):
-                    # A worker that has lost another origin's link reports that on this one.
+                    # A worker that has lost another origin's link reports that on this one, maybe a little later.
                     for link in member.links:
-                        link.wait_for_failure(member.version, GRACE_SECONDS)
+                        with contextlib.suppress(WeightcastError):
+                            link.wait(Failed, member.version, Deadline(GRACE_SECONDS))
                 member.fail(lost[0])
 
 
