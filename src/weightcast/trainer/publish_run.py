@@ -96,6 +96,7 @@ class Connections:
     ) -> None:
         """`device`: that of the weights. `has_several_ranks`: see `SenderContext`. Raises what `connect` raises."""
         self.url = url
+        self._stream = host_device.stream(device) if device.type == "cuda" else None
         self.sender: Sender
         self.listener, self.sender = connect(
             url, run, device, deadline_seconds=deadline_seconds, lease_seconds=lease_seconds
@@ -107,7 +108,6 @@ class Connections:
         self.origins: tuple[str, ...] = ()
         """Addresses of the links of other trainer ranks, one for each further origin."""
         self._senders_lock = threading.Lock()
-        self._stream = host_device.stream(device) if device.type == "cuda" else None
 
     def packing_stream(self) -> contextlib.AbstractContextManager[None]:
         """On a GPU, use a side stream that waits for the trainer's stream, so that packing overlaps with later work.
