@@ -12,7 +12,7 @@ from weightcast.format.messages import Count, ShortText
 from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Transport
 from weightcast.transports.receiving import ArenaReceiver, MappedArena
-from weightcast.transports.records import BucketReady, FromPeer, FromSender, Released, Size
+from weightcast.transports.records import Size
 from weightcast.transports.sending import ArenaSender, OwnedArena
 
 
@@ -55,10 +55,10 @@ class MappedFile(MappedArena):
 
 
 class MappedSender(ArenaSender[OwnedFile]):
-    """Implements `Sender`."""
+    """Implements `Sender`. Buckets are in host memory, whatever the device of the weights."""
 
-    def __init__(self, url, *, run, listener, deadline_seconds, device):
-        super().__init__(run, listener, deadline_seconds, Released | FromPeer)
+    def __init__(self, url, *, device, **options):
+        super().__init__(url, **options)
 
     def _make_arena(self, generation, size_bytes, device):
         return OwnedFile(generation, size_bytes)
@@ -67,8 +67,7 @@ class MappedSender(ArenaSender[OwnedFile]):
 class MappedReceiver(ArenaReceiver):
     """Implements `Receiver`."""
 
-    def __init__(self, url, *, run, peer, link, deadline_seconds, device):
-        super().__init__(run, link, deadline_seconds, ArenaFile | BucketReady | FromSender)
+    announcements = ArenaFile
 
     def _map(self, record, descriptor):
         return MappedFile(record)

@@ -1,4 +1,4 @@
-"""Deltas: bytes as their format says, round trips of any bits, damage, installs by table, digests."""
+"""Deltas: bytes as their format says, round trips of any bits, damage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import torch
 from delta_code import decoded
 from golden.objects import delta_pair
 
-from weightcast.format.tensor_digest import add, tensor_digest
 from weightcast.native import _core
-from weightcast.native.deltas import Changes, ScatterTable, count_changed, decode, encode
-from weightcast.native.tables import CopyTable
+from weightcast.native.deltas import Changes, count_changed, decode, encode
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 CHUNK_WORDS = 1 << 20
@@ -298,95 +296,3 @@ def test_changes_that_are_not_in_order_are_refused() -> None:
     with pytest.raises(ValueError, match="8 bytes of positions and 8 bytes of differences, expected"):
         Changes(np.array([0, 1], np.uint32), np.array([1], np.int64), 4, 2).apply(payload)
     assert not payload.any()
-
-
-# --- where copies would bring the words ---
-
-
-def test_changes_go_where_copies_bring_the_words() -> None:
-    """A rank's part of rows, of columns, a transposed one, and one that is kept twice."""
-    base, payload = weights(6 * 40 * 64, 0.2)
-    parts = base.view(torch.bfloat16).view(6, 40, 64)
-    sources = [parts[0], parts[1, 10:20], parts[2, :, 16:32], parts[3].t(), parts[4, ::2, ::4], parts[4], parts[5, 3]]
-    targets = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
-    copies = CopyTable(targets, sources)
-    assert not copies.others
-    copies.run()
-    before = [target.clone() for target in targets]
-    delta, _ = encode(base, payload, 2)
-    assert delta is not None
-    changes, table = decode(delta, 6 * 40 * 64, 2), ScatterTable(copies, base)
-    table.run(changes, threads=3)
-    base.copy_(payload)
-    for target, source in zip(targets, sources, strict=True):
-        assert torch.equal(target.view(torch.int16), source.view(torch.int16))
-    table.run(changes, undo=True)
-    for target, former in zip(targets, before, strict=True):
-        assert torch.equal(target.view(torch.int16), former.view(torch.int16))
-
-
-def test_a_copy_that_cuts_words_takes_no_changes() -> None:
-    base, payload = weights(1000, 0.2)
-    target = torch.zeros(99, dtype=torch.uint8)
-    delta, _ = encode(base, payload, 2)
-    assert delta is not None
-    for source in (base[1:100], base[:99]):
-        table = ScatterTable(CopyTable([target], [source]), base)
-        with pytest.raises(ValueError, match="row 0 of the table can't take changes"):
-            table.run(decode(delta, 1000, 2))
-    with pytest.raises(ValueError, match=r"the changes are of 1000 words .* of a payload of 20 bytes"):
-        ScatterTable(CopyTable([], []), base[:20]).run(decode(delta, 1000, 2))
-    outside = ScatterTable(CopyTable([target[:98]], [noise(98)]), base)
-    with pytest.raises(ValueError, match="its source is outside of the payload"):
-        outside.run(decode(delta, 1000, 2))
-    assert not target.any()
-
-
-# --- digests ---
-
-
-def test_digests_move_by_what_changed() -> None:
-    """Of tensors that lie one behind the other, one of which is a part of a larger one."""
-    shapes = [(70, 130), (3,), (90, 100), (4096,)]
-    sizes = [int(np.prod(shape)) for shape in shapes]
-    base, payload = weights(sum(sizes) + 100, 0.1, most=3)
-    runs, first = [], 0
-    for number, size in enumerate(sizes):
-        runs.append([first, size, 5_000_000 if number == 2 else 0, number])
-        first += size
-    delta, _ = encode(base, payload, 2)
-    assert delta is not None
-    moved = decode(delta, sum(sizes) + 100, 2).digests(np.array(runs, np.uint64), len(shapes), threads=3)
-    for number, (first, size, position, _) in enumerate(runs):
-        old, new = (each.view(torch.int16)[first : first + size] for each in (base, payload))
-        if position:
-            continue
-        low, high = moved[number]
-        assert add(tensor_digest(old), f"{low:016x}{high:016x}") == tensor_digest(new)
-    # The part begins at word 5,000,000: add the words in front of it as zeros to both.
-    first, size, position, _ = runs[2]
-    whole = torch.zeros(position + size, dtype=torch.int16)
-    found = []
-    for each in (base, payload):
-        whole[position:] = each.view(torch.int16)[first : first + size]
-        found.append(tensor_digest(whole))
-    low, high = moved[2]
-    assert add(found[0], f"{low:016x}{high:016x}") == found[1]
-
-
-def test_digests_of_wide_elements_move_by_their_words() -> None:
-    base = torch.arange(5000, dtype=torch.float64)
-    payload = base.clone()
-    payload[17], payload[4999] = -3.0, float("nan")
-    delta, _ = encode(base.view(torch.uint8), payload.view(torch.uint8), 4)
-    assert delta is not None
-    ((low, high),) = decode(delta, 10_000, 4).digests(np.array([[0, 10_000, 0, 0]], np.uint64), 1)
-    assert add(tensor_digest(base), f"{low:016x}{high:016x}") == tensor_digest(payload)
-
-
-def test_runs_that_overlap_are_refused() -> None:
-    changes = decode(a_delta(), 30_000, 2)
-    for runs in ([[0, 10, 0, 0], [9, 1, 0, 0]], [[0, 30_001, 0, 0]], [[0, 1, 0, 1]]):
-        with pytest.raises(ValueError, match="of the table of runs overlaps the one before"):
-            changes.digests(np.array(runs, np.uint64), 1)
-    assert changes.digests(np.zeros((0, 4), np.uint64), 1) == [(0, 0)]

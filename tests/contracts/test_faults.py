@@ -163,7 +163,7 @@ def test_a_publisher_that_hangs_while_its_heartbeats_go_on_keeps_no_engine_waiti
             assert any(fleet.is_given_up(name) for _ in Deadline(PATIENCE_SECONDS).polls(0.01, 0.05))
             assert fleet.can_generate(name)
             assert fleet.held(name) == {1.0}
-        assert all(link.is_alive for link in fleet.publisher._connections.listener.links())  # type: ignore[union-attr]
+        assert all(not link.ended for link in fleet.publisher._connections.listener.links())  # type: ignore[union-attr]
     finally:
         go_on.set()
     assert publishing.result() == {"good", "bad"}

@@ -127,7 +127,7 @@ def test_a_worker_that_lost_its_link_between_publishes_is_connected_again(end: s
             link.end("cut")
         else:
             receiver._link._sock.shutdown(socket.SHUT_RDWR)
-        wait_until(sender.condition, lambda: not link.is_alive)
+        wait_until(sender.condition, lambda: link.ended)
         wait_until(receiver._condition, lambda: receiver._link.over)
         assert publisher.publish().ok
         assert holds(client.engine, 0.0)

@@ -152,8 +152,8 @@ def test_a2_the_next_step_writes_what_is_still_to_be_packed(
     if as_it_was:
         monkeypatch.setattr(host_device, "beside", beside)
     weights, bucket = gpu.tensor(torch.ones(8)), gpu.tensor(torch.zeros(8))
-    connections = publish_run.Connections("", sender=Any, listener=Any, device=gpu.device)  # type: ignore[arg-type]
-    with connections.packing_stream():
+    connections = publish_run.Connections("memory://", "0" * 32, gpu.device, deadline_seconds=60.0, lease_seconds=60.0)
+    with contextlib.closing(connections), connections.packing_stream():
         bucket.copy_(weights)
     weights.zero_()
     gpu.default_stream.synchronize()

@@ -240,8 +240,12 @@ def test_an_engine_gives_an_update_up_although_the_trainer_stands_still(
 def test_the_trainers_stream_goes_on_after_packing(gpu: LazyGpu) -> None:
     """Also where a publish raises before its sender has waited for what was queued."""
     weights, bucket = gpu.tensor(torch.ones(8)), gpu.tensor(torch.zeros(8))
-    connections = Connections("", sender=Any, listener=Any, device=gpu.device)  # type: ignore[arg-type]
-    with contextlib.suppress(KeyboardInterrupt), connections.packing_stream():
+    connections = Connections("memory://", "0" * 32, gpu.device, deadline_seconds=60.0, lease_seconds=60.0)
+    with (
+        contextlib.closing(connections),
+        contextlib.suppress(KeyboardInterrupt),
+        connections.packing_stream(),
+    ):
         bucket.copy_(weights)
         raise KeyboardInterrupt
     weights.zero_()
@@ -532,7 +536,7 @@ def test_a_bucket_is_announced_once_it_is_packed_and_not_before(gpu: LazyGpu) ->
         with pytest.raises(PeerTimeoutError, match="did not finish packing bucket 0 within"):
             send(sender, manifest, 1, 0)
         with receiver._condition:
-            receiver._listen()
+            receiver._link.condition.read()
         assert not receiver._wanted.announced
         over.set()
 

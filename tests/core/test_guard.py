@@ -17,7 +17,6 @@ import weightcast
 from weightcast.control.server.worker_engine import WorkerEngine
 from weightcast.format.messages import WeightInfo
 from weightcast.host.deadline import Deadline
-from weightcast.links import watchdog
 from weightcast.links.watchdog import RecoveryRequest, Watchdog, WatchedEngines, rescue
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -90,14 +89,12 @@ def test_closing_a_guard_sends_its_requests(server: weightcast.EngineServer) -> 
     assert not server.gate.is_paused
 
 
-def test_a_guard_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard = Watchdog()
+def test_a_guard_that_does_not_end_is_killed() -> None:
+    guard = Watchdog(0.1)
     guard.keep("engine", [])
     pid = guard.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    monkeypatch.setattr(watchdog, "_GIVE_UP_SECONDS", 0.1)
-    monkeypatch.setattr(watchdog, "_ATTEMPT_SECONDS", 0.1)
     try:
         guard.close()
         with pytest.raises(ProcessLookupError):
@@ -121,9 +118,8 @@ def test_a_guard_that_was_killed_is_replaced_by_the_next_call(server: weightcast
     assert not server.gate.is_paused
 
 
-def test_a_guard_that_does_not_read_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_ATTEMPT_SECONDS", 0.5)
-    guard = Watchdog()
+def test_a_guard_that_does_not_read_is_replaced() -> None:
+    guard = Watchdog(0.5)
     guard.keep("engine", [])
     former = guard._process
     assert former is not None

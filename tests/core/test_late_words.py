@@ -32,7 +32,7 @@ class Lagging(DirectEngine):
     def _speak_late(self, call: str) -> None:
         if self.late is None or call != self.route:
             return
-        hold, (member,) = self.worker._session, self.publisher._fleet
+        hold, (member,) = self.worker._session, self.publisher._fleet.members
         assert hold is not None
         hold.send(Failed(self.late, ErrorRecord("UpdateAbortedError", "a late word of an earlier version")))
         for link in member.links:

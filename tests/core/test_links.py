@@ -52,7 +52,7 @@ def test_a_publisher_of_another_user_is_not_connected_to(leaves_nothing: None, m
 @pytest.fixture
 def nobody_else_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a thread has waited, the links' own threads leave all reading to threads that wait."""
-    monkeypatch.setattr(link, "_LINGER_SECONDS", 600.0)
+    monkeypatch.setattr(link, "POLL_SECONDS", 600.0)
 
 
 def _worker(listener: LinkListener, engine: str = "engine", **options: Any) -> contextlib.closing[WorkerLink]:

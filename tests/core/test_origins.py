@@ -374,7 +374,7 @@ def test_what_is_cut_is_put_together_before_the_install(num_origins: int, stack:
     hosts.link.wait(Received, 1, Deadline(PATIENCE_SECONDS))
     update = hosts.client.worker._session.update  # type: ignore[union-attr]
     assert update is not None
-    ready = {record.name: tensor for record, tensor in update._assembly._whole}
+    ready = {record.name: tensor for record, tensor in update._assembly.whole}
     assert ready
     assert {name: raw_bytes(tensor) for name, tensor in ready.items()} == bits(
         {name: tensor for name, tensor in weights(1).items() if name in ready}

@@ -20,7 +20,7 @@ from weightcast.serving import session
 from weightcast.serving.worker import Worker
 from weightcast.store.address import StoreAddress
 from weightcast.store.writing import StoreWriter
-from weightcast.transports.ipc.receiver import IpcReceiver
+from weightcast.transports.ipc import IpcReceiver
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -569,7 +569,7 @@ def test_a_module_of_another_form_is_not_copied_to(change: Callable[[nn.Module],
     install = admit(manifest, manifest.digest(), engine, engine.specs())
     assert install.copied == {spec.name for spec in engine.specs()}
     change(net)
-    assert not install.bound().copied
+    assert not install.begun().copied
     assert engine.specs() != install_map.specs  # type: ignore[attr-defined]
     assert engine.install_map.bind()
 

@@ -97,20 +97,25 @@ class Stops:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._armed: str | None = None
+        self._has_told = False
+        self._telling = threading.Lock()
         self.lock = threading.Lock()
         self.go = threading.Event()
 
     def arm(self, phase: str | None) -> None:
-        self._armed = phase
+        self._armed, self._has_told = phase, False
         self.go.clear()
 
     def is_armed(self, phase: str) -> bool:
-        return self._armed == phase
+        return self._armed == phase and not self.go.is_set()
 
     def reach(self, phase: str) -> None:
+        """Stop here until `go`: every thread that comes here meanwhile, so that none does to a victim what follows."""
         if self.is_armed(phase):
-            self._armed = None
-            self._pipe.send(("at", phase))
+            with self._telling:
+                is_first, self._has_told = not self._has_told, True
+            if is_first:
+                self._pipe.send(("at", phase))
             self.go.wait(DEADLINE_SECONDS)
 
 

@@ -30,7 +30,8 @@ from weightcast.links.link import Frames, frame
 from weightcast.store.records import Commit, SlotAttempt, WriterRecord, seal, unseal
 from weightcast.testing.transport_kit import write_raw_header
 from weightcast.transports.collective import records as collective
-from weightcast.transports.ipc.records import FromReceiver, ToReceiver
+from weightcast.transports.ipc import IpcReceiver, IpcSender
+from weightcast.transports.records import BucketReady, FromSender
 
 SLOW_SECONDS = 5.0
 _LAID_OUT_BYTES = 1 << 22
@@ -132,8 +133,8 @@ TARGETS: dict[str, Target] = {
     "info": _message(WeightInfo),
     "link": _message(LinkMessage, 1 << 20),
     "frames": frames,
-    "ipc to sender": _message(FromReceiver, 1 << 20),
-    "ipc to receiver": _message(ToReceiver, 1 << 20),
+    "ipc to sender": _message(IpcSender.messages, 1 << 20),
+    "ipc to receiver": _message(IpcReceiver.announcements | BucketReady | FromSender, 1 << 20),
     "collective to sender": _message(collective.FromReceiver, 1 << 20),
     "collective to receiver": _message(collective.ToReceiver, 1 << 20),
     "header": header,

@@ -80,9 +80,8 @@ def test_buckets_that_a_streamed_version_lent_to_the_loader_may_have_been_writte
     engine = ModelEngine(Copied(), reference={"weight": torch.ones(8, 8)})
     payload = torch.ones(64).view(torch.uint8)
     for has_lent in (True, False):
-        install = admit(manifest, manifest.digest(), engine, None).bound()
+        install = admit(manifest, manifest.digest(), engine, None).begun()
         staged = install.assembly(is_staged=True)
-        engine.begin(install.copied)
         install.stage(0, payload, staged)
         install.load_staged(staged)
         engine.commit(WeightVersion("0" * 16, 1))
@@ -91,8 +90,7 @@ def test_buckets_that_a_streamed_version_lent_to_the_loader_may_have_been_writte
     # The model is no longer what was recorded: its loader gets all of it.
     assert engine.install_map is not None
     monkeypatch.setattr(engine.install_map, "bind", lambda: False)
-    install = install.bound()
-    engine.begin(install.copied)
+    install = install.begun()
     install.load_bucket(0, payload, install.assembly(is_staged=False))
     assert install.has_lent_views
 

@@ -317,7 +317,7 @@ def test_what_was_taken_back_is_told_on_the_links(engine: Engine) -> None:
     for undo, kind in ((True, UpdateAbortedError), (False, EngineTornError)):
         with publisher(engine, undo=undo) as it:
             it.publish()
-            links = next(iter(it._fleet)).links
+            links = it._fleet.members[0].links
             engine.call(Settle(it.run, it.version, keep=False))
             for link in links:
                 with pytest.raises(kind):

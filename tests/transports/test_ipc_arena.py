@@ -28,9 +28,9 @@ from weightcast.testing.transport_kit import (
     send_all,
     version,
 )
-from weightcast.transports.ipc import IpcReceiver
+from weightcast.transports.ipc import IpcReceiver, IpcSender
 from weightcast.transports.ipc.arena import MappedSharedArena, OwnedSharedArena
-from weightcast.transports.ipc.records import FromReceiver, SharedArena
+from weightcast.transports.ipc.records import SharedArena
 from weightcast.transports.records import BeginUpdate, BucketReady, Opened, UpdateAborted, UpdateEnded
 
 SIZE_BYTES = 1 << 16
@@ -221,7 +221,7 @@ def test_an_arena_that_could_vanish_costs_its_update_and_is_not_known_in_the_nex
 
 def _said(sock: socket.socket, number: int) -> list[object]:
     """The receiver's next records."""
-    frames, said = Frames(FromReceiver), list[object]()
+    frames, said = Frames(IpcSender.messages), list[object]()
     while len(said) < number:
         said += frames.feed(sock.recv(1 << 16))
     return said

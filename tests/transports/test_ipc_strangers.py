@@ -31,9 +31,9 @@ from weightcast.testing.transport_kit import (
     send_all,
     version,
 )
-from weightcast.transports.ipc.records import ToReceiver
-from weightcast.transports.ipc.sender import IpcSender
-from weightcast.transports.records import Opened, Released, UpdateEnded
+from weightcast.transports.ipc import IpcSender
+from weightcast.transports.ipc.records import CudaArena, SharedArena
+from weightcast.transports.records import BucketReady, FromSender, Opened, Released, UpdateEnded
 
 LENGTH = (100).to_bytes(4, "big")
 
@@ -80,7 +80,7 @@ def _join(sender: Sender, sock: socket.socket, peer: str, opened: Opened) -> Non
 
 def _hear_the_end(sock: socket.socket) -> list[object]:
     """Every record up to the end of the connection."""
-    frames, records = Frames(LinkMessage | ToReceiver), list[object]()
+    frames, records = Frames(LinkMessage | SharedArena | CudaArena | BucketReady | FromSender), list[object]()
     with contextlib.suppress(ConnectionResetError):
         while data := sock.recv(1 << 16):
             records += frames.feed(data)

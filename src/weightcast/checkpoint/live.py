@@ -432,8 +432,11 @@ class LiveCheckpoint:
 
         `merge`: merge the present values of the adapters.
         """
-        self._reshard()
-        is_other = self._changes.has_changed() or self._fsdp1_states != self._read_fsdp1_states()
+        for module in self._fsdp2_modules:
+            module.reshard()  # what a forward pass has left unsharded, since optimizers update only the shards
+        is_other = self._changes.has_changed()
+        if self._fsdp1_wrappers:
+            is_other |= self._fsdp1_states != self._read_fsdp1_states()
         return ((merge and self._is_adapted) or is_other) and self._derive()
 
     def require_memory(self) -> None:
@@ -459,11 +462,6 @@ class LiveCheckpoint:
                 shards[name] = sharding.held(owner, view)
         return _LiveRegions(self.views, shards)
 
-    def _reshard(self) -> None:
-        """Reshard FSDP2 parameters that a forward pass has left unsharded, since optimizers update only the shards."""
-        for module in self._fsdp2_modules:
-            module.reshard()
-
     def _read_fsdp1_states(self) -> list[Any]:
         """Return FSDP1's training states. Tensors don't show them on a rank that `summon_full_params` gave none."""
         return [wrapper._handle._training_state for wrapper in self._fsdp1_wrappers]
@@ -471,7 +469,8 @@ class LiveCheckpoint:
     def _derive(self) -> bool:
         blocks = Blocks()
         self._fsdp2_modules = sharding.fsdp_parts(self._module, "FSDPModule") if self._sharded else []
-        self._reshard()
+        for part in self._fsdp2_modules:
+            part.reshard()
         merged = None
         self._is_adapted = self._on_adapters is not None and adapters.has_adapters(self._module)
         if self._is_adapted:
@@ -556,14 +555,9 @@ class TensorChangeDetector:
         self._places = places(locals_)
 
     def has_changed(self) -> bool:
-        return (
-            self.has_other_members()
-            or any(sharding.local_tensor(tensor) is not local for tensor, local in self._sharded)
-            or places(self._locals) != self._places
-        )
-
-    def has_other_members(self) -> bool:
-        return self._members.have_changed()
+        if self._members.have_changed() or places(self._locals) != self._places:
+            return True
+        return any(sharding.local_tensor(tensor) is not local for tensor, local in self._sharded)
 
 
 class ModuleMembers:

@@ -506,6 +506,6 @@ class HttpConnection:
 
 def _remaining_seconds(deadline: Deadline) -> float:
     """Return the remaining time for a socket timeout. Raises TimeoutError if none is left (0 means non-blocking)."""
-    if deadline.has_passed:
-        raise TimeoutError("timed out")
-    return deadline.remaining_seconds or 1e-6
+    if seconds := deadline.remaining_seconds:
+        return seconds
+    raise TimeoutError("timed out")

@@ -81,11 +81,6 @@ def held_range(request: Request) -> tuple[int, int]:
     return natural_number("start", start), natural_number("limit_bytes", limit)
 
 
-def version_number(text: str) -> int:
-    """Return the number in a `weight_version`. Raises ManifestError if it is not a number."""
-    return natural_number("weight_version", text)
-
-
 def natural_number(what: str, text: str) -> int:
     """Return the number in `text`, in decimal digits. Raises ManifestError if it is not one."""
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
@@ -183,12 +178,13 @@ def guarded(handler: Handler, *, token: str | None, on_error: Callable[[Exceptio
     return answering(handler, reply_to, refuse)
 
 
-class InstallAnswer(NamedTuple):
-    """Result of an install. `pause_seconds`: time for which the engine was paused, if it pauses by itself."""
+class InstallAnswer(msgspec.Struct, frozen=True):
+    """Result of an install. `pause_seconds`: time for which the engine was paused."""
 
     weight_version: str
     run: str
-    pause_seconds: float | None = None
+    pause_seconds: float
+    message: str = "installed"
 
 
 class ServedEngine(Protocol):
@@ -247,10 +243,9 @@ async def _started(call: RouteCall) -> None:
     """Do nothing: the offer starts an update, but vLLM's clients call this route before it."""
 
 
-async def _finish(call: RouteCall) -> dict[str, Any]:
-    number, mode = version_number(call.body.weight_version), pause_mode(call.request, "keep")
-    answer = (await call.engine.finish(number, mode, call.run))._asdict()
-    return {"message": "installed", **{name: value for name, value in answer.items() if value is not None}}
+async def _finish(call: RouteCall) -> InstallAnswer:
+    number, mode = natural_number("weight_version", call.body.weight_version), pause_mode(call.request, "keep")
+    return await call.engine.finish(number, mode, call.run)
 
 
 async def _pause(call: RouteCall) -> dict[str, str]:
@@ -308,7 +303,7 @@ WEIGHT_ROUTES: tuple[tuple[str, str, Any, Callable[[RouteCall], Awaitable[Any]]]
 )
 """The control protocol: method, path, record of the body, function that is called."""
 _LARGE_BODIES = (UpdateBody, DtypesQuestion)
-"""Bodies that may have the size of a message; they are decoded in a thread."""
+"""Bodies that may have the size of a message; large ones are decoded in a thread."""
 
 
 def weight_handlers(find: Callable[[], ServedEngine]) -> list[tuple[str, str, Handler]]:
@@ -317,10 +312,10 @@ def weight_handlers(find: Callable[[], ServedEngine]) -> list[tuple[str, str, Ha
     def handler(kind: Any, answer: Callable[[RouteCall], Awaitable[Any]]) -> Handler:
         async def handle(request: Request) -> Response:
             body: Any = None
-            if kind in _LARGE_BODIES:
-                body = await asyncio.to_thread(decode, await read_body(request, MAX_MESSAGE_BYTES), kind)
-            elif kind is not None:
-                body = decode(await read_body(request, MAX_SMALL_BODY_BYTES), kind)
+            if kind is not None:
+                data = await read_body(request, MAX_MESSAGE_BYTES if kind in _LARGE_BODIES else MAX_SMALL_BODY_BYTES)
+                is_small = len(data) <= MAX_SMALL_BODY_BYTES
+                body = decode(data, kind) if is_small else await asyncio.to_thread(decode, data, kind)
             result = await answer(RouteCall(find(), body, request))
             return result if isinstance(result, Response) else reply({"message": "done"} if result is None else result)
 

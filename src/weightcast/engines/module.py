@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -57,7 +57,8 @@ class ModuleEngine:
         self._model = model
         self._cast = cast
         self._live = _LiveModule(LiveCheckpoint(model, buffers=buffers, names=names))
-        self._install_map = _ModuleMap(self._live)
+        self.install_map = _ModuleMap(self._live)
+        """The map by which an install copies into the module (see `Mapped`)."""
         if hooks := state_dict_hooks(model, loading=True):
             logger.warning(
                 "weights are copied into the module's parameters and buffers; these hooks for loading a state dict, "
@@ -77,16 +78,11 @@ class ModuleEngine:
         self._live.look()
         return self._live.devices
 
-    @property
-    def install_map(self) -> InstallMap:
-        """The map by which an install copies into the module (see `Mapped`)."""
-        return self._install_map
-
     def specs(self) -> Sequence[TensorSpec]:
         """Return the tensors that the module accepts; the same object until its names, shapes or dtypes change."""
         self._live.look()
-        if self._install_map.specs is not self._live.specs:
-            self._install_map = _ModuleMap(self._live)
+        if self.install_map.is_stale:
+            self.install_map = _ModuleMap(self._live)
         return self._live.specs
 
     def can_cast(self, offered: str, held: str) -> bool:
@@ -232,26 +228,18 @@ _dtype_of = operator.attrgetter("dtype")
 class _LiveModule:
     """The module's tensors by name and by index, as of the last `look`.
 
-    `live` is a new object after a look that found moved tensors, `specs` after one that found other tensors.
+    `live` (by name) is a new object after a look that found moved tensors, `specs` after one that found other tensors.
     """
 
     def __init__(self, checkpoint: LiveCheckpoint) -> None:
         self._checkpoint = checkpoint
         self._index()
 
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        return self._checkpoint.specs
-
-    @property
-    def live(self) -> Mapping[str, torch.Tensor]:
-        return self._checkpoint.views
-
     def look(self) -> None:
         """Look up every tensor of the module. Raises ValueError for tensors that can't be written to."""
         self._checkpoint.refresh()
         # Indexed only after success, so that a tensor that can't be written to is found again at the next look.
-        if self._indexed is not self.live:
+        if self.live is not self._checkpoint.views:
             self._index()
 
     def numbers(self, names: Sequence[str]) -> list[int]:
@@ -267,8 +255,8 @@ class _LiveModule:
 
     def _index(self) -> None:
         self._checkpoint.require_memory()
-        conversion.require_apart(self.live)
-        self._indexed = self.live
+        conversion.require_apart(self._checkpoint.views)
+        self.live, self.specs = self._checkpoint.views, self._checkpoint.specs
         self.views = list(self.live.values())
         self.shapes = [spec.shape for spec in self.specs]
         self.dtypes = [view.dtype for view in self.views]
@@ -282,6 +270,10 @@ class _ModuleMap(InstallMap):
     def __init__(self, module: _LiveModule) -> None:
         super().__init__(module.live)
         self._module, self.specs = module, module.specs
+
+    @property
+    def is_stale(self) -> bool:
+        return self.specs is not self._module.specs
 
     def bind(self) -> bool:
         self._module.look()

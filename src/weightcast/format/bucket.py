@@ -35,8 +35,6 @@ from weightcast.native.tables import added, digest
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE_BYTES if hasattr(torch, name)}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
-DIGEST_BYTES = 16
-
 HEADER_BYTES = 256
 """Equal to the alignment, so that a payload that follows its header is aligned."""
 _HEADER = struct.Struct("<8sII16sQQ8sQQ16s168s")
@@ -89,7 +87,7 @@ class ArenaLayout:
     @property
     def size_bytes(self) -> int:
         """Size of the arena."""
-        return max((start + size for start, size in zip(self.payloads, self.sizes_bytes, strict=True)), default=0)
+        return max(map(operator.add, self.payloads, self.sizes_bytes), default=0)
 
 
 def arena_layout_of(manifest: Manifest, *, num_slots: int, staged: bool, adjoining: bool = False) -> ArenaLayout:
@@ -146,7 +144,8 @@ class Buffers:
 
     def forget_above(self, num_buckets: int) -> None:
         """Drop the buffers of indices that a new manifest does not have."""
-        self._buffers = {index: known for index, known in self._buffers.items() if index < num_buckets}
+        if len(self._buffers) > num_buckets:
+            self._buffers = {index: known for index, known in self._buffers.items() if index < num_buckets}
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -431,9 +430,7 @@ def root_digest(manifest_digest: str, digests: Sequence[Digest]) -> str:
 def all_bytes(digests: Sequence[Digest]) -> list[bytes]:
     """Return every digest as bytes. Waits once for those that a GPU has not computed yet."""
     queued = [digest for digest in digests if isinstance(digest, torch.Tensor)]
-    if not queued:
-        return [digest for digest in digests if isinstance(digest, bytes)]
-    rows = iter(torch.stack(queued).cpu().numpy())
+    rows = iter(torch.stack(queued).cpu().numpy() if queued else ())
     return [digest if isinstance(digest, bytes) else next(rows).tobytes() for digest in digests]
 
 

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -150,7 +150,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     def max_bucket_bytes(self) -> int:
         return max(self.buckets, default=0)
 
-    @property
+    @functools.cached_property
     def spans(self) -> tuple[range, ...]:
         """The numbers of each origin's buckets."""
         if not self.origins:
@@ -158,7 +158,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         ends = tuple(itertools.accumulate(self.origins, initial=0))
         return tuple(map(range, ends, ends[1:]))
 
-    @property
+    @functools.cached_property
     def bucket_origins(self) -> list[int]:
         """The origin of each bucket."""
         return [origin for origin, span in enumerate(self.spans) for _ in span]
@@ -258,14 +258,10 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
 
 T = TypeVar("T")
-_encoder = msgspec.json.Encoder()
+encode: Callable[[msgspec.Struct], bytes] = msgspec.json.Encoder().encode
+"""Encodes any message of the protocol; equal messages give equal bytes."""
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 _making_decoder = threading.Lock()
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """Encode any message of the protocol; equal messages give equal bytes."""
-    return _encoder.encode(message)
 
 
 def decode(data: bytes | bytearray | memoryview, kind: type[T] | Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
@@ -273,7 +269,7 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T] | Any, *, max_byt
     if len(data) > max_bytes:
         raise malformed("too_large", f"a message of {len(data)} bytes; the limit is {max_bytes}")
     try:
-        return _decoder(kind).decode(data)  # type: ignore[no-any-return]
+        return (_decoders.get(kind) or _new_decoder(kind)).decode(data)  # type: ignore[no-any-return]
     except msgspec.ValidationError as exc:
         raise malformed("type", f"not a {_name_of(kind)} of protocol {PROTOCOL}: {exc}") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
@@ -284,18 +280,15 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T] | Any, *, max_byt
 
 def convert(values: Any, kind: Any) -> Any:
     """Convert values, as decoded from JSON without a type, to `kind`. Raises msgspec.ValidationError."""
-    _decoder(kind)
+    _new_decoder(kind)
     return msgspec.convert(values, kind)
 
 
-def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    decoder = _decoders.get(kind)
-    if decoder is None:
-        # msgspec attaches a Struct's description to its class before it is complete, and another thread that decodes
-        # the class meanwhile crashes.
-        with _making_decoder:
-            decoder = _decoders[kind] = msgspec.json.Decoder(kind)
-    return decoder
+def _new_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    # msgspec attaches a Struct's description to its class before it is complete, and another thread that decodes the
+    # class meanwhile crashes.
+    with _making_decoder:
+        return _decoders.setdefault(kind, msgspec.json.Decoder(kind))
 
 
 def _name_of(kind: object) -> str:

@@ -32,7 +32,6 @@ InstallMode = Literal["staged", "streaming"]
 PauseMode = Literal["keep", "wait", "abort"]
 
 MAX_LINK_MESSAGE_BYTES = 1 << 20
-MAX_LEASE_SECONDS = 86_400
 MAX_DEADLINE_SECONDS = 864_000
 """Ten days: poll(2), which sockets and pipes wait with, counts milliseconds in 31 bits."""
 ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -61,7 +60,7 @@ class InitInfo(msgspec.Struct, frozen=True):
     transport: ShortText
     link: ShortText
     secret: Digest256
-    lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]
+    lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_SECONDS)]
     takeover: bool = False
     protocol: int = PROTOCOL
     token: ShortText = ""

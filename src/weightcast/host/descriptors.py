@@ -9,9 +9,6 @@ import os
 import resource
 import time
 
-ACCEPT_RETRY_SECONDS = 0.1
-"""Pause before the next attempt, since a connection that could not be accepted stays in the queue."""
-
 
 def shortage(error: BaseException | None) -> str:
     """Return a message with the remedy if an error or one of its causes is a lack of descriptors; else empty."""

@@ -52,8 +52,8 @@ from weightcast.format.messages import (
     ReleaseMemory,
 )
 from weightcast.host.closing import awaited_at_exit, close_in_child, on_failure
-from weightcast.host.deadline import GRACE_SECONDS, Deadline
-from weightcast.host.descriptors import ACCEPT_RETRY_SECONDS, AcceptLog, shortage, shortage_now
+from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline
+from weightcast.host.descriptors import AcceptLog, shortage, shortage_now
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +61,7 @@ _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")
 _READ_BYTES = 1 << 16
 _MAX_STRANGERS = 128
-_ASK_SECONDS = 0.5
 _BEATS_PER_LEASE = 4
-_LINGER_SECONDS = 0.1
-"""Time after a wait in which the background thread leaves the sockets alone: the thread that waited will wait again for
-the next bucket, and read the sockets itself."""
 
 _ONE_HOST = (
     ". Both processes must run as the same user, on the same host and in the same network namespace (one container or "
@@ -200,11 +196,13 @@ class ReadingCondition(threading.Condition):
 
     def wait_unattended(self, seconds: float) -> None:
         """Wait in the background thread, for at most `seconds`. The caller holds the condition, not recursively."""
-        if self._is_polled or time.monotonic() < self.attended_at + _LINGER_SECONDS:
+        # Soon after a wait the sockets are left alone: the thread that waited will wait again for the next bucket.
+        linger_seconds = 2 * POLL_SECONDS
+        if self._is_polled or time.monotonic() < self.attended_at + linger_seconds:
             # Wait on another event: every record notifies the condition.
             self.release()
             try:
-                self._alert.wait(min(seconds, _LINGER_SECONDS))
+                self._alert.wait(min(seconds, linger_seconds))
             finally:
                 self.acquire()
             return
@@ -376,15 +374,10 @@ class WorkerLink:
 
     @property
     def has_ended(self) -> bool:
-        """True once the publisher has closed the link; `on_end` may not have been called yet."""
-        if self._sock is None:
-            return False
-        poll = select.poll()
-        try:
-            poll.register(self._sock, select.POLLRDHUP)
-        except (OSError, ValueError):
-            return True
-        return bool(poll.poll(0))
+        """True once the link has ended; `on_end` may not have been called yet."""
+        with self.condition:
+            self.condition.read()
+            return bool(self.over)
 
     def pop_descriptor(self) -> int | None:
         """Return the file descriptor that arrived last over a Unix socket, once; None if there is none.
@@ -503,44 +496,31 @@ class Link:
         self.has_left = False
         """True if the worker ended the link: its process ended, or it closed the link."""
 
-    @property
-    def is_alive(self) -> bool:
-        return not self.ended
-
     def wait(self, kind: type[M], version: int, deadline: Deadline) -> M:
         """Wait for the worker's message of this kind about this version, and return it.
 
         Raises the worker's own error if it reports Failed, PeerDiedError if the link ends, PeerTimeoutError at the
         deadline. The link is then closed, so that a worker that was only stopped aborts the update when it goes on.
         """
-        message = self._await(kind, version, deadline.remaining_seconds)
+
+        def found() -> M | Failed | str:
+            for message in self._verdicts:
+                if isinstance(message, (kind, Failed)) and getattr(message, "version", None) == version:
+                    return message
+            return self.ended
+
+        with self._condition:
+            self._condition.read()
+            message = self._condition.wait_for(found, deadline.remaining_seconds)
         if isinstance(message, Failed):
             raise from_record(message.error)
-        if message is not None:
+        if not isinstance(message, str):
             return message
         if self.ended:
             raise PeerDiedError(f"the link of {self.peer} ended: {self.ended}", peer=self.peer)
         self.end(f"no {kind.__name__} for version {version} within {deadline.seconds:g} s")
         what = f"{self.peer} sent no {kind.__name__} for version {version} within {deadline.seconds:g} s"
         raise PeerTimeoutError(what, peer=self.peer)
-
-    def wait_for_failure(self, version: int, seconds: float) -> None:
-        """Wait up to `seconds` for the worker's Failed of this version, which may arrive after the loss was noticed."""
-        self._await(Failed, version, seconds)
-
-    def _await(self, kind: type[M], version: int, seconds: float) -> M | Failed | None:
-        """Return the first message of this kind, or Failed, about this version; None if the link or the time ends."""
-
-        def find() -> M | Failed | None:
-            for message in self._verdicts:
-                if isinstance(message, (kind, Failed)) and getattr(message, "version", None) == version:
-                    return message
-            return None
-
-        with self._condition:
-            self._condition.read()
-            self._condition.wait_for(lambda: find() or self.ended, seconds)
-            return find()
 
     def failures(self, version: int) -> list[ErrorRecord]:
         """Return the errors that the worker has reported for this version, without waiting."""
@@ -662,7 +642,7 @@ class LinkListener:
     ) -> list[Link]:
         """Wait until `num_workers` workers of an engine have sent their hello. Raises PeerTimeoutError.
 
-        `ask` is called every half second meanwhile; it raises if the workers can't connect any more.
+        `ask` is called now and then meanwhile; it raises if the workers can't connect any more.
         """
 
         def wait(seconds: float) -> None:
@@ -670,7 +650,7 @@ class LinkListener:
                 self.condition.wait_for(lambda: len(self.links(engine)) >= num_workers, seconds)
 
         links: list[Link] = []
-        for number, _ in enumerate(Deadline(deadline_seconds).polls(_ASK_SECONDS, _ASK_SECONDS, wait)):
+        for number, _ in enumerate(Deadline(deadline_seconds).polls(10 * POLL_SECONDS, GRACE_SECONDS, wait)):
             links = self.links(engine)
             if len(links) >= num_workers:
                 return links
@@ -740,7 +720,7 @@ class LinkListener:
         except OSError as exc:
             # Most likely no file descriptor is free. The connection stays in the queue: accept it later, don't spin.
             self._accept_log.failed(exc)
-            self._accept_at = time.monotonic() + ACCEPT_RETRY_SECONDS
+            self._accept_at = time.monotonic() + POLL_SECONDS
             self.condition.poller.modify(self._listener, 0)
             self.condition.notify_all()
             return
@@ -768,7 +748,7 @@ class LinkListener:
         except BlockingIOError:
             return
         except (OSError, ManifestError) as exc:
-            link.has_left = link.is_alive and isinstance(exc, OSError)
+            link.has_left = not link.ended and isinstance(exc, OSError)
             self._drop(link, str(exc))
 
     def _on_message(self, link: Link, message: Any) -> None:

@@ -21,11 +21,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from weightcast.host.closing import close_in_child, on_failure
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import POLL_SECONDS, Deadline
 
-_ATTEMPT_SECONDS = 10.0
-_GIVE_UP_SECONDS = 60.0
-_RETRY_SECONDS = 0.2
 _MAX_REPLY_BYTES = 1 << 24
 _READ_BYTES = 1 << 16
 
@@ -34,20 +31,22 @@ class RecoveryRequest(NamedTuple):
     """One POST request.
 
     `expected` are items that its reply, a JSON object, must have; if one is missing, the requests after it are not
-    sent. `timeout_seconds` limits the wait for the reply.
+    sent. `timeout_seconds` limits the wait for the reply; None: the watchdog's deadline does.
     """
 
     url: str
     headers: Mapping[str, str] = {}
     body: str = ""
     expected: Mapping[str, Any] = {}
-    timeout_seconds: float = _ATTEMPT_SECONDS
+    timeout_seconds: float | None = None
 
 
 class Watchdog:
     """The publisher's handle on its watchdog process, which starts when it is first needed. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline_seconds: float = 60.0) -> None:
+        """`deadline_seconds`: limit for the requests to an engine after this process's death, and of each wait."""
+        self._deadline_seconds = deadline_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._kept: dict[str, Sequence[RecoveryRequest]] = {}
@@ -81,7 +80,7 @@ class Watchdog:
         if process is None:
             return
         try:
-            process.wait(timeout=_GIVE_UP_SECONDS + _ATTEMPT_SECONDS)
+            process.wait(timeout=2 * self._deadline_seconds)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -102,12 +101,11 @@ class Watchdog:
             self._socket.close()
         ours, theirs = socket.socketpair()
         self._socket = close_in_child(ours)
-        ours.settimeout(_ATTEMPT_SECONDS)
+        ours.settimeout(self._deadline_seconds)
         with theirs:
             # A session of its own: a Ctrl-C that ends the trainer must not end the watchdog.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "weightcast.links.watchdog"], stdin=theirs.fileno(), start_new_session=True
-            )
+            command = [sys.executable, "-m", "weightcast.links.watchdog", str(self._deadline_seconds)]
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
 
 
 class WatchedEngines:
@@ -126,7 +124,7 @@ class WatchedEngines:
                     self.requests[name] = [RecoveryRequest(*each) for each in requests]
 
 
-def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float = _GIVE_UP_SECONDS) -> bool:
+def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float) -> bool:
     """Send the requests in order, each again until it is answered; return False if time is up before the last one.
 
     A request whose reply lacks an `expected` item ends the list, too.
@@ -137,13 +135,14 @@ def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float = _GIVE_U
         url, headers, body, expected, timeout_seconds = pending[0]
         request = urllib.request.Request(url, data=body.encode(), headers=dict(headers), method="POST")
         try:
+            timeout_seconds = timeout_seconds or max(POLL_SECONDS, deadline.remaining_seconds)
             with opener.open(request, timeout=timeout_seconds) as reply:
                 found = reply.read(_MAX_REPLY_BYTES)
         except urllib.error.HTTPError as exc:
             exc.close()
             found = b""
         except OSError:
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(POLL_SECONDS)
             continue
         pending = pending[1:] if _has(found, expected) else []
     return not pending
@@ -165,7 +164,8 @@ def main() -> int:
     with socket.socket(fileno=sys.stdin.fileno()) as publisher:
         while text := publisher.recv(_READ_BYTES):
             watched.read(text)
-    threads = [threading.Thread(target=rescue, args=(requests,)) for requests in watched.requests.values()]
+    seconds = float(sys.argv[1])
+    threads = [threading.Thread(target=rescue, args=(requests, seconds)) for requests in watched.requests.values()]
     for thread in threads:
         thread.start()
     for thread in threads:

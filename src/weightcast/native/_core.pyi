@@ -88,20 +88,3 @@ def delta_apply(
     target: int, num_words: int, width: int, positions: Any, differences: Any, subtract: bool, threads: int, /
 ) -> None:
     """Add differences to words at positions. Raises ValueError before it adds any."""
-
-def delta_scatter(
-    rows: Table, num_words: int, width: int, positions: Any, differences: Any, subtract: bool, threads: int, /
-) -> None:
-    """Add differences to the words that rows of `copy_strided` would overwrite. Raises ValueError.
-
-    The rows' sources are offsets in the payload.
-    """
-
-def delta_digest(
-    rows: Table, num_words: int, num_tensors: int, positions: Any, differences: Any, threads: int, /
-) -> bytes:
-    """Return the sums that changes add to the two lanes of each tensor's digest.
-
-    A row (first, count, position, tensor) is a run of words in the payload, with the position of its first word in the
-    global tensor, in words. Raises ValueError.
-    """

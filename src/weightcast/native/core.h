@@ -118,8 +118,6 @@ int wc_bad_words(uint64_t address, uint64_t itemsize, const wc_words_dim *dims, 
 void wc_digest_words(const wc_vectors *by, uint64_t address, size_t itemsize, uint64_t first, const wc_words_dim *dims,
                      size_t count, wc_sums *sums, int threads);
 void wc_begin_words(void);
-extern uint64_t wc_weights_up_to[2][WC_DIGEST_BLOCK + 1]; /* prefix sums of the weights A of the digest of tensors */
-uint64_t wc_block_weight(size_t lane, uint64_t block);     /* the weight B of a block */
 wc_detect_call wc_detect_plain, wc_detect_avx2;
 wc_rank_call wc_rank_plain, wc_rank_avx2;
 wc_unrank_call wc_unrank_plain, wc_unrank_avx2;

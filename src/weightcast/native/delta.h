@@ -6,16 +6,10 @@
 
 #define WC_DELTA_WORDS ((size_t)1 << 20) /* words of a chunk */
 #define WC_DELTA_ROW_BYTES 8             /* row of a delta's table, one for each chunk */
-#define WC_RUN_ROW_WORDS 4
 #define WC_CODE_SLACK 8 /* bytes after a code that a writer may overwrite */
 
 /* Kinds of chunks, as in the table. */
 enum { WC_UNCHANGED, WC_GAPS, WC_CLASSES, WC_DENSE, WC_NUM_CODES };
-
-/* `count` words of a payload from `first` on, which are the words of a tensor from `position` on. */
-typedef struct {
-    uint64_t first, count, position, tensor;
-} wc_run_row;
 
 /* Parameters of a code of changes, and its size. */
 typedef struct {
@@ -69,13 +63,5 @@ const char *wc_decode(const wc_vectors *by, const uint8_t *delta, uint64_t size,
 size_t wc_bad_change(const wc_changes *changes, uint64_t num_words);
 /* Add differences to contiguous words, or subtract them. */
 void wc_apply(uint8_t *words, size_t width, const wc_changes *changes, int subtract, int threads);
-/* The same for the words that copies would overwrite; a row's source is an offset in the payload. */
-void wc_scatter(const wc_strided_row *rows, size_t count, size_t width, const wc_changes *changes, int subtract,
-                int threads);
-/* Return the first row that has source words outside of a payload of `num_words`, or parts of words, or `count`. */
-size_t wc_bad_scatter(const wc_strided_row *rows, size_t count, uint64_t num_words, size_t width);
-/* Add the change of each tensor's digest to its sums; rows are in order and don't overlap. */
-void wc_digest_changes(const wc_run_row *rows, size_t count, const wc_changes *changes, wc_sums *sums, int threads);
-size_t wc_bad_runs(const wc_run_row *rows, size_t count, uint64_t num_words, uint64_t num_tensors);
 
 #endif

@@ -3,11 +3,7 @@
 #include "delta.h"
 #include "module.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 #define MAX_WORDS ((uint64_t)1 << 32) /* since positions have 32 bits */
-#define MAX_TENSORS ((uint64_t)1 << 20)
 #define WEIGHT 64 /* a change takes about as long as copying this many bytes */
 
 static int bad_words(unsigned long long num_words, unsigned int width) {
@@ -130,119 +126,36 @@ static PyObject *decode(PyObject *self, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-/* Rows and changes that a call was given; `is_bad` checks them. */
-typedef struct {
-    Py_buffer rows, positions, differences;
+static PyObject *apply(PyObject *self, PyObject *arguments) {
+    (void)self;
+    Py_buffer positions, differences;
+    unsigned long long target, num_words;
+    unsigned int width;
+    int subtract, threads;
+    if (!PyArg_ParseTuple(arguments, "KKIy*y*pi:delta_apply", &target, &num_words, &width, &positions, &differences,
+                          &subtract, &threads))
+        return NULL;
     wc_changes changes;
-    size_t count;
-} given;
-
-static int is_bad(given *of, size_t row_words, unsigned long long num_words, unsigned int width) {
-    if (bad_words(num_words, width) || get_changes(&of->positions, &of->differences, &of->changes))
-        return 1;
-    size_t bad = wc_bad_change(&of->changes, num_words);
-    if (bad < of->changes.count) {
-        PyErr_Format(PyExc_ValueError, "the position of change %zu is not above the one before, or not below %llu", bad,
-                     num_words);
-        return 1;
+    if (!bad_words(num_words, width) && !get_changes(&positions, &differences, &changes)) {
+        size_t bad = wc_bad_change(&changes, num_words);
+        if (bad < changes.count) {
+            PyErr_Format(PyExc_ValueError, "the position of change %zu is not above the one before, or not below %llu",
+                         bad, num_words);
+        } else {
+            PyThreadState *state = released(WEIGHT * changes.count);
+            wc_apply((uint8_t *)(uintptr_t)target, width, &changes, subtract, threads);
+            acquired(state);
+        }
     }
-    if (!row_words)
-        return 0;
-    of->count = (size_t)of->rows.len / (8 * row_words);
-    if (!((size_t)of->rows.len % (8 * row_words)) && !((uintptr_t)of->rows.buf % 8))
-        return 0;
-    PyErr_Format(PyExc_ValueError, "a table has %zd bytes, expected aligned rows of %zu words", of->rows.len, row_words);
-    return 1;
-}
-
-static PyObject *done(given *of, int has_rows) {
-    if (has_rows)
-        PyBuffer_Release(&of->rows);
-    PyBuffer_Release(&of->positions);
-    PyBuffer_Release(&of->differences);
+    PyBuffer_Release(&positions);
+    PyBuffer_Release(&differences);
     if (PyErr_Occurred())
         return NULL;
     Py_RETURN_NONE;
 }
 
-static PyObject *apply(PyObject *self, PyObject *arguments) {
-    (void)self;
-    given of;
-    unsigned long long target, num_words;
-    unsigned int width;
-    int subtract, threads;
-    if (!PyArg_ParseTuple(arguments, "KKIy*y*pi:delta_apply", &target, &num_words, &width, &of.positions,
-                          &of.differences, &subtract, &threads))
-        return NULL;
-    if (!is_bad(&of, 0, num_words, width)) {
-        PyThreadState *state = released(WEIGHT * of.changes.count);
-        wc_apply((uint8_t *)(uintptr_t)target, width, &of.changes, subtract, threads);
-        acquired(state);
-    }
-    return done(&of, 0);
-}
-
-static PyObject *scatter(PyObject *self, PyObject *arguments) {
-    (void)self;
-    given of;
-    unsigned long long num_words;
-    unsigned int width;
-    int subtract, threads;
-    if (!PyArg_ParseTuple(arguments, "y*KIy*y*pi:delta_scatter", &of.rows, &num_words, &width, &of.positions,
-                          &of.differences, &subtract, &threads))
-        return NULL;
-    if (!is_bad(&of, WC_STRIDED_WORDS, num_words, width)) {
-        size_t bad = wc_bad_scatter(of.rows.buf, of.count, num_words, width);
-        if (bad < of.count) {
-            PyErr_Format(PyExc_ValueError,
-                         "row %zu of the table can't take changes: its source is outside of the payload, or has parts "
-                         "of words",
-                         bad);
-        } else {
-            PyThreadState *state = released(WEIGHT * of.changes.count);
-            wc_scatter(of.rows.buf, of.count, width, &of.changes, subtract, threads);
-            acquired(state);
-        }
-    }
-    return done(&of, 1);
-}
-
-static PyObject *digest(PyObject *self, PyObject *arguments) {
-    (void)self;
-    given of;
-    unsigned long long num_words, num_tensors;
-    int threads;
-    if (!PyArg_ParseTuple(arguments, "y*KKy*y*i:delta_digest", &of.rows, &num_words, &num_tensors, &of.positions,
-                          &of.differences, &threads))
-        return NULL;
-    PyObject *found = NULL;
-    wc_sums *sums = NULL;
-    if (!is_bad(&of, WC_RUN_ROW_WORDS, num_words, 1)) {
-        size_t bad = wc_bad_runs(of.rows.buf, of.count, num_words, num_tensors);
-        if (bad < of.count || num_tensors > MAX_TENSORS)
-            PyErr_Format(PyExc_ValueError,
-                         "row %zu of the table of runs overlaps the one before, is outside of the payload, or has no "
-                         "tensor",
-                         bad);
-        else if (!(sums = calloc(num_tensors + 1, sizeof *sums)))
-            PyErr_NoMemory();
-    }
-    if (sums) {
-        PyThreadState *state = released(WEIGHT * of.changes.count);
-        if (of.count)
-            wc_digest_changes(of.rows.buf, of.count, &of.changes, sums, threads);
-        acquired(state);
-        /* All threads have ended, so that plain reads of the atomics are safe. */
-        found = PyBytes_FromStringAndSize((const char *)sums, (Py_ssize_t)(num_tensors * sizeof *sums));
-        free(sums);
-    }
-    Py_XDECREF(done(&of, 1));
-    return found;
-}
-
 PyMethodDef wc_delta_methods[] = {
     {"delta_encode", encode, METH_VARARGS, NULL},   {"delta_encode_room", encode_room, METH_VARARGS, NULL},
     {"delta_count", count, METH_VARARGS, NULL},     {"delta_decode", decode, METH_VARARGS, NULL},
-    {"delta_apply", apply, METH_VARARGS, NULL},     {"delta_scatter", scatter, METH_VARARGS, NULL},
-    {"delta_digest", digest, METH_VARARGS, NULL},   {NULL, NULL, 0, NULL},
+    {"delta_apply", apply, METH_VARARGS, NULL},     {NULL, NULL, 0, NULL},
 };

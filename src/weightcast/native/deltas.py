@@ -55,7 +55,7 @@ import numpy as np
 import torch
 
 from weightcast.native import _core
-from weightcast.native.tables import CopyTable, Rows, Sums, require_host_bytes
+from weightcast.native.tables import require_host_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,39 +78,6 @@ class Changes:
         _require_words(payload, self.num_words, self.word_bytes)
         words, changes = (self.num_words, self.word_bytes), (self.positions, self.differences)
         _core.delta_apply(payload.data_ptr(), *words, *changes, undo, threads)
-
-    def digests(self, runs: Rows, num_tensors: int, *, threads: int = 1) -> list[Sums]:
-        """Return the sums that the changes add to the two lanes of each tensor's digest, modulo 2**64.
-
-        `runs` are rows of (first word, number of words, position of the first word in the tensor, number of the
-        tensor), in order. Raises ValueError for runs that overlap.
-        """
-        found = _core.delta_digest(runs, self.num_words, num_tensors, self.positions, self.differences, threads)
-        return [(int(low), int(high)) for low, high in np.frombuffer(found, np.uint64).reshape(-1, 2)]
-
-
-class ScatterTable:
-    """Adds the changes of a payload to the memory that a table of copies would overwrite. The payload is not read."""
-
-    def __init__(self, copies: CopyTable, payload: torch.Tensor) -> None:
-        """Make a table from copies whose sources are views of `payload`, without the pairs in `copies.others`."""
-        require_host_bytes(payload)
-        plain = np.tile(np.array([0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0]), (len(copies.rows), 1))
-        plain[:, :3] = copies.rows
-        self._rows = np.concatenate([plain, copies.strided])
-        self._rows[:, 1] -= payload.data_ptr()
-        self._copies, self._num_bytes = copies, payload.nbytes
-
-    def run(self, changes: Changes, *, undo: bool = False, threads: int = 1) -> None:
-        """Add the differences; with `undo`, subtract them.
-
-        Raises ValueError before it adds any, if a copy begins or ends within a word.
-        """
-        if changes.num_words * changes.word_bytes != self._num_bytes:
-            what = f"the changes are of {changes.num_words} words of {changes.word_bytes} bytes"
-            raise ValueError(f"{what}, expected those of a payload of {self._num_bytes} bytes")
-        words = changes.num_words, changes.word_bytes
-        _core.delta_scatter(self._rows, *words, changes.positions, changes.differences, undo, threads)
 
 
 def encode(

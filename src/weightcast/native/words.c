@@ -17,8 +17,8 @@ enum {
 #define AHEAD 1024 /* bytes; see vectors.c */
 
 static const uint64_t seeds[4] = {0x243F6A8885A308D3u, 0x13198A2E03707344u, 0xA4093822299F31D0u, 0x082EFA98EC4E6C89u};
-static uint32_t halves[2][2][BLOCK];     /* of the weights A: by lane, then the lower and the upper half */
-uint64_t wc_weights_up_to[2][BLOCK + 1];
+static uint32_t halves[2][2][BLOCK];         /* of the weights A: by lane, then the lower and the upper half */
+static uint64_t weights_up_to[2][BLOCK + 1]; /* prefix sums of the weights A */
 
 void wc_begin_words(void) {
     for (size_t lane = 0; lane < 2; lane++)
@@ -26,11 +26,12 @@ void wc_begin_words(void) {
             uint64_t weight = wc_mixed(seeds[lane] + i) | 1;
             halves[lane][0][i] = (uint32_t)weight;
             halves[lane][1][i] = (uint32_t)(weight >> 32);
-            wc_weights_up_to[lane][i + 1] = wc_weights_up_to[lane][i] + weight;
+            weights_up_to[lane][i + 1] = weights_up_to[lane][i] + weight;
         }
 }
 
-uint64_t wc_block_weight(size_t lane, uint64_t block) { return wc_mixed(seeds[2 + lane] + block) | 1; }
+/* Return the weight B of a block. */
+static uint64_t block_weight(size_t lane, uint64_t block) { return wc_mixed(seeds[2 + lane] + block) | 1; }
 
 /* Return a signed word plus 2^(8 width - 1), which is not negative. */
 static inline __attribute__((always_inline)) uint32_t unsigned_word(const uint8_t *words, size_t i, size_t width) {
@@ -107,8 +108,8 @@ static void add_run(const weighing *all, const uint8_t *words, uint64_t element,
         uint64_t taken = left < BLOCK - column ? left : BLOCK - column;
         all->by->weigh(words, all->width, column, taken, lanes);
         for (size_t lane = 0; lane < 2; lane++) {
-            uint64_t added = offset * (wc_weights_up_to[lane][column + taken] - wc_weights_up_to[lane][column]);
-            sums[lane] += (lanes[lane] + added) * wc_block_weight(lane, block);
+            uint64_t added = offset * (weights_up_to[lane][column + taken] - weights_up_to[lane][column]);
+            sums[lane] += (lanes[lane] + added) * block_weight(lane, block);
         }
         words += taken * all->width;
         position += taken;

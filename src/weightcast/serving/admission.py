@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from weightcast.checkpoint.live import CASTABLE
@@ -25,6 +26,7 @@ from weightcast.seams.transport import Portion
 from weightcast.serving.install import Install
 
 logger = logging.getLogger(__name__)
+_form_of = operator.attrgetter("name", "shape", "dtype", "aliases")
 
 
 def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[TensorSpec] | None) -> Install:
@@ -176,7 +178,7 @@ def compare_specs(
     `can_cast(offered, held)` returns True.
     """
     offers, targets = tuple(offered), tuple(held)
-    if len(offers) == len(targets) and all(map(_is_alike, offers, targets)):
+    if len(offers) == len(targets) and all(map(operator.eq, map(_form_of, offers), map(_form_of, targets))):
         return []  # as nearly always: the engine's tensors, in its order
     by_name = {name: target for target in targets for name in target.names}
     covered: dict[str, TensorSpec] = {}
@@ -200,12 +202,3 @@ def compare_specs(
             covered[target.name] = spec
     missing = (target for target in targets if target.name not in covered)
     return problems + [f"missing tensor {spec.name!r} {spec.dtype}{list(spec.shape)}" for spec in missing]
-
-
-def _is_alike(offer: TensorSpec, target: TensorSpec) -> bool:
-    return (offer.name, offer.shape, offer.dtype, offer.aliases) == (
-        target.name,
-        target.shape,
-        target.dtype,
-        target.aliases,
-    )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -87,9 +86,10 @@ class Part:
         self.rest.append((name, tensor))
 
     @functools.cached_property
-    def copies(self) -> BlockCopies | None:
-        """Return the copies, which are prepared at the first call; None for an engine without a map."""
-        return BlockCopies(self._install_map, self.blocks, self.sources) if self._install_map is not None else None
+    def copies(self) -> BlockCopies:
+        """The copies, for an engine with a map."""
+        assert self._install_map is not None
+        return BlockCopies(self._install_map, self.blocks, self.sources)
 
 
 class Assembly:
@@ -102,11 +102,12 @@ class Assembly:
     def __init__(self, num_pieces: Mapping[str, int], *, is_staged: bool) -> None:
         """`num_pieces`: number of pieces to join, by load group."""
         self.payloads: dict[int, torch.Tensor] = {}
+        self.whole: list[tuple[TensorRecord, torch.Tensor]] = []
+        """Tensors of load groups whose pieces are complete, until they are loaded."""
         self.to_prove: dict[str, list[str]] = {}
         self._missing = dict(num_pieces)
         self._is_staged = is_staged
         self._begun: dict[str, dict[str, tuple[TensorRecord, list[tuple[Entry, torch.Tensor]]]]] = {}
-        self._whole: list[tuple[TensorRecord, torch.Tensor]] = []
 
     def add(self, entry: Entry, view: torch.Tensor) -> None:
         """Add a piece. Staged, its view is kept, which stays valid; streaming, the piece is copied."""
@@ -123,22 +124,17 @@ class Assembly:
         self._missing[key] -= 1
         if self._missing[key] == 0:
             for each, parts in self._begun.pop(key).values():
-                self._whole.append((each, _joined(each, parts) if self._is_staged else parts[0][1]))
-
-    def pop_whole(self) -> list[tuple[TensorRecord, torch.Tensor]]:
-        """Remove and return the tensors of load groups whose pieces are complete."""
-        found, self._whole = self._whole, []
-        return found
+                self.whole.append((each, _joined(each, parts) if self._is_staged else parts[0][1]))
 
     @property
     def is_empty(self) -> bool:
-        return not (self.payloads or self._begun or self._whole)
+        return not (self.payloads or self._begun or self.whole)
 
     def clear(self) -> None:
         """Free everything."""
         self.payloads.clear()
         self._begun.clear()
-        self._whole.clear()
+        self.whole.clear()
 
 
 class Install:
@@ -178,7 +174,11 @@ class Install:
         """By record name, the names under which it is loaded."""
         self._parts: dict[int, Part] = {}
         self._staged: tuple[list[Part], BlockCopies] | None = None
-        self._without_elements = [record for record in layout.manifest.tensors if not record.pieces]
+        self._without_elements = [
+            (record, torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype]))
+            for record in layout.manifest.tensors
+            if not record.pieces
+        ]
         spanning = _spanning_groups(layout.manifest.tensors)
         # By bucket: (record name, index of the entry in the bucket).
         self._whole: list[list[tuple[str, int]]] = [[] for _ in layout.entries]
@@ -211,19 +211,19 @@ class Install:
         """False once the engine's specs or its map differ from those that this was made for."""
         return self._map is None or not (self._map.is_stale or self._map.revision != self._revision)
 
-    @property
-    def has_map(self) -> bool:
-        """True if the engine's map is used, and so `Mapped.begin` is called."""
-        return self._map is not None
+    def begun(self) -> Install:
+        """Bind the map to the live tensors and begin the engine's install, right before the first tensor is written.
 
-    def bound(self) -> Install:
-        """Bind the map to the live tensors, right before the first copy. Return this install, or its replacement."""
-        if self._map is None:
-            return self
-        is_bound = self._map.bind()
-        if is_bound and self._map.revision == self._revision:
-            return self
-        return Install(self.layout, self.manifest_digest, self.engine, self.specs, uses_map=is_bound)
+        Return this install, or its replacement.
+        """
+        install = self
+        if self._map is not None:
+            is_bound = self._map.bind()
+            if not is_bound or self._map.revision != self._revision:
+                install = Install(self.layout, self.manifest_digest, self.engine, self.specs, uses_map=is_bound)
+        if install._map is not None and isinstance(self.engine, Mapped):
+            self.engine.begin(install.copied)
+        return install
 
     def forget_views(self) -> None:
         """Drop every view of buckets."""
@@ -279,24 +279,23 @@ class Install:
             blocks = [block for part in parts for block in part.blocks]
             self._staged = kept = parts, BlockCopies(self._map, blocks, [s for part in parts for s in part.sources])
         self.has_lent_views = True
-        last = self._joined_part(assembly, is_last=True)
-        has_rest = any(part.rest for part in (*parts, last))
-        self._load([*parts, last], assembly, lends=lends)
-        for copies in (kept and kept[1], last.copies):
-            if copies is not None:
-                copies.run(is_bound=not has_rest)
-        self.has_lent_views = has_rest and lends
+        joined = self._joined_parts(assembly, is_last=True)
+        rest = self._load([*parts, *joined], assembly, lends=lends)
+        if kept is not None:
+            for copies in (kept[1], *(part.copies for part in joined)):
+                copies.run(is_bound=not rest)
+        self.has_lent_views = bool(rest) and lends
 
     def load_bucket(self, index: int, payload: torch.Tensor, assembly: Assembly) -> None:
         """Streaming: load and copy the pieces of this bucket, and the tensors that it completes."""
         part = self._part(index, payload)
         for position, entry in self._joined[index]:
             assembly.add(entry, part.views[position])
-        self._load_now([part, self._joined_part(assembly)], assembly, is_called=self._map is not None)
+        self._load_now([part, *self._joined_parts(assembly)], assembly, is_called=self._map is not None)
 
     def load_end(self, assembly: Assembly) -> None:
         """Streaming, after the last bucket: load the tensors that are in no bucket because they have no elements."""
-        self._load_now([self._joined_part(assembly, is_last=True)], assembly)
+        self._load_now(self._joined_parts(assembly, is_last=True), assembly)
 
     def _load_now(self, parts: Sequence[Part], assembly: Assembly, *, is_called: bool = False) -> None:
         """Load and copy these parts. `is_called`: call the engine's `load` even if nothing is left to load."""
@@ -304,18 +303,20 @@ class Install:
         self.has_lent_views |= has_rest
         if has_rest or is_called:
             self._load(parts, assembly)
-        for part in parts:
-            if part.copies is not None:
+        if self._map is not None:
+            for part in parts:
                 part.copies.run()
 
-    def _load(self, parts: Sequence[Part], assembly: Assembly, *, lends: bool = True) -> None:
+    def _load(self, parts: Sequence[Part], assembly: Assembly, *, lends: bool = True) -> list[Named]:
+        """Have the engine load what is not copied; return that."""
         if self._map is not None:
-            for name, tensor in itertools.chain.from_iterable(part.to_prove for part in parts):
-                # Digested before the load, since a loader may write into the tensors that it gets.
-                blocks = self._map.source_blocks(name, tensor)
-                assembly.to_prove[name] = self._map.block_digests(name, blocks)
+            # Digested before the load, since a loader may write into the tensors that it gets.
+            for part in parts:
+                for name, tensor in part.to_prove:
+                    assembly.to_prove[name] = self._map.block_digests(name, self._map.source_blocks(name, tensor))
         rest = [named for part in parts for named in part.rest]
         self.engine.load(rest if lends else ((name, tensor.clone()) for name, tensor in rest))
+        return rest
 
     def prove(self, assembly: Assembly) -> None:
         """After `Engine.commit`, have the map prove the loaded tensors, which can be copied from then on."""
@@ -337,15 +338,16 @@ class Install:
                 part.add(name, views[position], entry.piece.region)
         return part
 
-    def _joined_part(self, assembly: Assembly, *, is_last: bool = False) -> Part:
-        """Return the part of the joined tensors; `is_last` adds the tensors that are in no bucket."""
-        part, whole = Part(self._map, self.copied, []), assembly.pop_whole()
-        if is_last:
-            whole += ((r, torch.empty(r.shape, dtype=TORCH_DTYPES[r.dtype])) for r in self._without_elements)
+    def _joined_parts(self, assembly: Assembly, *, is_last: bool = False) -> list[Part]:
+        """Return the part of the joined tensors, if there are any; `is_last` adds the tensors that are in no bucket."""
+        whole = assembly.whole + (self._without_elements if is_last else [])
+        if not whole:
+            return []
+        assembly.whole, part = [], Part(self._map, self.copied, [])
         for record, tensor in whole:
             for name in self._names[record.name]:
                 part.add(name, tensor)
-        return part
+        return [part]
 
     def _is_copied_in_pieces(self, name: str) -> bool:
         found = self._map

@@ -72,7 +72,8 @@ class PublisherSession:
         self._is_alone = is_alone
         self.device = device
         self._connected = threading.Event()
-        self._receiving: threading.Thread | None = None
+        self.receiving: threading.Thread | None = None
+        """The thread that receives the update."""
 
     @functools.cached_property
     def stream(self) -> Any:
@@ -121,10 +122,8 @@ class PublisherSession:
             f"ends in at most {max(0.0, lease - silent):.0f} s"
         )
 
-    def connect_in_background(self) -> None:
-        threading.Thread(target=self._connect, name="weightcast-init", daemon=True).start()
-
-    def _connect(self) -> None:
+    def connect(self) -> None:
+        """Connect the link and the receivers, in a thread of its own."""
         info, rank = self.info, self._engine_rank
         failure: str | None = None
         try:
@@ -232,9 +231,6 @@ class PublisherSession:
             with contextlib.suppress(OSError):
                 self._links[0].send(message)
 
-    def receive_in_background(self, receive: Callable[[], None]) -> None:
-        self._receiving = awaited_at_exit(receive, "weightcast-receive")
-
     def abort_update(self, error: WeightcastError) -> None:
         """Abort an update in progress, and report the error over the link."""
         if self.update is not None and self.update.abort(error):
@@ -244,9 +240,9 @@ class PublisherSession:
         """Abort an update in progress, and wait until its thread no longer uses the receiver."""
         if self.update is not None:
             self.update.abort(error)
-        if self._receiving is not None:
-            self._receiving.join(timeout=GRACE_SECONDS)
-            if self._receiving.is_alive():
+        if self.receiving is not None:
+            self.receiving.join(timeout=GRACE_SECONDS)
+            if self.receiving.is_alive():
                 raise ClosedError(
                     "the former update was aborted but its thread still uses the receiver: publish again, which "
                     "connects again"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import logging
 import threading
 import time
@@ -38,7 +39,6 @@ from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.seams.engine import OnDevice, Undoable
-from weightcast.seams.install_map import Mapped
 from weightcast.seams.transport import Bucket, Portion, Receiver
 from weightcast.serving.install import Install
 
@@ -46,11 +46,6 @@ logger = logging.getLogger(__name__)
 
 Agree: TypeAlias = Callable[[ErrorRecord | None], ErrorRecord | None]
 """Agreement of an engine's ranks on one step: each rank passes its error or None, and all get the same one back."""
-
-
-def alone(error: ErrorRecord | None) -> ErrorRecord | None:
-    """Return `error`: the agreement of an engine with one rank."""
-    return error
 
 
 class _AgreedStep:
@@ -97,14 +92,14 @@ class Update:
         settles: bool = False,
         base: PackedBase | None = None,
         portion: Portion | None = None,
-        agree: Agree = alone,
+        agree: Agree | None = None,
     ) -> None:
         """`deadline_seconds`: limit of each wait for the engine's current step of generation.
 
         `settles`: keep the undo copy after the install, until `settle`. `base`: the one that the offer's deltas are
         added to, or to which a full update's buckets are copied. `portion`: the part of a staged version that
         this rank checks; the version is installed only when all ranks have received theirs. `agree`: the agreement by
-        which a step of an install fails on all ranks of the engine alike.
+        which a step of an install fails on all ranks of the engine alike; None for an engine with one rank.
         """
         self.offer = offer
         self.version = WeightVersion(offer.run, offer.version)
@@ -115,12 +110,15 @@ class Update:
         self._install = install
         self._manifest = install.layout.manifest
         self._engine = install.engine
-        self._agree = agree
+        self._agreed_step: contextlib.AbstractContextManager[None] = (
+            contextlib.nullcontext() if agree is None else _AgreedStep(agree)
+        )
         self._receiver = receiver
         self._gate = gate
         self._writer = f"{offer.run}/{offer.version}"
         self._deadline_seconds = deadline_seconds
-        self._streaming = offer.install == "streaming"
+        self.is_streaming = offer.install == "streaming"
+        """True if the update is loaded while its buckets arrive."""
         # An adapter is loaded beside those that are served, so that taking it away again costs nothing.
         self._undo = offer.undo or offer.target is not UNSET
         self._num_workers = 1 if offer.workers is UNSET else offer.workers.get(host_identity(), 1)
@@ -136,7 +134,7 @@ class Update:
         self._restore: Callable[[], None] | None = None
         self._touched = False
         self._has_begun = False
-        self._assembly = install.assembly(is_staged=not self._streaming)
+        self._assembly = install.assembly(is_staged=not self.is_streaming)
         self._root = ""
         # Locked while the engine's weights are written, so that an abort waits for the end of the write.
         self._writing = threading.Lock()
@@ -150,11 +148,6 @@ class Update:
     def keeps_base(self) -> bool:
         """True if the version's packed buckets are kept for the next one's deltas."""
         return self._base is not None
-
-    @property
-    def is_streaming(self) -> bool:
-        """True if the update is loaded while its buckets arrive."""
-        return self._streaming
 
     @property
     def is_writing(self) -> bool:
@@ -180,11 +173,11 @@ class Update:
 
         Raises InsufficientMemoryError; PeerTimeoutError if a step of generation does not end by the deadline.
         """
-        if not self._streaming:
+        if not self.is_streaming:
             self._install.require_memory(self._num_workers)
         if self._portion is not None and not self._divides_work(self._portion):
             self._portion = None
-        if self._streaming:
+        if self.is_streaming:
             self._gate.begin_writing(self._writer, deadline_seconds=self._deadline_seconds)
             # Kernels of the last step may still read the weights. Wait for them before the receiver is open: with NCCL
             # the device is busy from then on until the publisher has sent.
@@ -195,13 +188,13 @@ class Update:
             else:
                 deltas = self._deltas
                 manifest = self._manifest if deltas is None else self._manifest.with_sizes(deltas.encoded_bytes)
-                self._receiver.open(manifest, self.version, staged=not self._streaming)
+                self._receiver.open(manifest, self.version, staged=not self.is_streaming)
 
     def _divides_work(self, portion: Portion) -> bool:
         """Return whether the ranks on this host have this version in one memory, each checking its portion of it."""
         if self._deltas is not None:
             return self._base is not None and self._base.is_common
-        return not self._streaming and self._receiver.read_together(self._manifest, portion)
+        return not self.is_streaming and self._receiver.read_together(self._manifest, portion)
 
     def receive(self) -> str:
         """Receive and check every bucket, in the order of the manifest's rounds; return the root digest.
@@ -217,13 +210,13 @@ class Update:
             self._base.begin()
         order, origins = iter(self._manifest.rounds), self._manifest.bucket_origins
         # If an abort came while this thread used a bucket, it could not release that one.
-        with on_failure(self._clear):
+        with on_failure(lambda: self._assembly.clear()):
             for bucket in self._receiver:
                 index = next(order, self.num_buckets)
                 if bucket.index != index or index == self.num_buckets:
                     raise IntegrityError(f"received bucket {bucket.index}, expected bucket {index}: publish again")
                 digests[index], payload = self._payload_of(bucket, origins[index])
-                if not self._streaming:
+                if not self.is_streaming:
                     self._install.stage(index, payload, self._assembly, is_here=self._portion is None)
                     continue
                 with self._loading(), Translated(Exception, self._raise_as_install):
@@ -232,7 +225,7 @@ class Update:
                     self._install.load_bucket(index, payload, self._assembly)
             if len(digests) != self.num_buckets:
                 raise IncompleteUpdateError(f"received {len(digests)} of {self.num_buckets} buckets: publish again")
-            if self._streaming:
+            if self.is_streaming:
                 with self._loading(), Translated(Exception, self._raise_as_install):
                     self._begin()
                     self._install.load_end(self._assembly)
@@ -271,31 +264,21 @@ class Update:
         others = self._portion is not None and bucket.index not in self._portion.buckets
         if others and self._install.has_lent_views:
             self._receiver.reread(bucket)
+        index, num_bytes, deltas = bucket.index, self._manifest.buckets[bucket.index], self._deltas
+        encoded_bytes = None if deltas is None else deltas.encoded_bytes[index]
+        if encoded_bytes == num_bytes:  # a delta would be no shorter
+            encoded_bytes = None
+        check = functools.partial(check_bucket, bucket.buffer, num_bytes, self.version, index, origin)
+        check = functools.partial(check, encoded_bytes=encoded_bytes, only_header=others)
         try:
-            header = self._checked(bucket, origin, only_header=others)
+            header = check()
         except IntegrityError:
             # A loader that writes into the tensors that it gets may have changed this process's copy of the bucket.
             if not self._receiver.reread(bucket):
                 raise
-            header = self._checked(bucket, origin, only_header=others)
+            header = check()
         self.read_bytes += 0 if others else header.encoded_bytes
         return header
-
-    def _checked(self, bucket: Bucket, origin: int, *, only_header: bool) -> BucketHeader:
-        index = bucket.index
-        num_bytes = self._manifest.buckets[index]
-        encoded_bytes = None if self._deltas is None else self._deltas.encoded_bytes[index]
-        if encoded_bytes == num_bytes:
-            encoded_bytes = None
-        return check_bucket(
-            bucket.buffer,
-            num_bytes,
-            self.version,
-            index,
-            origin,
-            encoded_bytes=encoded_bytes,
-            only_header=only_header,
-        )
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
@@ -315,19 +298,17 @@ class Update:
         if self._has_begun:
             return
         self._has_begun = True
-        install = self._install.bound()
+        install = self._install.begun()
         if install is not self._install or self._portion is not None:
             payloads = sorted(self._assembly.payloads.items())
-            self._install, self._assembly = install, install.assembly(is_staged=not self._streaming)
+            self._install, self._assembly = install, install.assembly(is_staged=not self.is_streaming)
             for index, payload in payloads:
                 install.stage(index, payload, self._assembly)
-        if install.has_map and isinstance(self._engine, Mapped):
-            self._engine.begin(install.copied)
 
     def _touch(self) -> None:
         """Note that the live weights change from now on, and keep the undo copy. No step of generation may run."""
         if not self._touched:
-            if not self._streaming:  # streaming, `open` has waited already
+            if not self.is_streaming:  # streaming, `open` has waited already
                 self._await_device()
             if self._undo:
                 assert isinstance(self._engine, Undoable)
@@ -369,14 +350,14 @@ class Update:
                 start = time.perf_counter()
                 self._former = (self._gate.version, self._gate.torn)
                 try:
-                    with _AgreedStep(self._agree):
+                    with self._agreed_step:
                         self._touch()
-                    with _AgreedStep(self._agree):
-                        if not self._streaming:
+                    with self._agreed_step:
+                        if not self.is_streaming:
                             self._begin()
                             self._install.load_staged(self._assembly, lends=self._deltas is None)
                             self._await_device()
-                    with _AgreedStep(self._agree):
+                    with self._agreed_step:
                         self._engine.commit(self.version)
                         self._install.prove(self._assembly)
                 except BaseException as exc:
@@ -477,11 +458,8 @@ class Update:
             for device in engine.devices if isinstance(engine, OnDevice) else ():
                 host_device.synchronize(device)
 
-    def _clear(self) -> None:
-        self._assembly.clear()
-
     def _release(self) -> None:
-        self._clear()
+        self._assembly.clear()
         if self.state is not State.INSTALLED or not self._settles:
             self._restore = None
         try:

@@ -55,7 +55,7 @@ from weightcast.format.messages import (
 )
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import device as host_device
-from weightcast.host.closing import close_at_exit
+from weightcast.host.closing import awaited_at_exit, close_at_exit
 from weightcast.host.memory import host_identity
 from weightcast.seams.adapters import ServesAdapters
 from weightcast.seams.engine import Engine, ExposesTensors, SaysDtypes, Undoable
@@ -66,7 +66,7 @@ from weightcast.serving.admission import admit, base_of, check_undo, require_eng
 from weightcast.serving.install import Install, device_of_weights
 from weightcast.serving.install_map import RecordedMap, held_weights
 from weightcast.serving.session import PublisherSession
-from weightcast.serving.update import Agree, State, Update, alone
+from weightcast.serving.update import Agree, State, Update
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Worker:
         install_deadline_seconds: float = 60.0,
         installs: Sequence[InstallMode] = ("staged", "streaming"),
         settles: bool = False,
-        agree: Agree = alone,
+        agree: Agree | None = None,
     ) -> None:
         require_engine(engine)
         self.engine = engine
@@ -192,7 +192,7 @@ class Worker:
                 self._session = session
             if former is not None:
                 self._lift_pause(former)
-        session.connect_in_background()
+        threading.Thread(target=session.connect, name="weightcast-init", daemon=True).start()
 
     def update(self, info: UpdateInfo) -> None:
         """Handle an offer, a seal or an abort. Returns at once. An error is raised, and sent over the link as well.
@@ -239,7 +239,8 @@ class Worker:
                 self._unsettled = update if self._settles else None
                 if not self._settles:
                     self._keep(update)
-                self._observe("update", time.perf_counter() - update.offered_at)
+                if self._metrics is not None:
+                    self._metrics.stage_seconds.labels("update").observe(time.perf_counter() - update.offered_at)
                 # One INFO line per engine: its other ranks install the same version.
                 logger.log(logging.DEBUG if self.engine_rank else logging.INFO, "%s", update.describe(seconds))
                 session.send(Installed(number, seconds, update.installed_bytes))
@@ -370,13 +371,10 @@ class Worker:
             yield
             ok = True
         finally:
-            self._observe(stage, time.perf_counter() - start)
-            if not ok and self._metrics is not None:
-                self._metrics.stage_failures.labels(stage).inc()
-
-    def _observe(self, stage: str, seconds: float) -> None:
-        if self._metrics is not None:
-            self._metrics.stage_seconds.labels(stage).observe(seconds)
+            if self._metrics is not None:
+                self._metrics.stage_seconds.labels(stage).observe(time.perf_counter() - start)
+                if not ok:
+                    self._metrics.stage_failures.labels(stage).inc()
 
     def _require_session(self, run: str | None = None) -> PublisherSession:
         session = self._session
@@ -456,7 +454,7 @@ class Worker:
             # If the session ended before this update was there, nobody has aborted the update.
             session.require_going_on()
         session.send(Accepted(offer.version))
-        session.receive_in_background(functools.partial(self._receive, session, update))
+        session.receiving = awaited_at_exit(functools.partial(self._receive, session, update), "weightcast-receive")
 
     def _install(self, session: PublisherSession, offer: Offer) -> Install:
         """Return the install of an offer. A layout that this session has used before is not checked again."""

@@ -24,7 +24,7 @@ from weightcast.links.link import LinkListener, WorkerLink
 from weightcast.seams.transport import Bucket, Receiver, Sender
 from weightcast.testing.payloads import DTYPES, Payload, region_slices
 from weightcast.trainer.packer import Fill, Packer, pack
-from weightcast.trainer.publish_run import listen
+from weightcast.trainer.publish_run import connect
 
 RUN, OTHER_RUN = "5e" * 16, "a7" * 16
 PATIENCE_SECONDS = 60.0
@@ -52,14 +52,13 @@ def make_sender(
     device: torch.device | None = None,
     deadline_seconds: float = PATIENCE_SECONDS,
     secret: str = "",
-    **options: Any,
 ) -> Any:
     """Make a sender of the registered transport, and a link listener for it; leaving `stack` closes both."""
-    listener = listen(url, run, lease_seconds=4 * SHORT_SECONDS, secret=secret)
+    device, lease_seconds = device or torch.device("cpu"), 4 * SHORT_SECONDS
+    listener, sender = connect(
+        url, run, device, deadline_seconds=deadline_seconds, lease_seconds=lease_seconds, secret=secret
+    )
     stack.callback(listener.close)
-    make: Any = registry.transport(url).sender
-    device = device or torch.device("cpu")
-    sender = make(url, run=run, listener=listener, device=device, deadline_seconds=deadline_seconds, **options)
     stack.callback(sender.close)
     _listeners[sender] = listener
     return sender

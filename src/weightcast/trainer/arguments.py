@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from weightcast.host.deadline import number_of_seconds
 from weightcast.seams.directory import EngineDirectory
 from weightcast.seams.source import CollectiveSource
 
@@ -137,11 +136,3 @@ def shown(value: object) -> str:
     kind = f"the class {name}" if isinstance(value, type) else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
     is_short = isinstance(value, (str, int, float, os.PathLike)) or getattr(value, "shape", None) == ()
     return f"{repr(value)[:80]} ({kind})" if is_short else kind
-
-
-def require_call(wait_ready_seconds: object, on_progress: object) -> None:
-    """Raise TypeError or ValueError for a wrong `wait_ready_seconds` or `on_progress` of a publish."""
-    if wait_ready_seconds != 0:
-        number_of_seconds("wait_ready_seconds", wait_ready_seconds)
-    if on_progress is not None and not callable(on_progress):
-        raise TypeError(f"on_progress is {on_progress!r}; it must be a function (done_bytes, total_bytes)")

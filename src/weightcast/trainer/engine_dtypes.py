@@ -30,7 +30,7 @@ class EngineDtypes:
         `specs`: the source's own. `is_again`: the version was sent to other engines before, so its dtypes are fixed.
         Raises ValueError for a fleet without engines.
         """
-        if not len(fleet):
+        if not fleet.members:
             raise ValueError(
                 "the source has dtype='engine', which casts to the engines' dtypes, but this publisher has no engine "
                 "to ask (a store has none): give the source a dtype such as dtype=torch.bfloat16, or no dtype"

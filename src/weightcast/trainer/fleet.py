@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Literal
 
@@ -125,6 +125,8 @@ class FleetMember:
         self._dtypes_of: Sequence[TensorSpec] | None = None
         self._connection = Connection.LOST
         self._pause_end = PauseEnd.NONE
+        self._local_ranks: dict[str, LocalRanks] | UnsetType = UNSET
+        """The engine ranks by host, for hosts with several ranks."""
         self._accepted_manifest = ""
         """Digest of the manifest that its workers accepted last, over their present links."""
         self.base = -1
@@ -144,7 +146,7 @@ class FleetMember:
 
     @property
     def is_joined(self) -> bool:
-        return self._connection is not Connection.LOST and all(link.is_alive for link in self.links)
+        return self._connection is not Connection.LOST and not any(link.ended for link in self.links)
 
     @property
     def state(self) -> EngineState:
@@ -235,6 +237,15 @@ class FleetMember:
 
         self.client.init(init)
         self.links = listener.wait(self.name, self.info.world_size, self._deadline_seconds, ask=require_session)
+        by_host: dict[str, list[Link]] = {}
+        for link in self.links:
+            by_host.setdefault(link.host, []).append(link)
+        several = {
+            host: LocalRanks(tuple(link.engine_rank for link in links), links[0].memory)
+            for host, links in by_host.items()
+            if host and len(links) > 1
+        }
+        self._local_ranks = several or UNSET
         # Asked again: a takeover waits for an install of the former run, and this publish must be above its version.
         self.info = self.client.info()
         self._require_ours(self.info.holder)
@@ -257,7 +268,7 @@ class FleetMember:
                 "weightcast serve: --enable-lora), or publish the merged model, ModuleSource(model)"
             )
         is_known = self._accepted_manifest == offer.manifest_digest
-        offer = msgspec.structs.replace(offer, manifest=None if is_known else offer.manifest, ranks=self._local_ranks())
+        offer = msgspec.structs.replace(offer, manifest=None if is_known else offer.manifest, ranks=self._local_ranks)
         self._accepted_manifest = ""
         self.client.update(offer)
 
@@ -266,18 +277,6 @@ class FleetMember:
         for link in self.links:
             link.wait(Accepted, self.version, deadline)
         self._accepted_manifest = manifest_digest
-
-    def _local_ranks(self) -> dict[str, LocalRanks] | UnsetType:
-        """Return the engine ranks by host, for hosts with several ranks."""
-        by_host: dict[str, list[Link]] = {}
-        for link in self.links:
-            by_host.setdefault(link.host, []).append(link)
-        several = {
-            host: LocalRanks(tuple(link.engine_rank for link in links), links[0].memory)
-            for host, links in by_host.items()
-            if host and len(links) > 1
-        }
-        return several or UNSET
 
     def received(self, num_buckets: int, root: str, deadline: Deadline) -> None:
         """Wait until every worker has received all buckets. Raises IntegrityError if a root digest differs."""
@@ -475,44 +474,39 @@ class Fleet:
     """All engines of a publisher. `each` calls them and notes failures in their results."""
 
     def __init__(self) -> None:
-        self._members: dict[str, FleetMember] = {}
-        self._everybody = self._members
-        """All members of the publisher, also if this fleet has only one of them (see `only`)."""
+        self.members: Sequence[FleetMember] = ()
+        """Replaced and never changed, so that any thread may iterate over it."""
+        self._others: Sequence[FleetMember] = ()
+        """The publisher's other members, if this fleet has only one (see `only`)."""
         self._pool = ThreadPoolExecutor(max_workers=_MAX_PARALLEL, thread_name_prefix="weightcast-fleet")
         self._calls: list[Future[None]] = []
 
-    def __iter__(self) -> Iterator[FleetMember]:
-        return iter(list(self._members.values()))
-
-    def __len__(self) -> int:
-        return len(self._members)
-
     def add(self, member: FleetMember) -> None:
         """Raise ValueError if the fleet has an engine of that name already."""
-        if member.name in self._members:
+        if any(member.name == other.name for other in self.members):
             raise ValueError(f"{member.name} is in the fleet already: name each engine once, each by its own name")
-        self._members[member.name] = member
+        self.members = (*self.members, member)
 
     def only(self, name: str) -> Fleet:
         """Return a fleet of only the member of that name. Raises ValueError if there is none."""
         part = copy.copy(self)
-        part._members = {name: self._named(name)}
+        part._others = self.members
+        part.members = [part.pop(name)]
         return part
 
     def pop(self, name: str) -> FleetMember:
         """Remove and return the member of that name. Raises ValueError if there is none."""
-        member = self._named(name)
-        del self._members[name]
-        return member
-
-    def _named(self, name: str) -> FleetMember:
-        if name not in self._members:
-            raise ValueError(f"{name} is not in the fleet; it has {', '.join(self._members) or 'no engines'}")
-        return self._members[name]
+        found = [member for member in self.members if member.name == name]
+        if not found:
+            names = ", ".join(member.name for member in self.members) or "no engines"
+            raise ValueError(f"{name} is not in the fleet; it has {names}")
+        self.members = [member for member in self.members if member.name != name]
+        return found[0]
 
     def refuse_doubles(self, newcomers: Sequence[FleetMember]) -> None:
         """Fail the second name of an engine that is named twice: each name's init would end the other's session."""
-        known = {member.instance: member for member in self._everybody.values() if member.is_joined and member.instance}
+        everybody = (*self._others, *self.members)
+        known = {member.instance: member for member in everybody if member.is_joined and member.instance}
         for member in newcomers:
             if member.result.error is None and member.instance:
                 first = known.setdefault(member.instance, member)
@@ -522,7 +516,7 @@ class Fleet:
 
     def healthy(self) -> list[FleetMember]:
         """Return the members that have not failed and do not serve the version yet."""
-        return [member for member in self if member.result.error is None and not member.result.ok]
+        return [member for member in self.members if member.result.error is None and not member.result.ok]
 
     def each(
         self,
@@ -559,5 +553,5 @@ class Fleet:
         self._pool.shutdown(wait=True)
         with contextlib.ExitStack() as stack:
             # Close every member, also after one member's client has raised.
-            for member in self:
+            for member in self.members:
                 stack.callback(member.close)

@@ -12,7 +12,7 @@ from weightcast.errors import ErrorRecord
 from weightcast.format.adapters import MAX_KEPT, AdapterName
 from weightcast.format.geometry import ALIGNMENT_BYTES
 from weightcast.format.manifest import RunId, VersionNumber
-from weightcast.format.messages import MAX_LEASE_SECONDS, InstallMode
+from weightcast.format.messages import InstallMode
 from weightcast.host.deadline import number_of_seconds
 from weightcast.trainer.arguments import integer
 
@@ -140,8 +140,7 @@ class PublishOptions:
         if self.on_event is not None and not callable(self.on_event):
             raise TypeError(f"on_event is {self.on_event!r}; it must be a function of one PublishEvent")
         number_of_seconds("deadline_seconds", self.deadline_seconds)
-        if number_of_seconds("lease_seconds", self.lease_seconds) > MAX_LEASE_SECONDS:
-            raise ValueError(f"lease_seconds is {self.lease_seconds}; it must be at most {MAX_LEASE_SECONDS}")
+        number_of_seconds("lease_seconds", self.lease_seconds)
         if self.bucket_size_bytes is not None:
             size = integer("bucket_size_bytes", self.bucket_size_bytes)
             if size < ALIGNMENT_BYTES:

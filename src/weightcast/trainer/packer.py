@@ -89,9 +89,9 @@ def pack(
 
 def finish(digest: Digest, manifest: Manifest, version: WeightVersion, index: int, buffer: BucketBuffer) -> int:
     """Write the header of a filled payload with this digest. Returns the number of bytes of `buffer` to send."""
-    origin = next(number for number, span in enumerate(manifest.spans) if index in span)
-    write_header(buffer.header, version, index, digest, raw_bytes=manifest.buckets[index], origin=origin)
-    return HEADER_BYTES + manifest.buckets[index]
+    origin, raw_bytes = manifest.bucket_origins[index], manifest.buckets[index]
+    write_header(buffer.header, version, index, digest, raw_bytes=raw_bytes, origin=origin)
+    return HEADER_BYTES + raw_bytes
 
 
 class PackPlan:
@@ -292,7 +292,7 @@ class PartPacker:
         num_bytes = self._layout.manifest.buckets[index]
         if not payload.is_cuda:
             sums, missing = self.pack(index, payload)
-            return added(sums, digest(payload[:num_bytes], missing))
+            return added(sums, digest(payload[:num_bytes], missing)) if missing.any() else added(sums)
         self._layout.clear_gaps(index, payload)
         if not num_bytes or device_digest.kernel(payload.device) is None:
             targets = self._targets.get(index)
@@ -319,11 +319,8 @@ class PartPacker:
         """Return views of this rank's shards, one for each slice of bucket `index`."""
         views = self._sources.get(index)
         if views is None:
-            pairs = [(self._shards[cut.part], cut.region) for cut in self.slices.of(index)]
-            views = self._sources[index] = [
-                shard.data if region == shard.region else narrow(shard.data, relative(region, shard.region))
-                for shard, region in pairs
-            ]
+            cuts = self.slices.of(index)
+            views = self._sources[index] = [self._shards[cut.part].view(cut.region) for cut in cuts]
         return views
 
 
@@ -355,6 +352,10 @@ class Shard(HeldRegion, frozen=True, gc=False):
     """A region that this rank has, and its memory."""
 
     data: torch.Tensor
+
+    def view(self, region: Region) -> torch.Tensor:
+        """Return a view of this part of it."""
+        return self.data if region == self.region else narrow(self.data, relative(region, self.region))
 
 
 class SeenRegions:

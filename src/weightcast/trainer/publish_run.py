@@ -33,6 +33,7 @@ from weightcast.errors import (
     StageSeconds,
     UnsupportedError,
     UpdateAbortedError,
+    WeightcastError,
     WrongBaseError,
 )
 from weightcast.format.adapters import AdapterTarget
@@ -46,9 +47,10 @@ from weightcast.format.bucket import (
     root_digest,
 )
 from weightcast.format.manifest import MAX_VERSION, WeightVersion
-from weightcast.format.messages import Abort, InitInfo, Offer, Seal
+from weightcast.format.messages import Abort, Failed, InitInfo, Offer, Seal
 from weightcast.host import device as host_device
-from weightcast.host.deadline import GRACE_SECONDS, Deadline
+from weightcast.host.closing import on_failure
+from weightcast.host.deadline import GRACE_SECONDS, Deadline, number_of_seconds
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, SenderContext
@@ -67,10 +69,16 @@ logger = logging.getLogger(__name__)
 OnProgress = Callable[[int, int], None]
 
 
-def listen(url: str, run: str, lease_seconds: float, secret: str = "") -> LinkListener:
-    """Listen for workers where the transport's URL says. Raises ValueError, OSError."""
-    host, port = (None, 0) if registry.transport(url).same_host else registry.endpoint(url)
-    return LinkListener(run, host=host, port=port, lease_seconds=lease_seconds, secret=secret)
+def connect(
+    url: str, run: str, device: torch.device, *, deadline_seconds: float, lease_seconds: float, secret: str = ""
+) -> tuple[LinkListener, Sender]:
+    """Listen for workers where the transport's URL says, and make the sender to them. Raises ValueError, OSError."""
+    transport = registry.transport(url)
+    host, port = (None, 0) if transport.same_host else registry.endpoint(url)
+    listener = LinkListener(run, host=host, port=port, lease_seconds=lease_seconds, secret=secret)
+    with on_failure(listener.close):
+        sender = transport.sender(url, run=run, listener=listener, device=device, deadline_seconds=deadline_seconds)
+        return listener, sender
 
 
 class Connections:
@@ -79,25 +87,27 @@ class Connections:
     def __init__(
         self,
         url: str,
-        sender: Sender,
-        listener: LinkListener,
+        run: str,
         device: torch.device,
         *,
-        keeps_versions: bool = False,
+        deadline_seconds: float,
+        lease_seconds: float,
         has_several_ranks: bool = False,
     ) -> None:
-        """`url`: the transport's. `keeps_versions`: see `Transport`. `has_several_ranks`: see `SenderContext`."""
+        """`device`: that of the weights. `has_several_ranks`: see `SenderContext`. Raises what `connect` raises."""
         self.url = url
-        self.sender = sender
-        self.keeps_versions = keeps_versions
-        self.listener = listener
+        self._stream = host_device.stream(device) if device.type == "cuda" else None
+        self.sender: Sender
+        self.listener, self.sender = connect(
+            url, run, device, deadline_seconds=deadline_seconds, lease_seconds=lease_seconds
+        )
+        self.keeps_versions = registry.transport(url).keeps_versions
         self.device = device
         self.has_several_ranks = has_several_ranks
         self.client_senders: list[ClientSender] = []
         self.origins: tuple[str, ...] = ()
         """Addresses of the links of other trainer ranks, one for each further origin."""
         self._senders_lock = threading.Lock()
-        self._stream = host_device.stream(device) if device.type == "cuda" else None
 
     def packing_stream(self) -> contextlib.AbstractContextManager[None]:
         """On a GPU, use a side stream that waits for the trainer's stream, so that packing overlaps with later work.
@@ -148,12 +158,11 @@ class PublishedVersion:
 class PublishInputs:
     """The inputs of a publish on the publishing rank. `start`: time at which it began, by `time.perf_counter`.
 
-    `fleet`: the engines to update. `again`: the version to send once more, in place of a new one. `url`: the
-    transport's. `maps_buckets`: True if trainer ranks of one host can pack into each other's buckets, as far as the
-    engines are known. `checks_finite`: check for NaN and infinity before the offer. `engine_dtypes`: set for a source
-    with dtype="engine". `target`: the adapter to update; UNSET for the model. `deltas`: the publisher's, if it may send
-    some. `directory_error`: see `PublishReport`. `departed` returns those of failed engines that the directory does not
-    have any more.
+    `fleet`: the engines to update. `again`: the version to send once more, in place of a new one. `maps_buckets`: True
+    if trainer ranks of one host can pack into each other's buckets, as far as the engines are known. `checks_finite`:
+    check for NaN and infinity before the offer. `engine_dtypes`: set for a source with dtype="engine". `target`: the
+    adapter to update; UNSET for the model. `deltas`: the publisher's, if it may send some. `directory_error`: see
+    `PublishReport`. `departed` returns those of failed engines that the directory does not have any more.
     """
 
     start: float
@@ -163,7 +172,6 @@ class PublishInputs:
     pack_plan: PackPlan
     fleet: Fleet
     again: PublishedVersion | None
-    url: str
     maps_buckets: Callable[[], bool]
     checks_finite: bool
     engine_dtypes: EngineDtypes | None
@@ -202,9 +210,9 @@ class FleetRoute:
         self._brought = sender if is_brought else None
         self._gets_deltas = gets_deltas
 
-    def members(self) -> list[FleetMember]:
+    def members(self) -> Iterable[FleetMember]:
         """Return the members of this route, failed ones included."""
-        return list(filter(self._has, self._fleet))
+        return filter(self._has, self._fleet.members)
 
     def healthy(self) -> list[FleetMember]:
         """Return the members of this route that have not failed and do not serve the version yet."""
@@ -219,7 +227,7 @@ class FleetRoute:
     @property
     def is_kept(self) -> bool:
         """True if the transport keeps the version for later readers, which it does unless all engines have failed."""
-        return self._keeps_versions and (not len(self._fleet) or bool(self._fleet.healthy()))
+        return self._keeps_versions and (not self._fleet.members or bool(self._fleet.healthy()))
 
     def peers(self) -> list[str]:
         """Return the names of the receivers that the version is sent to."""
@@ -230,7 +238,6 @@ class FleetRoute:
         self._sort_failures()
         if not self.is_brought:
             self._fleet.each(lambda member: member.received(num_buckets, root, deadline), self.healthy(), in_turn=True)
-            self._sort_failures()
 
     def install(self, sent: SentDigests | None, *, proves_all: bool) -> None:
         """Have the engines install, then compare their weights with the digests `sent`, if given.
@@ -259,14 +266,15 @@ class FleetRoute:
         A receiver that aborted by itself (UpdateAbortedError) is skipped: its worker reports the reason over its link.
         """
         failures = self.sender.failures
-        for member in self.healthy():
+        for member in self.healthy() if failures else ():
             lost = [failures[peer] for peer in self._peers(member) if peer in failures]
             lost = [error for error in lost if isinstance(error, PeerError) or self.is_brought]
             if lost:
                 if isinstance(lost[0], PeerDiedError):
-                    # A worker that has lost another origin's link reports that on this one.
+                    # A worker that has lost another origin's link reports that on this one, maybe a little later.
                     for link in member.links:
-                        link.wait_for_failure(member.version, GRACE_SECONDS)
+                        with contextlib.suppress(WeightcastError):
+                            link.wait(Failed, member.version, Deadline(GRACE_SECONDS))
                 member.fail(lost[0])
 
 
@@ -324,6 +332,10 @@ class PublishRun:
 
         Returns a report with each engine's failure. Raises only errors that end the update for all engines.
         """
+        if self._wait_ready_seconds != 0:
+            number_of_seconds("wait_ready_seconds", self._wait_ready_seconds)
+        if self._on_progress is not None and not callable(self._on_progress):
+            raise TypeError(f"on_progress is {self._on_progress!r}; it must be a function (done_bytes, total_bytes)")
         self._seconds.gather = time.perf_counter() - inputs.start
         self._connections, self._pack_plan = inputs.connections, inputs.pack_plan
         self._fleet, self._again = fleet, again = inputs.fleet, inputs.again
@@ -334,7 +346,7 @@ class PublishRun:
         options, secret = self._options, inputs.connections.listener.secret
         memory_seconds = inputs.connections.sender.memory_seconds
         fleet.wait()
-        for member in fleet:
+        for member in fleet.members:
             adapter = inputs.target.name if inputs.target else ""
             member.begin(self._run, options.deadline_seconds, self._watchdog, adapter)
         try:
@@ -345,7 +357,7 @@ class PublishRun:
                 self._manifest = manifest = inputs.pack_plan.layout.manifest
                 fill = inputs.pack_plan.packer(inputs.regions)
                 fleet.each(self._join_member, [member for member in newcomers if member.result.error is None])
-                for member in fleet:
+                for member in fleet.members:
                     for link in member.links:
                         link.forget_verdicts()
                 if isinstance(fill, StreamPacker):
@@ -353,16 +365,16 @@ class PublishRun:
                 if manifest.origins:
                     self._fail_brought_routes()
                 sender, keeps_versions = self._connections.sender, self._connections.keeps_versions
-                found = [member.serves for member in self._fleet]
-                found.append(sender.newest_version() if keeps_versions else None)
-                newest = max((number for number in found if number is not None), default=-1)
                 if again is not None:
                     self.number = again.number
                     fleet.each(lambda member: member.notice(again.number))
                     if again.manifest_digest != self._pack_plan.manifest_digest:
                         self._fail_changed(fleet.healthy())
+                elif inputs.version is not None:
+                    self.number = inputs.version
                 else:
-                    self.number = _above(newest, self._above) if inputs.version is None else inputs.version
+                    stored = sender.newest_version() if keeps_versions else None
+                    self.number = _above([stored, *(member.serves for member in fleet.members)], self._above)
                 self.flight.version = self.number
                 is_due = self._proves_all or not all(member.has_proven for member in fleet.healthy())
                 if options.verify == "installed" and is_due and again is None:
@@ -381,7 +393,9 @@ class PublishRun:
                 keeps_base = deltas is not None and deltas.begin(
                     self._pack_plan, None if again is None else again.number
                 )
-                workers = Counter(link.host for member in fleet.healthy() for link in member.links)
+                workers: dict[str, int] | UnsetType = UNSET
+                if manifest.origins:
+                    workers = Counter(link.host for member in fleet.healthy() for link in member.links)
                 offer = Offer(
                     self._run,
                     self.number,
@@ -391,7 +405,7 @@ class PublishRun:
                     install=options.install,
                     undo=options.undo,
                     secret=secret,
-                    workers=dict(workers) if manifest.origins else UNSET,
+                    workers=workers,
                     target=inputs.target,
                 )
             encoded: PackedDeltas | None = None
@@ -437,26 +451,27 @@ class PublishRun:
                     brought.resume()
             if keeps_versions and not is_stored:
                 with self._timed("seal"):
-                    if not len(self._fleet) or any(member.result.ok for member in self._fleet):
+                    if not fleet.members or any(member.result.ok for member in fleet.members):
                         sender.commit()
                         is_stored = True
                     else:
                         sender.abort(f"no engine has installed version {self.number}")
             # A failed engine may be alive: abort its update before it is resumed, since its workers may wait for
             # buckets.
-            failed = [member for member in self._fleet if member.result.error is not None]
-            self._abort(failed, "this engine's update failed at the publisher")
-            for member in inputs.departed(failed) if failed else ():
-                member.result.has_left = True
+            failed = [member for member in fleet.members if member.result.error is not None]
+            if failed:
+                self._abort(failed, "this engine's update failed at the publisher")
+                for member in inputs.departed(failed):
+                    member.result.has_left = True
         except BaseException as exc:
             self._give_up(exc)
             raise
         finally:
-            fleet.each(FleetMember.resume, list(fleet))
+            fleet.each(FleetMember.resume, fleet.members)
         if self._digests is not None:
             digest = self._pack_plan.manifest_digest
             self.published = PublishedVersion(self.number, digest, self._digests, is_stored, self._sent)
-        self._seconds.pause = max((m.result.pause_seconds for m in self._fleet), default=0.0)
+        self._seconds.pause = max((m.result.pause_seconds for m in fleet.members), default=0.0)
         self._seconds.memory = sender.memory_seconds - memory_seconds
         self._seconds.total = time.perf_counter() - self.flight.began_at
         self._seconds.stall = self.flight.stall_seconds if self.flight.is_background else self._seconds.total
@@ -468,7 +483,7 @@ class PublishRun:
             num_buckets=len(manifest.buckets),
             install=options.install,
             seconds=self._seconds,
-            engines={member.name: member.result for member in self._fleet},
+            engines={member.name: member.result for member in fleet.members},
             delta=None if deltas is None else deltas.report,
             directory_error=inputs.directory_error,
         )
@@ -507,12 +522,14 @@ class PublishRun:
         newcomers = []
         if self._again is not None:
             number = self._again.number
-            self._fleet.each(lambda member: member.notice(number), [m for m in self._fleet if m.is_joined])
-        connected = set(sender.connected([link.peer for member in self._fleet for link in member.links]))
+            self._fleet.each(lambda member: member.notice(number), [m for m in self._fleet.members if m.is_joined])
+        connected = set(sender.connected([link.peer for member in self._fleet.members for link in member.links]))
         for member in self._fleet.healthy():
             is_connected = member.is_joined and connected.issuperset(link.peer for link in member.links)
             if self._again is not None or not is_connected:
                 newcomers.append(member)
+        if not newcomers:
+            return []
         absent = newcomers
         for _ in Deadline(self._wait_ready_seconds).polls(0.05, 1.0):
             # This waits in the caller's thread, so that a Ctrl-C ends it at once.
@@ -749,9 +766,9 @@ class PublishRun:
             # All of these, also after one has raised. `wait` comes last: a call that is still running may pause.
             stack.callback(self._fleet.wait)
             if isinstance(exc, Exception):
-                stack.callback(self._abort, self._fleet, reason)
+                stack.callback(self._abort, self._fleet.members, reason)
             else:
-                for member in self._fleet:
+                for member in self._fleet.members:
                     stack.callback(self._connections.listener.end_links, reason, member.name)
             for sender in (*self._connections.client_senders, self._connections.sender):
                 stack.callback(sender.abort, reason)
@@ -763,8 +780,8 @@ class PublishRun:
         self._fleet.each(lambda member: member.client.update(abort), joined, notes=False)
 
 
-def _above(newest: int, last: int) -> int:
-    """Return one above both `last`, of this run, and `newest`, of any run. `newest` is ignored if it is the maximum.
+def _above(found: Iterable[int | None], last: int) -> int:
+    """Return one above both `last`, of this run, and the newest found version, of any run, unless that is the maximum.
 
     Raises ValueError if this run has no number left.
     """
@@ -773,4 +790,5 @@ def _above(newest: int, last: int) -> int:
             f"no version number is left above {last}, this publisher's last one: make another publisher, and leave "
             "`version` out when you publish"
         )
+    newest = max((number for number in found if number is not None), default=-1)
     return 1 + max(last, newest if newest < MAX_VERSION else -1)

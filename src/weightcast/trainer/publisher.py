@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 import torch
 import torch.distributed as dist
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
@@ -58,7 +58,7 @@ from weightcast.trainer.deltas import Deltas
 from weightcast.trainer.engine_dtypes import EngineDtypes
 from weightcast.trainer.finite import require_finite
 from weightcast.trainer.fleet import EngineState, Fleet, FleetMember
-from weightcast.trainer.options import PublishOptions
+from weightcast.trainer.options import Adapter, PublishOptions
 from weightcast.trainer.packer import PackPlan, held_shards
 from weightcast.trainer.publish_run import (
     Connections,
@@ -66,7 +66,6 @@ from weightcast.trainer.publish_run import (
     PublishedVersion,
     PublishInputs,
     PublishRun,
-    listen,
 )
 from weightcast.trainer.stream_packer import StreamPacker
 
@@ -141,7 +140,7 @@ class Publisher(ClosedOnExit):
         self._fleet = Fleet()
         self._directory = engines if isinstance(engines, EngineDirectory) else None
         self._directory_error: ErrorRecord | None = None
-        self._watchdog = Watchdog()
+        self._watchdog = Watchdog(self._options.deadline_seconds)
         self._connections: Connections | None = None
         self._pack_plan: PackPlan | None = None
         self._engine_dtypes = EngineDtypes() if casts_to_engines(source) else None
@@ -180,7 +179,7 @@ class Publisher(ClosedOnExit):
 
         Does not block and contacts no engine.
         """
-        return [member.state for member in self._fleet]
+        return [member.state for member in self._fleet.members]
 
     def add_engine(self, engine: str | EngineClient, *, sync: bool = False) -> None:
         """Add an engine. The next publish connects it; with `sync`, this call does, and sends it the last version.
@@ -238,29 +237,27 @@ class Publisher(ClosedOnExit):
             kind = type(self._directory).__name__
             raise ValueError(f"the engines come from {kind}, which engines= was given: add or remove them there")
 
-    def _follow_directory(self) -> None:
+    def _follow_directory(self, directory: EngineDirectory) -> None:
         """Let go the engines that have left the directory, and add those that have come.
 
         If it fails, keep the present engines. Raises WeightcastError if there are none.
         """
-        if self._directory is None:
-            return
         self._directory_error = None
         try:
             present: dict[str, str | EngineClient] = {}
-            for engine in self._directory.engines():
+            for engine in directory.engines():
                 if present.setdefault(name := _name_of(engine), engine) is not engine and not isinstance(engine, str):
                     raise ValueError(f"two engines are named {name}: give each client a name of its own")
-            kept = {m.name for m in self._fleet if m.name in present and m.is_of(present[m.name])}
+            kept = {m.name for m in self._fleet.members if m.name in present and m.is_of(present[m.name])}
             joining = [self._member_of(engine) for name, engine in present.items() if name not in kept]
         except Exception as exc:
-            said = f"{type(self._directory).__name__} did not say which engines there are: {exc}"
-            if not len(self._fleet):
+            said = f"{type(directory).__name__} did not say which engines there are: {exc}"
+            if not self._fleet.members:
                 raise WeightcastError(f"{said}; no engine is known from before") from exc
             logger.warning("%s; the engines are those of the last publish", said)
             self._directory_error = to_record(exc)
             return
-        self._let_go([self._fleet.pop(member.name) for member in self._fleet if member.name not in kept])
+        self._let_go([self._fleet.pop(member.name) for member in self._fleet.members if member.name not in kept])
         for member in joining:
             self._fleet.add(member)
 
@@ -358,7 +355,7 @@ class Publisher(ClosedOnExit):
             if not self._is_joined:
                 self._join_trainer_group()
             if self._group is None and not isinstance(self._source, StreamSource):
-                inputs = self._inputs(None)
+                inputs = self._inputs()
                 if self._engine_dtypes is None and not self._has_brought_senders:
                     manifest = inputs.pack_plan.layout.manifest
                     inputs.connections.sender.prepare(manifest, staged=self._options.install == "staged")
@@ -392,7 +389,7 @@ class Publisher(ClosedOnExit):
         """
         self._require_here()  # first: in a forked child, the lock may be held by a thread of the parent
         with self._turn.acquired(publishes=True):
-            inputs = self._new_version(version, wait_ready_seconds, on_progress)
+            inputs = functools.partial(self._inputs, version)
             return self._publish(inputs, on_progress, wait_ready_seconds)
 
     @overload
@@ -503,7 +500,7 @@ class Publisher(ClosedOnExit):
                     return None
                 try:
                     with present_stream():
-                        inputs = self._new_version(version, wait_ready_seconds, on_progress)
+                        inputs = functools.partial(self._inputs, version)
                         return self._publish(inputs, on_progress, wait_ready_seconds, flight)
                 finally:
                     self._turn.release()
@@ -519,17 +516,6 @@ class Publisher(ClosedOnExit):
         context = contextvars.copy_context()
         awaited_at_exit(functools.partial(context.run, run_into, future, publish), "weightcast-publish")
         return flight, future
-
-    def _new_version(
-        self, version: SupportsIndex | None, wait_ready_seconds: float, on_progress: OnProgress | None
-    ) -> Callable[[], PublishInputs]:
-        """Return a function that checks the arguments and makes the inputs of a new version."""
-
-        def inputs() -> PublishInputs:
-            arguments.require_call(wait_ready_seconds, on_progress)
-            return self._inputs(None if version is None else arguments.integer("version", version))
-
-        return inputs
 
     def sync(
         self,
@@ -560,11 +546,7 @@ class Publisher(ClosedOnExit):
             self._require_open()
             if self._version < 0:
                 raise ValueError(_NOTHING_YET)
-
-            def inputs() -> PublishInputs:
-                arguments.require_call(wait_ready_seconds, on_progress)
-                return self._inputs(None, is_again=True, only=None if engine is None else _name_of(engine))
-
+            inputs = functools.partial(self._inputs, is_again=True, only=engine)
             return self._publish(inputs, on_progress, wait_ready_seconds)
 
     def rollback(self, version: SupportsIndex | None = None) -> PublishReport:
@@ -594,7 +576,7 @@ class Publisher(ClosedOnExit):
                 )
             number = None if version is None else arguments.integer("version", version)
             source = StoreSource(self._url, previous=number is None, version=number)
-            return self._publish(lambda: self._inputs(None, stored=source), None)
+            return self._publish(functools.partial(self._inputs, stored=source), None)
 
     def _publish(
         self,
@@ -685,15 +667,15 @@ class Publisher(ClosedOnExit):
 
     def _inputs(
         self,
-        version: int | None,
+        version: SupportsIndex | None = None,
         *,
         is_again: bool = False,
-        only: str | None = None,
+        only: str | EngineClient | None = None,
         stored: StoreSource | None = None,
     ) -> PublishInputs:
         """Return the inputs of a publish that need no communication with engines: members, regions, connections, plan.
 
-        `is_again`: publish the last version again. `only`: name of the only engine. `stored`: published in place of the
+        `is_again`: publish the last version again. `only`: the only engine. `stored`: published in place of the
         source.
 
         The sender and the listener are made at the first publish, when the device of the weights is known.
@@ -702,16 +684,17 @@ class Publisher(ClosedOnExit):
         require_no_step("publish or sync")
         if self._metrics is None and self._metrics_target is not None:
             self._serve_metrics(self._metrics_target)
-        if version is not None:
-            if not 0 <= version <= MAX_VERSION:
-                raise ValueError(f"version is {version}; it must be from 0 to {MAX_VERSION}")
-            if version <= self._version:
-                raise ValueError(
-                    f"version {version} is not above {self._version}, the last one of this publisher: leave `version` "
-                    "out, or pass a higher number"
-                )
-        self._follow_directory()
-        fleet = self._fleet if only is None else self._fleet.only(only)
+        number = None if version is None else arguments.integer("version", version)
+        if number is not None and not 0 <= number <= MAX_VERSION:
+            raise ValueError(f"version is {number}; it must be from 0 to {MAX_VERSION}")
+        if number is not None and number <= self._version:
+            raise ValueError(
+                f"version {number} is not above {self._version}, the last one of this publisher: leave `version` out, "
+                "or pass a higher number"
+            )
+        if self._directory is not None:
+            self._follow_directory(self._directory)
+        fleet = self._fleet if only is None else self._fleet.only(_name_of(only))
         again = self._published if is_again else None
         if is_again and again is None:
             raise ValueError(f"version {self.version} was not sent completely to any engine: publish a new version")
@@ -737,7 +720,7 @@ class Publisher(ClosedOnExit):
             device = connections.device
         if pack_plan is None or not is_known:
             pack_plan = self._ready_pack_plan(device, source)
-        if self._group is None:
+        if self._group is None and not is_known:
             arguments.require_alone(source)
         if isinstance(source, StreamSource):
             tensors = None if stream is None else stream.tensors
@@ -747,33 +730,26 @@ class Publisher(ClosedOnExit):
             # This checks the regions before a sender exists, which may write to a store.
             pack_plan.packer(regions)
         if self._connections is None:
-            seconds = self._options.deadline_seconds
             try:
-                listener = listen(self._url, self.run, self._options.lease_seconds)
-                with on_failure(listener.close):
-                    sender = self._transport.sender(
-                        self._url, run=self.run, listener=listener, device=device, deadline_seconds=seconds
-                    )
+                self._connections = Connections(
+                    self._url,
+                    self.run,
+                    device,
+                    deadline_seconds=self._options.deadline_seconds,
+                    lease_seconds=self._options.lease_seconds,
+                    has_several_ranks=self._group is not None,
+                )
             except OSError as exc:
                 if reason := shortage(exc):
                     raise OSError(exc.errno, reason) from exc
                 raise
-            keeps_versions = self._transport.keeps_versions
-            self._connections = Connections(
-                self._url,
-                sender,
-                listener,
-                device,
-                keeps_versions=keeps_versions,
-                has_several_ranks=self._group is not None,
-            )
             self._process = os.getpid()
             self._owned.insert(-1, self._connections)
             # Made again with this pid: the process may have been forked since the publisher was made.
             self._drop.detach()
             self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
             self._drop.atexit = False
-        if not len(self._fleet) and not self._transport.keeps_versions:
+        if not self._fleet.members and not self._transport.keeps_versions:
             raise ValueError(
                 f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
                 "call add_engine first (a store, file:///DIR, needs none)"
@@ -781,36 +757,33 @@ class Publisher(ClosedOnExit):
 
         def maps_buckets() -> bool:
             # Clients' own senders have their buckets in host memory.
-            is_brought = bool(len(fleet)) and all(isinstance(member.client, BringsSender) for member in fleet)
+            is_brought = fleet.members and all(isinstance(m.client, BringsSender) for m in fleet.members)
             if device.type == "cpu" or (is_brought and not self._transport.keeps_versions):
                 return True
             return self._transport.mappable_on_gpu in ("always", self._options.install)
 
         return PublishInputs(
             start,
-            version,
+            number,
             regions,
             self._connections,
             pack_plan,
             fleet,
             again,
-            url=self._url,
             maps_buckets=maps_buckets,
             checks_finite=self._options.check_finite,
             engine_dtypes=self._engine_dtypes if stored is None else None,
-            target=self._target(),
+            target=UNSET if self._options.target is None else self._target(self._options.target),
             deltas=self._deltas,
             directory_error=self._directory_error,
             departed=self._departed,
         )
 
-    def _target(self) -> AdapterTarget | UnsetType:
-        """Return the adapter to update, with the source's present settings; UNSET for the model."""
-        target, source = self._options.target, self._source
-        if target is None or not isinstance(source, AdapterSource):
-            return UNSET
+    def _target(self, target: Adapter) -> AdapterTarget:
+        """Return the adapter to update, with the source's present settings."""
+        assert isinstance(self._source, AdapterSource), "checked by `require_target`"
         base = UNSET if target.base is None else WeightVersion(*target.base)
-        return AdapterTarget(target.name, source.lora_config, int(target.keep), base)
+        return AdapterTarget(target.name, self._source.lora_config, int(target.keep), base)
 
     def _new_deltas(self) -> Deltas | None:
         """Return the deltas that the options ask for. Raises ValueError if there can be none with delta="always"."""
@@ -837,12 +810,17 @@ class Publisher(ClosedOnExit):
             raise with_extra(exc) from exc
         # Weakly: clients may refer to this publisher, which the metrics would keep alive.
         fleet, scheme = weakref.ref(self._fleet), self._url.partition("://")[0]
-        self._metrics = PublisherMetrics(target, lambda: [member.state for member in fleet() or ()], scheme)
+
+        def states() -> list[EngineState]:
+            present = fleet()
+            return [] if present is None else [member.state for member in present.members]
+
+        self._metrics = PublisherMetrics(target, states, scheme)
         self._owned.insert(-1, self._metrics)
 
     @property
     def _has_brought_senders(self) -> bool:
-        return any(isinstance(member.client, BringsSender) for member in self._fleet)
+        return any(isinstance(member.client, BringsSender) for member in self._fleet.members)
 
     def _ready_pack_plan(self, device: torch.device, source: Source | StreamSource) -> PackPlan:
         """Return the plan for the source's specs; it is made again only if the specs have changed."""

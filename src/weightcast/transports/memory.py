@@ -15,14 +15,10 @@ import torch
 from weightcast.errors import PeerDiedError
 from weightcast.format.messages import Count, ShortText
 from weightcast.host import device as host_device
-from weightcast.links.link import LinkListener, WorkerLink
 from weightcast.seams.transport import Transport
 from weightcast.transports.kept_memory import MemoryToSend
 from weightcast.transports.receiving import PUBLISHER, ArenaReceiver, MappedArena
-from weightcast.transports.records import BucketReady, FromPeer, FromSender, Released
 from weightcast.transports.sending import ArenaSender, OwnedArena
-
-_SCHEME = "memory://"
 
 
 class ReferredArena(msgspec.Struct, frozen=True, tag="referred_arena", tag_field="kind"):
@@ -58,38 +54,16 @@ _arenas: weakref.WeakValueDictionary[str, MemoryArena] = weakref.WeakValueDictio
 class MemorySender(ArenaSender[MemoryArena]):
     """Implements `Sender`; see `ArenaSender`."""
 
-    def __init__(
-        self,
-        url: str = _SCHEME,
-        *,
-        run: str,
-        listener: LinkListener,
-        deadline_seconds: float = 60.0,
-        device: torch.device | str | None = None,
-    ) -> None:
-        if url != _SCHEME:
-            raise ValueError(f"{url!r} has an address, and memory:// takes none: pass {_SCHEME!r}")
-        super().__init__(run, listener, deadline_seconds, Released | FromPeer, device)
+    only_url = "memory://"
 
     def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> MemoryArena:
         return MemoryArena(generation, size_bytes, device)
 
 
 class MemoryReceiver(ArenaReceiver):
-    """Implements `Receiver`; see `ArenaReceiver`."""
+    """Implements `Receiver`; see `ArenaReceiver`. Buckets are the sender's own memory, on its device."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        peer: str,
-        run: str,
-        link: WorkerLink | None,
-        deadline_seconds: float = 60.0,
-        device: torch.device | None = None,
-    ) -> None:
-        """Make a receiver. `device` is ignored: buckets are the sender's own memory."""
-        super().__init__(run, link, deadline_seconds, ReferredArena | BucketReady | FromSender)
+    announcements = ReferredArena
 
     def _map(self, record: Any, descriptor: int | None) -> MappedArena:
         arena = _arenas.get(record.key)

@@ -10,13 +10,12 @@ import abc
 import collections
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import torch
@@ -44,21 +43,24 @@ PUBLISHER = "trainer"
 
 @dataclasses.dataclass(slots=True, eq=False)
 class WantedUpdate:
-    """The update that the worker waits for. `is_done` is true once every bucket was iterated."""
+    """The update that the worker waits for. `is_done` is true once every bucket was iterated.
+
+    `poll_seconds`: time after which the next bucket is looked for without a notification; at most poll(2)'s limit.
+    """
 
     manifest: Manifest
     version: WeightVersion
     staged: bool
     num_read: int = 0
     is_done: bool = False
+    poll_seconds: float = MAX_SECONDS
+    num_buckets: int = dataclasses.field(init=False)
 
-    @property
-    def num_buckets(self) -> int:
-        return len(self.manifest.buckets)
+    def __post_init__(self) -> None:
+        self.num_buckets = len(self.manifest.buckets)
 
 
 W = TypeVar("W", bound=WantedUpdate)
-T = TypeVar("T")
 
 
 class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
@@ -83,7 +85,17 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
             wanted = self._wanted
         if wanted is None:
             raise UpdateAbortedError("no update is open: call open() first (end() closes an update)")
-        yield from self._buckets(wanted)
+        while wanted.num_read < wanted.num_buckets:
+            with self._condition:
+                bucket = self._await_bucket(wanted)
+                wanted.num_read += 1
+            index = bucket.index
+            yield bucket
+            del bucket
+            if wanted.num_read == wanted.num_buckets:
+                with self._condition:
+                    self._check_live(wanted)
+            self._release(wanted, index)
         wanted.is_done = True
 
     def end(self) -> None:
@@ -121,16 +133,12 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
     def _disconnect(self) -> None:
         """Disconnect from the sender and free all memory."""
 
-    def _listen(self) -> None:
-        """Read the records that have arrived, if no thread does so by itself. Does not wait."""
-        return
-
     def _heard_at(self) -> float:
         """Return the time of the sender's last sign of progress, or 0.0 if the transport has none."""
         return 0.0
 
     def _check_sender(self, wanted: W) -> None:
-        """Raise if the sender has aborted the update, or is gone."""
+        """Read the records that have arrived; raise if the sender has aborted the update, or is gone. Does not wait."""
         return
 
     def _wait(self, wanted: W, seconds: float) -> None:
@@ -139,39 +147,21 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
 
     # --- for transports ---
 
-    def _buckets(self, wanted: W) -> Iterator[Bucket]:
-        find = functools.partial(self._next_bucket, wanted)
-        while wanted.num_read < wanted.num_buckets:
-            with self._condition:
-                bucket = self._await(wanted, find)
-                wanted.num_read += 1
-            index = bucket.index
-            yield bucket
-            del bucket
-            if wanted.num_read == wanted.num_buckets:
-                with self._condition:
-                    self._check_live(wanted)
-            self._release(wanted, index)
-
-    def _await(self, wanted: W, find: Callable[[], T | None]) -> T:
-        """Call `find` until it returns something, and return that.
+    def _await_bucket(self, wanted: W) -> Bucket:
+        """Wait for the next bucket.
 
         Raises the error that ends the update, or PeerTimeoutError if nothing arrives for the deadline.
         """
         start = time.monotonic()
         while True:
             self._check_live(wanted)
-            found = find()
+            found = self._next_bucket(wanted)
             if found is not None:
                 return found
             remaining = max(start, self._heard_at()) + self._deadline_seconds - time.monotonic()
             if remaining <= 0:
                 raise PeerTimeoutError(self._silence(wanted, self._deadline_seconds), peer=PUBLISHER)
-            self._wait(wanted, min(remaining, self._longest_wait_seconds(wanted)))
-
-    def _longest_wait_seconds(self, wanted: W) -> float:
-        """Return the time after which `find` is called again without a notification; at most poll(2)'s limit."""
-        return MAX_SECONDS
+            self._wait(wanted, min(remaining, wanted.poll_seconds))
 
     def _silence(self, wanted: W, seconds: float) -> str:
         return f"nothing of version {wanted.version.number} arrived from the publisher for {seconds:g} s"
@@ -182,7 +172,6 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
         if self._wanted is not wanted:
             what = f"this worker ended version {wanted.version.number} before all of it had arrived"
             raise UpdateAbortedError(f"{what}: end() was called in this process")
-        self._listen()
         self._check_sender(wanted)
 
     def _require_open(self, version: WeightVersion | None = None) -> None:
@@ -219,7 +208,7 @@ class MappedArena:
 class PeerUpdate(WantedUpdate):
     """The update that the worker waits for, with what the sender has sent about it.
 
-    `begin`: the sender's record that begins the update, None before. `is_unlike`: that record does not match the offer.
+    `begin`: the sender's record that begins the update, None before. `unlike`: how that record differs from the offer.
     `aborted`: the sender's reason for aborting the update.
 
     For arenas: `announced` are records of buckets that were not yielded yet, each preceded by the record of a new arena
@@ -228,7 +217,7 @@ class PeerUpdate(WantedUpdate):
     """
 
     begin: records.BeginUpdate | None = None
-    is_unlike: bool = False
+    unlike: str = ""
     aborted: str | None = None
     announced: collections.deque[tuple[Any, int | None]] = dataclasses.field(default_factory=collections.deque)
     given: records.BucketReady | None = None
@@ -243,6 +232,9 @@ class PeerReceiver(ReceivingEnd[V]):
 
     Records arrive in the thread that waits, or in the link's own. Records about another version are dropped.
     """
+
+    mapped_generation = 0
+    """Generation of the sender's arena that is mapped here; 0 for none."""
 
     def __init__(self, run: str, link: WorkerLink | None, deadline_seconds: float, messages: Any) -> None:
         """Make a receiver on the session's `link`, which is not open yet and which its owner closes.
@@ -262,10 +254,9 @@ class PeerReceiver(ReceivingEnd[V]):
         with self._condition:
             self._require_open()
             wanted = self._want(manifest, version, staged)
-            self._listen()
             self._check_sender(wanted)
             self._wanted = wanted
-            self._tell(records.Opened(version.number, self._mapped_generation()))
+            self._tell(records.Opened(version.number, self.mapped_generation))
             self._condition.notify_all()
 
     # --- methods that a transport implements; the caller holds the condition ---
@@ -278,10 +269,6 @@ class PeerReceiver(ReceivingEnd[V]):
     def _on_other(self, record: Any) -> None:
         """Handle a record that only this transport has. Must not wait."""
 
-    def _mapped_generation(self) -> int:
-        """Return the generation of the sender's arena that is mapped here; 0 for none."""
-        return 0
-
     def _on_begun(self, wanted: V) -> None:
         """Handle the sender's BeginUpdate, which comes again after a loss."""
 
@@ -289,9 +276,6 @@ class PeerReceiver(ReceivingEnd[V]):
         """Handle the sender's UpdateAborted."""
 
     # --- records ---
-
-    def _listen(self) -> None:
-        self._link.condition.read()
 
     def _heard_at(self) -> float:
         return self._link.worked_at
@@ -311,20 +295,22 @@ class PeerReceiver(ReceivingEnd[V]):
                 self._on_aborted(wanted)
             else:
                 wanted.begin = record
-                wanted.is_unlike = (record.num_buckets, record.staged) != (wanted.num_buckets, wanted.staged)
-                if not wanted.is_unlike:
+                found, expected = (record.num_buckets, record.staged), (wanted.num_buckets, wanted.staged)
+                if found == expected:
                     self._on_begun(wanted)
+                else:
+                    wanted.unlike = f"the publisher begins (buckets, staged) = {found}, but has offered {expected}"
             self._condition.notify_all()
 
     def _leave(self, wanted: V) -> None:
         self._tell(records.UpdateEnded(wanted.version.number))
 
     def _check_sender(self, wanted: V) -> None:
+        self._link.condition.read()
         if wanted.aborted is not None:
             raise UpdateAbortedError(wanted.aborted)
-        if wanted.is_unlike and (begin := wanted.begin):
-            found, expected = (begin.num_buckets, begin.staged), (wanted.num_buckets, wanted.staged)
-            raise ManifestError(f"the publisher begins (buckets, staged) = {found}, but has offered {expected}")
+        if wanted.unlike:
+            raise ManifestError(wanted.unlike)
         if self._link.over:
             what = f"the publisher at {self._link.address} is gone or has dropped this receiver: {self._link.over}"
             raise PeerDiedError(what, peer=PUBLISHER)
@@ -337,10 +323,26 @@ class PeerReceiver(ReceivingEnd[V]):
 class ArenaReceiver(PeerReceiver[PeerUpdate]):
     """Implements `Receiver`: reads the sender's arena in place. Memory: none of its own.
 
-    The thread that iterates maps arenas; the link's thread only stores the records.
+    The thread that iterates maps arenas; the link's thread only stores the records. A transport adds `announcements`,
+    the union of the records of its arenas, and how one is mapped.
     """
 
+    announcements: ClassVar[Any]
     _arena: MappedArena | None = None
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        peer: str,
+        run: str,
+        link: WorkerLink | None,
+        deadline_seconds: float,
+        device: torch.device | None = None,
+    ) -> None:
+        """Make a receiver. `device`: the GPU for which an arena on a GPU is mapped."""
+        super().__init__(run, link, deadline_seconds, self.announcements | records.BucketReady | records.FromSender)
+        self._device = device
 
     def reread(self, bucket: Bucket) -> bool:
         """Drop this process's writes into a bucket, if the arena is mapped privately. The views stay valid."""
@@ -361,14 +363,12 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
 
     # --- the arena ---
 
-    def _mapped_generation(self) -> int:
-        return 0 if self._arena is None else self._arena.generation
-
     def _want(self, manifest: Manifest, version: WeightVersion, staged: bool) -> PeerUpdate:
         return PeerUpdate(manifest, version, staged)
 
     def _use_arena(self, arena: MappedArena | None) -> None:
         former, self._arena = self._arena, arena
+        self.mapped_generation = 0 if arena is None else arena.generation
         if former is not None:
             former.close()
 
@@ -401,9 +401,8 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
         size_bytes = wanted.manifest.buckets[index]
         largest, payload = HEADER_BYTES + size_bytes, ready.offset_bytes + HEADER_BYTES
         if arena is None or ready.generation != arena.generation:
-            mapped = self._mapped_generation()
             what = f"the publisher announced bucket {ready.index} in arena {ready.generation}"
-            raise ManifestError(f"{what}, but this receiver has arena {mapped} (0: none)")
+            raise ManifestError(f"{what}, but this receiver has arena {self.mapped_generation} (0: none)")
         if ready.index != index:
             raise ManifestError(f"the publisher announced bucket {ready.index}, expected bucket {index}")
         if not HEADER_BYTES <= ready.num_bytes <= largest:
@@ -434,6 +433,8 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
         with self._condition:
             self._release_read(wanted)
             wanted.unreleased = ready, read
+            # The sender may wait for a bucket whose reads are queued on this GPU.
+            wanted.poll_seconds = host_device.POLL_SECONDS
             self._release_read(wanted)
 
     def _release_read(self, wanted: PeerUpdate) -> None:
@@ -442,13 +443,9 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
             return
         ready, read = wanted.unreleased
         if read is None or read.query():
-            wanted.unreleased = None
+            wanted.unreleased, wanted.poll_seconds = None, MAX_SECONDS
             if self._wanted is wanted:
                 self._tell(records.Released(ready.version, ready.generation, ready.index))
-
-    def _longest_wait_seconds(self, wanted: PeerUpdate) -> float:
-        """Return a short time while the sender may wait for a bucket whose reads are queued on this GPU."""
-        return super()._longest_wait_seconds(wanted) if wanted.unreleased is None else host_device.POLL_SECONDS
 
     def _leave(self, wanted: PeerUpdate) -> None:
         _forget(wanted)

@@ -19,7 +19,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import torch
@@ -57,10 +57,10 @@ class SentUpdate:
     is_open: bool = True
     is_interrupted: bool = False
     aborted: str | None = None
+    num_buckets: int = dataclasses.field(init=False)
 
-    @property
-    def num_buckets(self) -> int:
-        return len(self.manifest.buckets)
+    def __post_init__(self) -> None:
+        self.num_buckets = len(self.manifest.buckets)
 
     @property
     def is_done(self) -> bool:
@@ -73,22 +73,19 @@ class SentUpdate:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ConnectedPeer:
-    """A connected worker. If it connects again, it has another link and is another peer.
+    """A connected worker, by its link's name. If it connects again, it has another link and is another peer.
 
     `progress_at`: time of its last record. `opened`, `ended`: the last version that it has opened, and the last that it
     has ended, whether installed or aborted; -1 for none. `generation`: that of the sender's arena that it has mapped; 0
     for none.
     """
 
+    name: str
     link: Link
     progress_at: float = dataclasses.field(default_factory=time.monotonic, kw_only=True)
     opened: int = dataclasses.field(default=-1, kw_only=True)
     ended: int = dataclasses.field(default=-1, kw_only=True)
     generation: int = dataclasses.field(default=0, kw_only=True)
-
-    @property
-    def name(self) -> str:
-        return self.link.peer
 
 
 def check_length(manifest: Manifest, index: int, num_bytes: int) -> None:
@@ -205,7 +202,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
             if former is None or former.link is not link:
                 if former is not None:
                     self._hear(former)
-                self._peers[link.peer] = self.peer_type(link)
+                self._peers[link.peer] = self.peer_type(link.peer, link)
                 has_heard = True
         for peer in list(self._peers.values()):
             if peer.link.records or peer.link.ended:
@@ -361,7 +358,12 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
 
 class OwnedArena(abc.ABC):
-    """The sender's end of memory that peers read. `generation` is its number among the sender's arenas."""
+    """The sender's end of memory that peers read. `generation` is its number among the sender's arenas.
+
+    `is_populated`: its pages need no waiting for.
+    """
+
+    is_populated = True
 
     def __init__(self, generation: int, whole: torch.Tensor, device: torch.device) -> None:
         self.generation = generation
@@ -385,44 +387,42 @@ class OwnedArena(abc.ABC):
         del self.buffers
 
 
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class ArenaUpdate(SentUpdate):
-    device: torch.device
-
-
 A = TypeVar("A", bound=OwnedArena)
 
 
-class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
+class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
     """Implements `Sender`: peers read the sender's arena in place, so that the loss of one does not affect the others.
 
-    A transport adds its kind of arena. Memory: two buckets when streaming, three on a GPU; the whole version when
+    A transport adds its kind of arena; `messages`, the union of the records that its receivers send; and `only_url`,
+    if it has only one. Memory: two buckets when streaming, three on a GPU; the whole version when
     staged. It is kept for the next update. With a CUDA `device` streaming buckets lie in that device's memory; staged
     buckets are always in host memory. A bucket on a GPU is announced only when its packing is over, so that no receiver
     waits for work on the GPU that would end with this process.
     """
 
     peer_type = ConnectedPeer
+    messages: ClassVar[Any] = records.Released | records.FromPeer
+    only_url: ClassVar[str] = ""
+    memory_seconds = 0.0
 
     def __init__(
         self,
+        url: str,
+        *,
         run: str,
         listener: LinkListener,
         deadline_seconds: float,
-        messages: Any,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(run, listener, deadline_seconds, messages)
+        """Raises ValueError for another URL than the transport's only one."""
+        if self.only_url and url != self.only_url:
+            raise ValueError(f"{url!r} has an address, and {self.only_url} takes none: pass {self.only_url!r}")
+        super().__init__(run, listener, deadline_seconds, self.messages)
         self._device = torch.device(device or "cpu")
         self._arena: A | None = None
         self._generation = 0
         self._readers: dict[int, set[str]] = {}
         self._lost_slots: set[int] = set()
-        self._memory_seconds = 0.0
-
-    @property
-    def memory_seconds(self) -> float:
-        return self._memory_seconds
 
     def prepare(self, manifest: Manifest, *, staged: bool) -> None:
         """Allocate the arena if it is in host memory; on a GPU that takes no time later. See `Sender.prepare`."""
@@ -450,7 +450,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
             elif arena_layout.size_bytes:
                 self._replace_arena(arena_layout.size_bytes, device)
             taking_part = self._await_opened(peers, version)
-            self._update = update = ArenaUpdate(version, manifest, staged, arena_layout, taking_part, device=device)
+            self._update = update = SentUpdate(version, manifest, staged, arena_layout, taking_part)
             for name in sorted(update.peers):
                 if name in update.peers:
                     self._post(self._peers[name], update.begin)
@@ -461,10 +461,9 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
         with self.condition:
             update = self._require_update(index)
             arena_layout = update.arena_layout
-            self._listen()
             self._await_released(arena_layout.slots[index])
             if self._arena is None or arena_layout.slots[index] in self._lost_slots:
-                self._replace_arena(arena_layout.size_bytes, update.device)
+                self._replace_arena(arena_layout.size_bytes, self._device_for(update.staged))
             arena = self._arena
             assert arena is not None
             self._await_memory(arena, arena_layout.payloads[index] + arena_layout.sizes_bytes[index])
@@ -479,10 +478,10 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
         with self.condition:
             update = self._require_update(index)
             check_length(update.manifest, index, num_bytes)
-            if update.device.type == "cuda":
-                self._await_packed(index, host_device.recorded(update.device))
             arena = self._arena
-            assert arena is not None
+            assert arena is not None, "buffer() comes first"
+            if arena.device.type == "cuda":
+                self._await_packed(index, host_device.recorded(arena.device))
             update.next = index + 1
             slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.headers[index]
             ready = records.BucketReady(update.version.number, arena.generation, index, offset_bytes, num_bytes)
@@ -541,7 +540,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
         if is_meant and record.index < update.num_buckets:
             self._readers.get(update.arena_layout.slots[record.index], set()).discard(peer.name)
 
-    def _on_ended(self, peer: ConnectedPeer, update: ArenaUpdate) -> None:
+    def _on_ended(self, peer: ConnectedPeer, update: SentUpdate) -> None:
         self._forget_reader(peer.name)
         super()._on_ended(peer, update)
 
@@ -580,25 +579,31 @@ class ArenaSender(SendingEnd[ArenaUpdate, ConnectedPeer], Generic[A]):
 
     # --- the arena ---
 
+    def _device_for(self, staged: bool) -> torch.device:
+        return torch.device("cpu") if staged else self._device
+
     def _layout(self, manifest: Manifest, *, staged: bool) -> tuple[torch.device, ArenaLayout]:
-        device = torch.device("cpu") if staged else self._device
+        device = self._device_for(staged)
         # On a GPU a reader releases a bucket only after it got the next one, hence one more slot.
-        num_slots = _NUM_SLOTS + (device.type == "cuda")
+        num_slots, former = _NUM_SLOTS + (device.type == "cuda"), self._update
+        if former is not None and former.manifest is manifest and former.staged == staged:
+            return device, former.arena_layout
         return device, arena_layout_of(manifest, num_slots=num_slots, staged=staged)
 
     def _await_memory(self, arena: A, end_bytes: int) -> None:
         """Wait for the first bytes of the arena to be populated; if that takes too long, go on without."""
-        with self._unlocked():
-            seconds = arena.await_memory(end_bytes, GRACE_SECONDS)
-        self._require_open()
-        self._memory_seconds += seconds
+        if not arena.is_populated:
+            with self._unlocked():
+                seconds = arena.await_memory(end_bytes, GRACE_SECONDS)
+            self._require_open()
+            self.memory_seconds += seconds
 
     def _replace_arena(self, size_bytes: int, device: torch.device) -> None:
         self._close_arena()
         self._generation += 1
         start = time.perf_counter()
         self._arena = self._make_arena(self._generation, size_bytes, device)
-        self._memory_seconds += time.perf_counter() - start
+        self.memory_seconds += time.perf_counter() - start
         self._readers.clear()
         self._lost_slots.clear()
 

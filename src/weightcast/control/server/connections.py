@@ -57,31 +57,26 @@ class LimitedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_within(2 * GRACE_SECONDS)
+        self._expect(within_seconds=2 * GRACE_SECONDS)
         if len(self.connections) > most_connections():
             others = [each for each in self.connections if isinstance(each, LimitedConnection) and each._owes_request]
             first = min((each for each in others if each is not self), key=LimitedConnection._order, default=self)
             first.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._has_come()
+        self._expect(within_seconds=None)
         super().connection_lost(exc)
 
     def _order(self) -> tuple[int, float]:
         """Sort key for closing: connections without a request first, then the oldest first."""
         return min(self._num_requests, 1), 0.0 if self._timer is None else self._timer.when()
 
-    def _expect_within(self, seconds: float) -> None:
-        """Close the connection unless the request, or its rest, has come within this time."""
-        self._has_come()
-        self._owes_request = True
-        self._timer = self.loop.call_later(seconds, self.transport.abort)
-
-    def _has_come(self) -> None:
-        self._owes_request = False
+    def _expect(self, *, within_seconds: float | None) -> None:
+        """Close the connection unless the request, or its rest, has come within this time. None: all has come."""
+        self._owes_request = within_seconds is not None
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer = None if within_seconds is None else self.loop.call_later(within_seconds, self.transport.abort)
 
     async def _answer(
         self,
@@ -92,17 +87,15 @@ class LimitedConnection(H11Protocol):
         async def receive_body() -> _Message:
             message: _Message = await receive()
             if not message.get("more_body"):
-                self._has_come()
+                self._expect(within_seconds=None)
             return message
 
         headers = dict(scope["headers"])
         self._num_requests += 1
-        if headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers:
-            self._has_come()
-        else:
-            self._expect_within(KEEP_ALIVE_SECONDS)
+        has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        self._expect(within_seconds=KEEP_ALIVE_SECONDS if has_body else None)
         try:
             await self._serve(scope, receive_body, send)
         finally:
             if not self.transport.is_closing():
-                self._expect_within(KEEP_ALIVE_SECONDS + 2 * GRACE_SECONDS)
+                self._expect(within_seconds=KEEP_ALIVE_SECONDS + 2 * GRACE_SECONDS)

@@ -52,9 +52,9 @@ class EngineMetrics:
             if not ok:
                 self._failures.labels(name).inc()
 
-    def paused(self, seconds: float | None) -> None:
+    def paused(self, seconds: float) -> None:
         """Note the pause of an install."""
-        self._pause.observe(seconds or 0.0)
+        self._pause.observe(seconds)
 
     def serves(self, info: WeightInfo) -> None:
         """Note what the engine's ranks say that they serve."""

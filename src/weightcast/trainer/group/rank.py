@@ -19,8 +19,8 @@ import msgspec
 import torch
 
 from weightcast.errors import IncompatibleWeightsError, UnsupportedError
-from weightcast.format.bucket import Digest, narrow
-from weightcast.format.geometry import ALIGNMENT_BYTES, relative
+from weightcast.format.bucket import Digest
+from weightcast.format.geometry import ALIGNMENT_BYTES
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.memory import SharedMemory, host_identity
 from weightcast.native.tables import Chunks, Sums, added, digest
@@ -132,12 +132,8 @@ class Rank:
 
     def _own_parts(self) -> list[Shard]:
         """Return the shards that this rank packs."""
-        shards = []
-        for part, region in self._assignment.assigned[self.group.group_rank]:
-            shard = self._shards[part]
-            data = shard.data if region == shard.region else narrow(shard.data, relative(region, shard.region))
-            shards.append(Shard(shard.tensor, region, data))
-        return shards
+        assigned = ((self._shards[part], region) for part, region in self._assignment.assigned[self.group.group_rank])
+        return [Shard(shard.tensor, region, shard.view(region)) for shard, region in assigned]
 
     def _device(self) -> torch.device:
         devices = (shard.data.device for shard in self._shards)

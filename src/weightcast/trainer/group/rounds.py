@@ -29,7 +29,6 @@ from weightcast.errors import PeersLostError, PublishReport, WeightcastError, fr
 from weightcast.format.bucket import BucketBuffer, Digest, as_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
-from weightcast.host.closing import on_failure
 from weightcast.links.link import LinkListener
 from weightcast.seams.source import Source
 from weightcast.seams.transport import Sender
@@ -38,7 +37,7 @@ from weightcast.trainer.group import records
 from weightcast.trainer.group.group import is_any_busy
 from weightcast.trainer.group.rank import Rank
 from weightcast.trainer.packer import finish
-from weightcast.trainer.publish_run import PublishInputs, PublishRun, listen
+from weightcast.trainer.publish_run import PublishInputs, PublishRun, connect
 from weightcast.trainer.sent_digests import SentDigests
 
 
@@ -121,7 +120,7 @@ class PublishingRank(Rank, Sender):
         bucket_size_bytes, listener = prepared.pack_plan.bucket_size_bytes, prepared.connections.listener
         return records.Settings(
             self.run,
-            prepared.url,
+            prepared.connections.url,
             listener.secret,
             listener.lease_seconds,
             bucket_size_bytes,
@@ -403,13 +402,14 @@ class FollowingRank(Rank):
             if transport.joined_sender is not None:
                 self._sender = transport.joined_sender(settings.url, run=run, device=device, deadline_seconds=seconds)
             else:
-                url = _own_url(settings.url)
-                listener = listen(url, run, settings.lease_seconds, settings.secret)
-                with on_failure(listener.close):
-                    self._sender = transport.sender(
-                        url, run=run, listener=listener, device=device, deadline_seconds=seconds
-                    )
-                self._listener = listener
+                self._listener, self._sender = connect(
+                    _own_url(settings.url),
+                    run,
+                    device,
+                    deadline_seconds=seconds,
+                    lease_seconds=settings.lease_seconds,
+                    secret=settings.secret,
+                )
             self._stream = host_device.stream(device)
         self._sent = SentDigests(self._assignment.layout, {})
         return "" if self._listener is None else self._listener.address

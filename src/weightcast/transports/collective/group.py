@@ -39,10 +39,6 @@ class GroupMember(ConnectedPeer):
     left: records.JoinFailed = dataclasses.field(default_factory=lambda: records.JoinFailed(epoch=0, reason=""))
     progress: records.Progress = dataclasses.field(default_factory=records.Progress)
 
-    @property
-    def engine_rank(self) -> int:
-        return int(self.name.partition("#")[2] or 0)
-
     def failure(self) -> PeerDiedError:
         return PeerDiedError(f"{self.name} could not join the group of receivers: {self.left.reason}", peer=self.name)
 

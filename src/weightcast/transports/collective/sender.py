@@ -221,7 +221,7 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
         joined: dict[object, GroupMember] = {}
         readers: dict[GroupMember, list[GroupMember]] = {}
         members = [self._peers[name] for name in update.peers]
-        for member in sorted(members, key=lambda m: (engine_of(m.name), m.engine_rank)):
+        for member in sorted(members, key=lambda m: (engine_of(m.name), m.link.engine_rank)):
             first = joined.setdefault((engine_of(member.name), member.link.host) if update.staged else member, member)
             readers.setdefault(first, [])
             if first is not member:

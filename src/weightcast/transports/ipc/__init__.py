@@ -1,13 +1,12 @@
 """`ipc://`: publisher and engines on one host map the same memory. Bytes are copied into it once, and once out of it.
 
-`arena` and `cuda` are the memory, `sender` and `receiver` the two ends, `records` the records that announce the memory.
+`arena` and `cuda` are the memory, `ends` the sender and the receiver, `records` the records that announce the memory.
 """
 
 from __future__ import annotations
 
 from weightcast.seams.transport import Transport
-from weightcast.transports.ipc.receiver import IpcReceiver
-from weightcast.transports.ipc.sender import IpcSender
+from weightcast.transports.ipc.ends import IpcReceiver, IpcSender
 
 TRANSPORT = Transport(
     sender=IpcSender,

@@ -39,9 +39,12 @@ class OwnedSharedArena(OwnedArena):
         whole = self._mapping.tensor()
         super().__init__(generation, whole, torch.device("cpu"))
         self.populating = Populating(whole, _WHAT)
+        self.is_populated = False
 
     def await_memory(self, end_bytes: int, seconds: float) -> float:
-        return self.populating.wait(end_bytes, seconds)
+        waited_seconds = self.populating.wait(end_bytes, seconds)
+        self.is_populated = self.populating.touched_bytes >= self.size_bytes
+        return waited_seconds
 
     def announcement(self) -> tuple[SharedArena, int]:
         return SharedArena(self.generation, self.size_bytes), self._mapping.memory.descriptor
@@ -92,10 +95,10 @@ class Populating:
         """
         start = time.perf_counter()
         with self._changed:
-            if self._touched_bytes >= (self._size_bytes if self._has_stopped else end_bytes):
+            if self.touched_bytes >= (self._size_bytes if self._has_stopped else end_bytes):
                 return 0.0
-            Deadline(seconds).wait_for(self._changed, lambda: self._has_stopped or self._touched_bytes >= end_bytes)
-            if self._has_stopped and (rest_bytes := self._size_bytes - self._touched_bytes) > 0:
+            Deadline(seconds).wait_for(self._changed, lambda: self._has_stopped or self.touched_bytes >= end_bytes)
+            if self._has_stopped and (rest_bytes := self._size_bytes - self.touched_bytes) > 0:
                 host_memory.require(rest_bytes, self._what, self._remedy)
                 # The caller writes to the rest now: count it as touched, so that later calls don't check it again.
                 self._next = self._size_bytes
@@ -113,7 +116,7 @@ class Populating:
         self._memory = None
 
     @property
-    def _touched_bytes(self) -> int:
+    def touched_bytes(self) -> int:
         """Number of bytes from the start of the buffer whose pages were all touched."""
         return min(self._under_way, default=self._next)
 
@@ -136,7 +139,7 @@ class Populating:
             start = self._next
             if self._has_stopped or start >= self._size_bytes:
                 return None
-            if host_memory.available_bytes() < self._size_bytes - self._touched_bytes:
+            if host_memory.available_bytes() < self._size_bytes - self.touched_bytes:
                 self._has_stopped = True
                 self._changed.notify_all()
                 return None

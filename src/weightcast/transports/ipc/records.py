@@ -15,12 +15,10 @@ They are sent over the link, which is a Unix socket and also carries file descri
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import msgspec
 
 from weightcast.format.messages import Count, ShortText
-from weightcast.transports.records import BucketReady, FromPeer, FromSender, Released, Size
+from weightcast.transports.records import Size
 
 
 class SharedArena(msgspec.Struct, frozen=True, tag="shared_arena", tag_field="kind"):
@@ -36,7 +34,3 @@ class CudaArena(msgspec.Struct, frozen=True, tag="cuda_arena", tag_field="kind")
     generation: Count
     size_bytes: Size
     device: ShortText
-
-
-ToReceiver: TypeAlias = SharedArena | CudaArena | BucketReady | FromSender
-FromReceiver: TypeAlias = Released | FromPeer

@@ -1,38 +1,50 @@
-"""A worker's end of the ipc transport: maps the sender's arena once; records announce each complete bucket in it."""
+"""Both ends of the ipc transport: a sender packs buckets into an arena, which each receiver maps once.
+
+Records announce the arena, and then each complete bucket in it. The links are at a Unix socket, over which the file
+descriptors of arenas are sent. Invariant: buckets that are streamed from a GPU stay on it; all others are in host
+memory.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from weightcast.errors import ManifestError, WeightcastError
 from weightcast.format.manifest import Manifest
 from weightcast.host.descriptors import shortage_now
-from weightcast.links.link import WorkerLink
 from weightcast.seams.transport import Portion
 from weightcast.transports.ipc import records
-from weightcast.transports.ipc.arena import MappedSharedArena
+from weightcast.transports.ipc.arena import MappedSharedArena, OwnedSharedArena
 from weightcast.transports.receiving import ArenaReceiver, MappedArena
+from weightcast.transports.sending import ArenaSender
+
+if TYPE_CHECKING:
+    from weightcast.transports.ipc.cuda import OwnedCudaArena
+
+IpcArena: TypeAlias = "OwnedSharedArena | OwnedCudaArena"
+
+
+class IpcSender(ArenaSender[IpcArena]):
+    """Implements `Sender`; see `ArenaSender`."""
+
+    only_url = "ipc://"
+
+    def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> IpcArena:
+        if device.type == "cuda":
+            # Imported here, since a host without a GPU does not need it.
+            from weightcast.transports.ipc.cuda import OwnedCudaArena
+
+            return OwnedCudaArena(generation, size_bytes, device)
+        return OwnedSharedArena(generation, size_bytes)
 
 
 class IpcReceiver(ArenaReceiver):
     """Implements `Receiver`. Memory: none of its own, except copies of the pages that the engine writes to."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        peer: str,
-        run: str,
-        link: WorkerLink | None,
-        deadline_seconds: float = 60.0,
-        device: torch.device | None = None,
-    ) -> None:
-        """Make a receiver. `device` is the GPU for which an arena on a GPU is mapped."""
-        self._device = device
-        super().__init__(run, link, deadline_seconds, records.ToReceiver)
+    announcements = records.SharedArena | records.CudaArena
 
     def read_together(self, manifest: Manifest, portion: Portion) -> bool:
         """Return True: all ranks read the sender's arena, which is the same memory for all."""
