@@ -11,6 +11,7 @@ tensors whose loading could not be recorded go through the loader, each with a r
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -131,14 +132,15 @@ class RecordedMap(InstallMap):
         tied: Mapping[str, str] = {},
         packed_copies: Mapping[str, Callable[[], str]] = {},
     ) -> None:
-        """`catalog`: the recorded tensors. `targets`: the form of every copy's target, by the model's name.
+        """`catalog`: the tensors of the offer, equal on all ranks; the loader did not get those that are tied.
+        `targets`: the form of every copy's target, by the model's name.
 
         `opaque`: names that go through the loader, with the reason. `tied`: parameters of the model that are tied to
         others, under their names in a checkpoint, which the engine's loader must get in any case. `packed_copies`:
         parameters of which the engine computes with a packed copy, each with a function that returns how the copy
         differs from the parameter, or "". Such a parameter can be read, but goes through the loader.
         """
-        self._catalog = catalog
+        self._catalog = {spec.name: spec for spec in catalog}
         self._model = model
         self._layers = layers_of(model)
         self._is_expired = False
@@ -167,7 +169,6 @@ class RecordedMap(InstallMap):
         """Addresses of the live tensors, as bytes and as numbers."""
         self._is_looked_up = False
         self._blocks: dict[tuple[str, Region | None], list[torch.Tensor]] = {}
-        self._shapes = {spec.name: spec.shape for spec in catalog}
         self._regions: dict[str, list[tuple[Region, tuple[int, ...]]]] = {}
         self._exclude_entangled_modules()
 
@@ -204,7 +205,7 @@ class RecordedMap(InstallMap):
     def can_copy_pieces(self, name: str) -> bool:
         found = self._regions.get(name)
         if found is None:
-            shape = self._shapes[name]
+            shape = self._catalog[name].shape
             regions = [copy.source.region(shape, row_major(tuple(shape))) for copy in self._copies[name]]
             found = self._regions[name] = [] if None in regions else [region for region in regions if region]
         return bool(found)
@@ -300,16 +301,18 @@ class RecordedMap(InstallMap):
         Reads up to `limit_bytes`, but at least one tensor. Also returns the index of the next call, -1 after the last.
         """
         is_bound, found, num_bytes = self.bind(), list[HeldTensor](), 0
-        for number, spec in enumerate(self._catalog[start:], start):
-            tied = [name for name, owner in self._tied.items() if owner == spec.name]
+        for number, spec in enumerate(itertools.islice(self._catalog.values(), start, None), start):
+            tied = [n for n, owner in self._tied.items() if owner == spec.name and n not in self._catalog]
             if names and not {spec.name, *tied} & set(names):
                 continue
             num_bytes += spec.num_bytes
             if found and num_bytes > limit_bytes:
                 return found, number
             why_not = "" if is_bound else "the model's parameters were replaced since its loader was recorded"
-            own = HeldTensor(spec, unproven=why_not) if why_not else self._held(spec)
-            found += (own, *(self._held_tied(own, name) for name in tied))
+            owner = self._catalog[self._tied.get(spec.name, spec.name)]
+            own = HeldTensor(owner, unproven=why_not) if why_not else self._held(owner)
+            found.append(own if owner is spec else self._held_tied(own, spec.name))
+            found += (self._held_tied(own, name) for name in tied)
         return found, -1
 
     def _held_tied(self, owner: HeldTensor, name: str) -> HeldTensor:
@@ -413,25 +416,30 @@ def _parameter(model: nn.Module, name: str) -> torch.Tensor | None:
 def held_weights(
     run: str, weight_version: str, ranks: Mapping[int, Sequence[HeldTensor]], *, with_blocks: bool
 ) -> HeldWeights:
-    """Return an engine's weights, combined from its ranks, which all list the same tensors."""
+    """Return an engine's weights, combined from its ranks. A rank lists the whole catalog, and what it has tied."""
     found = HeldWeights(run, weight_version, [], {})
-    for of_ranks in zip(*ranks.values(), strict=True):
-        spec = of_ranks[0].spec
+    by_name: dict[str, dict[int, HeldTensor]] = {}
+    for rank, of_rank in ranks.items():
+        for held in of_rank:
+            by_name.setdefault(held.spec.name, {})[rank] = held
+    for of_ranks in by_name.values():
+        # A rank without a part of the tensor does not know its dtype in the engine.
+        spec = next((held.spec for held in of_ranks.values() if held.regions), next(iter(of_ranks.values())).spec)
         found.tensors.append(spec)
         try:
-            found.digests[spec.name] = whole_digest(dict(zip(ranks, of_ranks, strict=True)))
+            found.digests[spec.name] = whole_digest(of_ranks)
         except IntegrityError as exc:
             found.differing[spec.name] = str(exc)
         except UnsupportedError as exc:
             found.unproven[spec.name] = str(exc)
-        faults = [f"on rank {rank} {held.fault}" for rank, held in zip(ranks, of_ranks, strict=True) if held.fault]
+        faults = [f"on rank {rank} {held.fault}" for rank, held in of_ranks.items() if held.fault]
         if faults:
             found.differing.setdefault(spec.name, f"{spec.name!r} {listed(faults)}")
         if with_blocks:
             found.blocks[spec.name] = [
                 HeldBlock(rank, placed.region, placed.digest)
-                for rank, of_rank in zip(ranks, of_ranks, strict=True)
-                for placed in of_rank.regions
+                for rank, held in of_ranks.items()
+                for placed in held.regions
             ]
     return found
 
