@@ -47,6 +47,7 @@ class Setup:
     `backend`: the weight transfer backend; None: a server that was started without one. `speculation`: vLLM's method of
     proposing tokens by what came before in a request; "": it proposes none. `max_adapters`: how many LoRA adapters it
     keeps, of which four fit in one batch; 0: it was started without LoRA. `ep`: its ranks share out the experts.
+    `quantization`: vLLM's name of how it quantises while it loads.
     """
 
     family: str = "qwen3"
@@ -60,6 +61,7 @@ class Setup:
     max_adapters: int = 0
     pp: int = 1
     ep: bool = False
+    quantization: str = ""
 
     def __str__(self) -> str:
         words = [self.family, str(self.dtype).removeprefix("torch."), f"tp{self.tp}", f"dp{self.dp}"]
@@ -68,6 +70,7 @@ class Setup:
         words += [f"lora{self.max_adapters}"] if self.max_adapters else []
         words += [f"pp{self.pp}"] if self.pp > 1 else []
         words += ["ep"] if self.ep else []
+        words += [self.quantization] if self.quantization else []
         return "-".join(words)
 
 
@@ -156,6 +159,8 @@ class Server(ServerProcess):
             command += ["--compilation-config", json.dumps({"mode": 2, "backend": "eager"})]
         if setup.ep:
             command += ["--enable-expert-parallel"]
+        if setup.quantization:
+            command += ["--quantization", setup.quantization]
         if setup.speculation:
             # Of the request alone, so that a server that has answered others proposes the same.
             alone = {"ngram": {"prompt_lookup_min": 1}, "suffix": {"suffix_decoding_max_cached_requests": 0}}

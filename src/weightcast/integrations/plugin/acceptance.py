@@ -215,7 +215,14 @@ def _accepted(
         tied=tied,
         calls=outcome.calls,
         install_map=RecordedMap(
-            model, catalog, outcome.copies, targets, outcome.opaque, tied=tied, packed_copies=outcome.packed_copies
+            model,
+            catalog,
+            outcome.copies,
+            targets,
+            outcome.opaque,
+            tied=tied,
+            packed_copies=outcome.packed_copies,
+            quantised=outcome.quantised,
         ),
         modules=frozenset(name.rpartition(".")[0] for name in written),
         beside=outcome.beside,

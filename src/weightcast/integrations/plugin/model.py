@@ -245,13 +245,17 @@ class LoaderEngine(abc.ABC):
         Storage addresses are kept, so that captured graphs stay valid.
         """
         self._end_load()
+        restores: list[Callable[[], None]] = []
         if self._offer is None:
-            restore = undo_copy(self._model)
+            restores.append(undo_copy(self._model))
         else:
-            restore = undo_copy(self._model, self._written(self._offer[1]), self._offer[1].beside)
+            accepted = self._offer[1]
+            restores.append(undo_copy(self._model, self._written(accepted), accepted.beside))
+            restores.append(accepted.install_map.snapshot())
 
         def put_back() -> None:
-            restore()
+            for restore in restores:
+                restore()
             self._end_load()
             self.discard()
 

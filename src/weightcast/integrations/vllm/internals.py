@@ -116,7 +116,7 @@ def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
     parallel, cache, offload = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.offload_config
     config, speculation, lora = vllm_config.model_config, vllm_config.speculative_config, vllm_config.lora_config
     sleeps_by, quantization = config.sleep_mode_backend, f"quantization={config.quantization!r}"
-    layers = [] if config.quantization is None else [each for each in model.modules() if _is_quantised(each)]
+    layers = [] if config.quantization is None else [each for each in model.modules() if is_quantised(each)]
     kinds = {type(vars(layer).get("scheme") or layer.quant_method).__name__ for layer in layers}
     has_experts = any(_QUANTISED.get(kind, "").endswith("(experts)") for kind in kinds)
     # vLLM replaces weights that it hands to oneDNN by None.
@@ -165,7 +165,8 @@ def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
     return [f"{name} ({why})" for name, (is_on, why) in found.items() if is_on]
 
 
-def _is_quantised(layer: Any) -> bool:
+def is_quantised(layer: Any) -> bool:
+    """Return whether vLLM computes with other tensors of a layer than a trainer has, or than the checkpoint has."""
     vllm, method = require(), getattr(layer, "quant_method", None)
     is_plain = isinstance(method, (*vllm.plain_methods, vllm.experts_method)) or vllm.is_attention(layer)
     return isinstance(method, vllm.quant_method) and not is_plain

@@ -77,7 +77,8 @@ class VllmModel(LoaderEngine):
         super().__init__(model, make_acceptance, internals.unsupported(vllm_config, model))
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
-        self._reload.begin(calls)
+        assert self.install_map is not None  # of the offer
+        self._reload.begin(calls, self.install_map.quantising)
 
     def _load_some(self, tensors: Tensors) -> None:
         self._reload.load(tensors)
@@ -115,6 +116,7 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
         if has_packed_copy(layer)
     }
     # vLLM packs these, so a copy to their parameters is not enough.
+    quantised = frozenset(name for name, layer in packed.items() if internals.is_quantised(layer))
     opaque = dict(outcome.opaque)
     reasons: dict[str, str] = {}
     # Tensors of layers that must be filled by their loaders, but are set by other means.
@@ -124,7 +126,7 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
         if target.loaded and name not in packed and getattr(layers[name], leaf, None) is None:
             gone.append(target.name)
         if name in packed and target.loaded:
-            if target.name not in packed_copies and not has_plain_weights(packed[name]):
+            if target.name not in packed_copies and name not in quantised and not has_plain_weights(packed[name]):
                 reasons[target.name] = f"vLLM keeps {name} in another form than a checkpoint's"
             if name not in calls:
                 passed_by.append(target.name)
@@ -134,7 +136,12 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
     faults = {"": f"without a call of their loaders it sets {', '.join(passed_by)}"} if passed_by else {}
     faults |= dict.fromkeys(gone, "vLLM has dropped it after its start, and would not read another value")
     return dataclasses.replace(
-        outcome, calls=calls, faults=outcome.faults | faults, opaque=opaque, packed_copies=packed_copies
+        outcome,
+        calls=calls,
+        faults=outcome.faults | faults,
+        opaque=opaque,
+        packed_copies=packed_copies,
+        quantised=quantised,
     )
 
 
