@@ -25,7 +25,7 @@ def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any]) -> d
         "quant_method": "compressed-tensors",
         "format": "int-quantized" if kind == "int" else "float-quantized",
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
         "config_groups": {"group_0": group},
     }
 

@@ -6,12 +6,13 @@ proven to be made of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_features import COMBINED, ONE_DNN, OTHER_KIND, SCALES_TOGETHER, RefusedLayers, lora
 from publishers import publisher_of
 from real_engines.setups import on
 from safetensors.torch import load_file
@@ -26,6 +27,7 @@ from real_vllm.trainer import Tensors as Source
 from weightcast import PublishError
 from weightcast.errors import IncompatibleWeightsError, InstallError
 from weightcast.format.tensor_digest import tensor_digest
+from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.model import VllmModel
 from weightcast.serving.install_map import held_weights
 
@@ -159,6 +161,60 @@ def test_weights_in_another_form_are_refused_by_name(offline: Offline, weights: 
         with pytest.raises(IncompatibleWeightsError, match=scale):
             offer(engine, {n: t for n, t in tensors.items() if n != scale})
     assert offline.ask(PROMPT, NUM_TOKENS) == offline.cold[0]
+
+
+def other_kind(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "_QUANTISED", {})
+
+
+def static_scales(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised_layer(offline).quant_method, "block_quant", False, raising=False)
+
+
+def scales_together(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offline.config.parallel_config, "tensor_parallel_size", 2)
+
+
+def expert_parallel(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offline.config.parallel_config, "enable_expert_parallel", True)
+
+
+def with_lora(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offline.config, "lora_config", lora())
+    monkeypatch.setattr(type(offline.config.model_config), "is_moe", False)
+
+
+def one_dnn(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(quantised_layer(offline)._parameters, "weight", None)
+
+
+def quantised_layer(offline: Offline) -> Any:
+    return offline.model.get_submodule(LAYER[family(offline)])
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        (other_kind, OTHER_KIND),
+        (static_scales, OTHER_KIND),
+        (scales_together, SCALES_TOGETHER),
+        (expert_parallel, COMBINED),
+        (with_lora, COMBINED),
+        (one_dnn, ONE_DNN),
+    ],
+)
+@offline_on(ALWAYS[0])
+def test_another_quantisation_is_refused_with_the_reason(
+    offline: Offline,
+    change: Callable[[Offline, pytest.MonkeyPatch], None],
+    refused: RefusedLayers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert internals.unsupported(offline.config, offline.model) == []
+    change(offline, monkeypatch)
+    (found,) = internals.unsupported(offline.config, offline.model)
+    assert found.startswith("quantization='int8_per_channel_weight_only': ")
+    assert f"({refused.why}" in found
 
 
 ONE = Setup("qwen3-moe", BF16, quantization=EXPERTS_ONLINE)

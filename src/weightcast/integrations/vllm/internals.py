@@ -124,24 +124,19 @@ def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
     is_static = any(_has_static_scales(layer) for layer in layers)
     has_draft = speculation is not None and speculation.method not in _DRAFTS_WITHOUT_WEIGHTS
     found = {
-        f"{quantization}: {', '.join(sorted(kinds - _QUANTISED.keys()))}": (
-            not kinds <= _QUANTISED.keys(),
-            f"tried were {', '.join(_QUANTISED.values())}",
+        f"{quantization}: {', '.join(sorted(kinds))}": (
+            is_static or not kinds <= _QUANTISED.keys(),
+            f"only these kinds were tried: {', '.join(_QUANTISED.values())}; with scales by channels or blocks",
         ),
-        f"{quantization}: one scale for a tensor, or of activations": (is_static, "not tried; scales by blocks were"),
         f"{quantization}: weights kept by oneDNN": (
             outside,
-            "vLLM's own reload leaves it with freed memory; on a CPU with AMX vLLM does without it",
+            "vLLM's own reload leaves oneDNN with freed memory; on a CPU with AMX vLLM does without it",
         ),
         f"{quantization}: experts, tensor_parallel_size > 1": (
             "Int8OnlineMoEMethod" in kinds and parallel.tensor_parallel_size > 1,
-            "its ranks compute their scales together while they load, so one that fails would stop the others; a "
-            "quantised checkpoint has its scales",
+            "a rank that fails would stop the others, which wait for its scales; a quantised checkpoint has them",
         ),
-        f"{quantization}: experts, enable_expert_parallel": (
-            has_experts and parallel.enable_expert_parallel,
-            "not tried; tensor parallelism was",
-        ),
+        f"{quantization}: enable_expert_parallel": (has_experts and parallel.enable_expert_parallel, "not tried"),
         f"{quantization}: enable_lora": (bool(layers) and lora is not None, "not tried"),
         f"kv_cache_dtype={cache.cache_dtype!r}": (
             cache.cache_dtype not in ("auto", "float16", "bfloat16"),
@@ -153,12 +148,12 @@ def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
         "speculative_config (a draft model)": (has_draft, "the draft model would keep its weights"),
         f"sleep_mode_backend={sleeps_by!r}": (
             config.enable_sleep_mode and sleeps_by != "cumem",
-            "it does not say whether the weights are asleep; cumem does",
+            "vLLM would not say whether its weights are asleep",
         ),
         "prefill_context_parallel_size > 1": (parallel.prefill_context_parallel_size > 1, "not tried"),
         "decode_context_parallel_size > 1": (parallel.decode_context_parallel_size > 1, "not tried"),
         "enable_eplb": (parallel.enable_eplb, "vLLM moves experts between ranks while it serves"),
-        "enable_elastic_ep": (parallel.enable_elastic_ep, "vLLM changes the number of ranks while it serves"),
+        "enable_elastic_ep": (parallel.enable_elastic_ep, "vLLM moves experts between ranks while it serves"),
         "cpu_offload_gb": (offload.uva.cpu_offload_gb > 0, "vLLM's own reload does not support it"),
         "offload_group_size": (offload.prefetch.offload_group_size > 0, "vLLM's own reload does not support it"),
     }
