@@ -19,7 +19,7 @@ from real_engines.setups import on
 from real_vllm.cold import assert_answered, assert_serves
 from real_vllm.models import make_model
 from real_vllm.oracle import LONG_PROMPT, NUM_STREAMED, PROMPT, Answer, joined
-from real_vllm.servers import EXPERTS, MOE_REPLICAS, ONE, PIPELINE, REPLICAS, TWO, Server, Setup, Span
+from real_vllm.servers import EXPERT_REPLICAS, EXPERTS, MOE_REPLICAS, ONE, PIPELINE, REPLICAS, TWO, Server, Setup, Span
 from real_vllm.trainer import FILE, GLOO, IPC, trainer
 from weightcast import HttpEngine, ModuleSource, Publisher
 
@@ -38,7 +38,7 @@ NUM_TRIES = 10
 T = TypeVar("T")
 
 
-@on(ONE, TWO, PIPELINE, EXPERTS, REPLICAS, full=[MOE_REPLICAS])
+@on(ONE, TWO, PIPELINE, EXPERTS, REPLICAS, full=[MOE_REPLICAS, EXPERT_REPLICAS])
 @pytest.mark.parametrize("transport", [IPC, GLOO, FILE], ids=["ipc", "gloo", "file"])
 def test_alternating_publishes_serve_what_was_published(server: Server, transport: str, tmp_path: Path) -> None:
     with trainer(server.setup, server.url, transport=transport.format(tmp_path)) as it:
