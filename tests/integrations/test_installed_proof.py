@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 import torch
 from core.direct import DirectEngine, fleet
@@ -20,7 +21,7 @@ from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.messages import HeldWeights
 from weightcast.format.plan import plan
 from weightcast.format.tensor_digest import tensor_digest
-from weightcast.serving.install_map import HeldTensor, RegionDigest, whole_digest
+from weightcast.serving.install_map import HeldTensor, RegionDigest, held_weights, whole_digest
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 OPAQUE = {"mixer.A", "latent.kv", *FUSED}
@@ -435,6 +436,19 @@ def held(rank: int, offset: int, tensor: torch.Tensor, size: int = 4, *, step: i
     region = Region((offset,), (step,))
     digest = tensor_digest(tensor[offset : offset + step], region, (size,))
     return HeldTensor(TensorSpec("a", "float32", (size,)), [RegionDigest(region, digest)])
+
+
+def test_ranks_of_a_pipeline_list_what_each_has_tied() -> None:
+    """A rank without a part of a tensor knows only the checkpoint's dtype of it."""
+    tensor = torch.arange(4.0)
+    whole = held(0, 0, tensor, step=4)
+    absent = HeldTensor(msgspec.structs.replace(whole.spec, dtype="bfloat16"))
+    tied = msgspec.structs.replace(whole, spec=msgspec.structs.replace(whole.spec, name="head", aliases=("a",)))
+    found = held_weights("", "7", {0: [absent], 1: [whole, tied]}, with_blocks=False)
+    assert found.tensors == [whole.spec, tied.spec]
+    assert found.digests == dict.fromkeys(("a", "head"), tensor_digest(tensor))
+    assert not found.differing
+    assert not found.unproven
 
 
 def test_ranks_are_added_up_and_replicas_compared() -> None:

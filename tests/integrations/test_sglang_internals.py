@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from engine_features import Refused, refusals
 
 from weightcast.errors import UnsupportedError
 from weightcast.integrations.sglang import internals
 from weightcast.integrations.sglang.engine import require_one_key
 
-PLAIN = {name: values[0] for name, values in internals._OFF.items()}
+PLAIN = {name: values[0] for name, (values, _) in internals._OFF.items()}
 MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2))
 
 
@@ -24,18 +25,14 @@ def test_a_plain_server_is_updated() -> None:
     assert internals.unsupported(arguments(), MODEL) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("quantization", "fp8"),
-        ("enable_lora", True),
-        ("dp_size", 2),
-        ("speculative_algorithm", "EAGLE"),
-        ("pp_size", 2),
-    ],
-)
-def test_a_feature_that_was_not_tried_is_named(name: str, value: Any) -> None:
-    assert internals.unsupported(arguments(**{name: value}), MODEL) == [f"{name}={value!r}"]
+@pytest.mark.parametrize("refused", refusals("sglang"), ids=lambda refused: refused.option)
+def test_a_feature_is_refused_by_its_name_with_the_reason(refused: Refused) -> None:
+    found = internals.unsupported(arguments(**{refused.option: refused.value}), MODEL)
+    assert found == [f"{refused.option}={refused.value!r} ({refused.why})"]
+
+
+def test_the_table_has_every_refusal() -> None:
+    assert {refused.option for refused in refusals("sglang")} == internals._OFF.keys()
 
 
 def test_speculation_without_a_draft_model_is_none_of_these() -> None:

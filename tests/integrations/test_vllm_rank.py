@@ -391,6 +391,15 @@ def test_streaming_into_an_engine_of_which_one_rank_fails_ends_on_all_before_it_
         engine.close()
 
 
+def test_a_refusal_has_the_problems_of_all_ranks() -> None:
+    """Of a pipeline's layers, or of experts, each rank misses its own."""
+    ranks = RankConsensus([], first_rank=2)
+    records = [ErrorRecord("IncompatibleWeightsError", "no", problems) for problems in (("a", "b"), (), ("b", "c"))]
+    outcomes = [Outcome(record if record.problems else None) for record in records]
+    message = "no [engine ranks 2, 4, 3 problems in all]"
+    assert ranks.first_error(outcomes) == ErrorRecord("IncompatibleWeightsError", message, ("a", "b", "c"))
+
+
 def test_calls_out_of_order_are_errors_that_all_ranks_share(engine: Engine) -> None:
     run = "a" * 32
     for call in (InstallCall(run, 3), UpdateCall(Seal(run, 3, 1, "0" * 32))):

@@ -39,4 +39,4 @@ def mark_off_diagonal(item: pytest.Item) -> None:
 
 
 def _num_ranks(setup: Any) -> int:
-    return getattr(setup, "tp", 1) * getattr(setup, "dp", 1)
+    return getattr(setup, "tp", 1) * getattr(setup, "dp", 1) * getattr(setup, "pp", 1)

@@ -19,6 +19,7 @@ from real_vllm.cold import Cold
 from real_vllm.models import model_of, save
 from real_vllm.offline import Offline, OfflineSetup
 from real_vllm.offline import offline as start_offline
+from real_vllm.quantised import quantise
 from real_vllm.servers import STARTED_BY_COMMAND, Server, Setup
 
 _HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -64,12 +65,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """checkpoint(family="qwen3", seed=0, dtype=torch.float32): a folder that vLLM can be started from."""
+    """checkpoint(family="qwen3", seed=0, dtype=torch.float32): a folder that vLLM can be started from.
+
+    The family "qwen3+int8" is qwen3's weights, quantised (see `quantised.KINDS`).
+    """
     folder = tmp_path_factory.mktemp("checkpoints")
 
     def write(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
         target = folder / f"{family}-{seed}-{str(dtype).removeprefix('torch.')}"
-        return target if target.exists() else save(model_of(family, seed, dtype), target)
+        if not target.exists():
+            family, _, kind = family.partition("+")
+            save(model_of(family, seed, dtype), target)
+            if kind:
+                quantise(target, kind)
+        return target
 
     return write
 

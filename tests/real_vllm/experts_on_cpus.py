@@ -1,11 +1,14 @@
-"""Collectives that vLLM's communicator for CPUs lacks, and without which experts can't be served data-parallel there.
+"""What vLLM lacks on CPUs for experts that are served data-parallel or expert-parallel.
 
-Every forward pass of such a model then ends its engine, weightcast or not. The tests add the two, so that engines that
-run in step, pause by consensus and resume together are tested here too.
+Every forward pass of such a model then ends its engine, weightcast or not. The tests add two collectives to its
+communicator, so that engines that run in step, pause by consensus and resume together are tested here too, and have its
+experts read the map that says which of them a rank has.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +23,26 @@ def add_collectives() -> None:
     for method in (all_gatherv, reduce_scatterv):
         if method.__name__ not in vars(CpuCommunicator):
             setattr(CpuCommunicator, method.__name__, method)
+
+
+def read_expert_maps() -> None:
+    """In vLLM's `CPUUnquantizedExperts`, in this process: its kernel takes every expert's number for a local one."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    stock = CPUUnquantizedExperts.apply
+
+    @functools.wraps(stock)
+    def apply(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        values = bound.arguments
+        if values["expert_map"] is not None:
+            local = values["expert_map"][values["topk_ids"]]
+            values["topk_weights"] = values["topk_weights"].masked_fill(local < 0, 0)
+            values["topk_ids"] = local.clamp(min=0).to(values["topk_ids"].dtype)
+        stock(*bound.args, **bound.kwargs)
+
+    signature = inspect.signature(stock)
+    CPUUnquantizedExperts.apply = apply
 
 
 def all_gatherv(communicator: Any, input_: Any, dim: int = 0, sizes: Sequence[int] | None = None) -> Any:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from real_vllm.baseline.per_tensor import Workers
-from real_vllm.experts_on_cpus import add_collectives
+from real_vllm.experts_on_cpus import add_collectives, read_expert_maps
 
 add_collectives()
+read_expert_maps()
 
 
 class Extension(Workers):

@@ -24,7 +24,8 @@ class OfflineSetup:
     """Which checkpoint (seed 0 of `family`, in `saved_dtype`), served in `dtype`.
 
     `packs`: whether weights are packed for the CPU's kernels; without, layers use their parameters as they are.
-    `attention`: vLLM's name of the backend; "": the one that it takes by itself.
+    `attention`: vLLM's name of the backend; "": the one that it takes by itself. `quantization`: vLLM's name of how it
+    quantises while it loads.
     """
 
     family: str
@@ -32,9 +33,10 @@ class OfflineSetup:
     saved_dtype: torch.dtype = torch.float32
     packs: bool = True
     attention: str = ""
+    quantization: str = ""
 
     def __str__(self) -> str:
-        name = self.family + "-unpacked" * (not self.packs)
+        name = self.family + "-unpacked" * (not self.packs) + f"-{self.quantization}" * bool(self.quantization)
         return name if self.dtype == self.saved_dtype else f"{name}-{self.dtype}"
 
 
@@ -96,6 +98,8 @@ def _started(setup: OfflineSetup, folder: Path) -> Iterator[Offline]:
         options: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 64, "enable_prefix_caching": False}
         if setup.attention:
             options["attention_backend"] = setup.attention
+        if setup.quantization:
+            options["quantization"] = setup.quantization
         llm = LLM(str(folder), dtype=dtype, enforce_eager=True, **options)
         try:
             yield Offline(setup, llm)

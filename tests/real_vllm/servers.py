@@ -29,6 +29,8 @@ ENVIRONMENT = {
     # A connection may wait while another one's request does.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
     "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_USE_AOT_COMPILE": "0",
+    "VLLM_DISABLE_COMPILE_CACHE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     # Importing TRL sets it to ERROR in its own process, which may be that of the tests.
@@ -44,7 +46,8 @@ class Setup:
 
     `backend`: the weight transfer backend; None: a server that was started without one. `speculation`: vLLM's method of
     proposing tokens by what came before in a request; "": it proposes none. `max_adapters`: how many LoRA adapters it
-    keeps, of which four fit in one batch; 0: it was started without LoRA.
+    keeps, of which four fit in one batch; 0: it was started without LoRA. `ep`: its ranks share out the experts.
+    `quantization`: vLLM's name of how it quantises while it loads.
     """
 
     family: str = "qwen3"
@@ -56,12 +59,18 @@ class Setup:
     token: str = ""
     speculation: str = ""
     max_adapters: int = 0
+    pp: int = 1
+    ep: bool = False
+    quantization: str = ""
 
     def __str__(self) -> str:
         words = [self.family, str(self.dtype).removeprefix("torch."), f"tp{self.tp}", f"dp{self.dp}"]
         words += ["endpoints" if self.endpoints else "stock-routes"] if self.backend else ["no-backend"]
         words += [self.speculation] if self.speculation else []
         words += [f"lora{self.max_adapters}"] if self.max_adapters else []
+        words += [f"pp{self.pp}"] if self.pp > 1 else []
+        words += ["ep"] if self.ep else []
+        words += [self.quantization] if self.quantization else []
         return "-".join(words)
 
 
@@ -83,6 +92,9 @@ STOCK = Setup(endpoints=False)
 TWO = Setup("llama-tied", tp=2)
 REPLICAS = Setup(dp=2)
 MOE_REPLICAS = Setup("qwen3-moe", dp=2)
+PIPELINE = Setup("llama-tied", pp=2)
+EXPERTS = Setup("qwen3-moe", tp=2, ep=True)
+EXPERT_REPLICAS = Setup("qwen3-moe", dp=2, ep=True)
 PLAIN = Setup(backend=None, endpoints=False)
 """Setups that many tests share; `PLAIN` knows nothing of weightcast. Data-parallel engines of a dense model don't know
 of each other, those of a mixture of experts run in step."""
@@ -142,6 +154,14 @@ class Server(ServerProcess):
         # Enough for so many of that length; else each rank would fill a gigabyte.
         command += ["--num-gpu-blocks-override", "64"]
         command += ["--tensor-parallel-size", str(setup.tp), "--data-parallel-size", str(setup.dp)]
+        if setup.pp > 1:
+            # On a CPU vLLM makes room for what a rank gets from the one before it only while it warms up for a graph.
+            command += ["--pipeline-parallel-size", str(setup.pp), "--no-enforce-eager"]
+            command += ["--compilation-config", json.dumps({"mode": 2, "backend": "eager"})]
+        if setup.ep:
+            command += ["--enable-expert-parallel"]
+        if setup.quantization:
+            command += ["--quantization", setup.quantization]
         if setup.speculation:
             # Of the request alone, so that a server that has answered others proposes the same.
             alone = {"ngram": {"prompt_lookup_min": 1}, "suffix": {"suffix_decoding_max_cached_requests": 0}}

@@ -19,7 +19,7 @@ from real_engines.setups import on
 from real_vllm.cold import assert_answered, assert_serves
 from real_vllm.models import make_model
 from real_vllm.oracle import LONG_PROMPT, NUM_STREAMED, PROMPT, Answer, joined
-from real_vllm.servers import MOE_REPLICAS, ONE, REPLICAS, TWO, Server, Setup, Span
+from real_vllm.servers import EXPERT_REPLICAS, EXPERTS, MOE_REPLICAS, ONE, PIPELINE, REPLICAS, TWO, Server, Setup, Span
 from real_vllm.trainer import FILE, GLOO, IPC, trainer
 from weightcast import HttpEngine, ModuleSource, Publisher
 
@@ -38,7 +38,7 @@ NUM_TRIES = 10
 T = TypeVar("T")
 
 
-@on(ONE, TWO, REPLICAS, full=[MOE_REPLICAS])
+@on(ONE, TWO, PIPELINE, EXPERTS, REPLICAS, full=[MOE_REPLICAS, EXPERT_REPLICAS])
 @pytest.mark.parametrize("transport", [IPC, GLOO, FILE], ids=["ipc", "gloo", "file"])
 def test_alternating_publishes_serve_what_was_published(server: Server, transport: str, tmp_path: Path) -> None:
     with trainer(server.setup, server.url, transport=transport.format(tmp_path)) as it:
@@ -49,7 +49,7 @@ def test_alternating_publishes_serve_what_was_published(server: Server, transpor
             assert_serves(server, seed)
 
 
-@on(ONE, TWO)
+@on(ONE, TWO, PIPELINE, EXPERTS)
 @pytest.mark.parametrize("transport", [GLOO, IPC], ids=["gloo", "ipc"])
 def test_deltas_give_what_a_full_update_gives(server: Server, transport: str) -> None:
     with trainer(server.setup, server.url, transport=transport, delta="always", verify="installed") as it:
@@ -90,7 +90,7 @@ def test_each_tensor_is_cast_to_what_the_engine_has(server: Server) -> None:
         assert_serves(server, 1)
 
 
-@on(ONE, TWO, REPLICAS, full=[MOE_REPLICAS])
+@on(ONE, TWO, REPLICAS, full=[MOE_REPLICAS, PIPELINE, EXPERTS])
 def test_an_answer_says_which_version_it_is_of(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         first, second = it.publish(0).version, it.publish(1).version

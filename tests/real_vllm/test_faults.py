@@ -22,7 +22,7 @@ from real_vllm.cold import Cold, assert_answered, assert_serves
 from real_vllm.conftest import Checkpoints
 from real_vllm.models import make_model
 from real_vllm.oracle import NUM_STREAMED, PROMPT, joined
-from real_vllm.servers import MOE_REPLICAS, ONE, REPLICAS, TWO, Server, Setup
+from real_vllm.servers import EXPERTS, MOE_REPLICAS, ONE, PIPELINE, REPLICAS, TWO, Server, Setup
 from real_vllm.test_acceptance import Stream
 from real_vllm.trainer import Tensors, checkpoint_tensors, trainer
 from weightcast import HttpEngine, PublishError
@@ -83,7 +83,7 @@ def publish_spoiled(server: Server, spoil: Spoil, **options: Any) -> tuple[Weigh
     return error, names
 
 
-@on(ONE, TWO)
+@on(ONE, TWO, PIPELINE, full=[EXPERTS])
 @pytest.mark.parametrize("undo", [pytest.param(True, marks=pytest.mark.full), False], ids=["undo", "no-undo"])
 @pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
 def test_unfit_weights_are_refused_by_name_before_the_model_is_touched(
@@ -173,13 +173,13 @@ def test_a_failed_install_without_undo_stops_generation_until_healed(server: Ser
     break_and_heal(server, fault)
 
 
-@on(TWO)
+@on(TWO, PIPELINE, full=[EXPERTS])
 @pytest.mark.parametrize("fault", BREAKS_OF_TWO)
 def test_a_rank_that_fails_takes_all_back(server: Server, fault: Break) -> None:
     break_and_undo(server, fault)
 
 
-@on(TWO)
+@on(TWO, full=[PIPELINE, EXPERTS])
 @pytest.mark.parametrize("fault", BREAKS_OF_TWO)
 def test_a_rank_that_fails_without_undo_stops_all_until_healed(server: Server, fault: Break) -> None:
     break_and_heal(server, fault)
@@ -256,7 +256,7 @@ publisher.publish(on_progress=on_progress)
 """
 
 
-@on(ONE, TWO)
+@on(ONE, TWO, PIPELINE, EXPERTS)
 @pytest.mark.parametrize("delta", ["", "always"], ids=["full", "delta"])
 @pytest.mark.parametrize("transport", ["ipc://", "gloo://127.0.0.1:0"], ids=["ipc", "gloo"])
 def test_a_trainer_that_dies_halfway_leaves_the_old_version(server: Server, transport: str, delta: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
+from engine_features import Refused, lora, refusals
 
 from real_vllm.conftest import Checkpoints
 from real_vllm.models import make_model, model_of
@@ -61,13 +62,15 @@ def specs(tensors: Tensors) -> list[TensorSpec]:
     return [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
 
 
+def unsupported(offline: Offline) -> list[str]:
+    """The features for which it is refused, without their reasons."""
+    found = internals.unsupported(offline.config, offline.model)
+    assert all(feature.endswith(")") for feature in found)
+    return [feature.rpartition(" (")[0] for feature in found]
+
+
 def engine_of(offline: Offline) -> VllmModel:
     return VllmModel(offline.model, offline.config, CPU)
-
-
-def lora_config(**options: bool) -> Any:
-    off = {"fully_sharded_loras": False, "enable_tower_connector_lora": False}
-    return types.SimpleNamespace(max_lora_rank=16, max_cpu_loras=4, **off | options)
 
 
 def by_dry_run(offline: Offline) -> Acceptance:
@@ -666,11 +669,11 @@ def test_a_sleep_of_another_kind_is_refused_by_its_name(offline: Offline, monkey
     """Only of vLLM's own it is known where the weights are asleep."""
     model = offline.config.model_config
     monkeypatch.setattr(model, "sleep_mode_backend", "another")
-    assert internals.unsupported(offline.config) == []
+    assert unsupported(offline) == []
     monkeypatch.setattr(model, "enable_sleep_mode", True)
-    assert internals.unsupported(offline.config) == ["sleep_mode_backend='another'"]
+    assert unsupported(offline) == ["sleep_mode_backend='another'"]
     monkeypatch.setattr(model, "sleep_mode_backend", "cumem")
-    assert internals.unsupported(offline.config) == []
+    assert unsupported(offline) == []
 
 
 @offline_on(DENSE)
@@ -686,15 +689,15 @@ def test_speculation_is_refused_but_for_what_has_no_draft_model(
         own = SpeculativeConfig(method=method, num_speculative_tokens=3, **targets)
         assert own.use_ngram()
         monkeypatch.setattr(config, "speculative_config", own)
-        assert internals.unsupported(config) == []
+        assert unsupported(offline) == []
     folder = str(checkpoint(offline.setup.family, 0, offline.setup.saved_dtype))
     draft = SpeculativeConfig(method="draft_model", model=folder, num_speculative_tokens=3, **targets)
     monkeypatch.setattr(config, "speculative_config", draft)
-    assert internals.unsupported(config) == ["speculative_config (a draft model)"]
+    assert unsupported(offline) == ["speculative_config (a draft model)"]
     accepted = set()
     for method in get_args(SpeculativeMethod):
         monkeypatch.setattr(config, "speculative_config", types.SimpleNamespace(method=method))
-        if not internals.unsupported(config):
+        if not unsupported(offline):
             accepted.add(method)
     assert accepted == {"ngram", "ngram_gpu", "suffix"}
 
@@ -716,40 +719,26 @@ def test_an_attention_that_drops_its_weights_is_refused(offline: Offline, monkey
 @offline_on(DENSE)
 def test_experts_with_lora_are_refused_by_name(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM itself does not generate with these on a CPU."""
-    monkeypatch.setattr(offline.config, "lora_config", lora_config())
+    monkeypatch.setattr(offline.config, "lora_config", lora())
     monkeypatch.setattr(type(offline.config.model_config), "is_moe", True)
-    assert internals.unsupported(offline.config) == ["enable_lora (a mixture of experts)"]
+    assert unsupported(offline) == ["enable_lora (a mixture of experts)"]
 
 
-@pytest.mark.parametrize(
-    ("section", "name", "value", "shown"),
-    [
-        ("model_config", "quantization", "fp8", "quantization='fp8'"),
-        ("cache_config", "cache_dtype", "fp8", "kv_cache_dtype='fp8'"),
-        ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size"),
-        ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size"),
-        ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size"),
-        ("parallel_config", "enable_expert_parallel", True, "enable_expert_parallel"),
-        ("parallel_config", "enable_eplb", True, "enable_eplb"),
-        ("parallel_config", "enable_elastic_ep", True, "enable_elastic_ep"),
-        ("offload_config.uva", "cpu_offload_gb", 1.0, "cpu_offload_gb"),
-        ("offload_config.prefetch", "offload_group_size", 2, "offload_group_size"),
-        ("", "lora_config", lora_config(fully_sharded_loras=True), "fully_sharded_loras"),
-        ("", "lora_config", lora_config(enable_tower_connector_lora=True), "enable_tower_connector_lora"),
-        ("", "speculative_config", types.SimpleNamespace(method="eagle"), "speculative_config"),
-        ("", "speculative_config", types.SimpleNamespace(method="draft_model"), "speculative_config"),
-    ],
-)
+@pytest.mark.parametrize("refused", refusals("vllm"), ids=lambda refused: refused.option)
 @offline_on(DENSE)
-def test_an_untried_feature_is_refused_by_its_name(
-    offline: Offline, section: str, name: str, value: object, shown: str, monkeypatch: pytest.MonkeyPatch
+def test_a_feature_is_refused_by_its_name_with_the_reason(
+    offline: Offline, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert internals.unsupported(offline.config) == []
+    assert internals.unsupported(offline.config, offline.model) == []
     config: Any = offline.config
-    for part in filter(None, section.split(".")):
+    for part in filter(None, refused.section.split(".")):
         config = getattr(config, part)
-    monkeypatch.setattr(config, name, value)
-    assert len(internals.unsupported(offline.config)) == 1
+    monkeypatch.setattr(config, refused.option, refused.value)
+    if refused.also:
+        monkeypatch.setattr(config, refused.also, True)
+    (found,) = internals.unsupported(offline.config, offline.model)
+    assert found.endswith(f" ({refused.why})")
     engine = engine_of(offline)
-    with pytest.raises(UnsupportedError, match=shown):
+    with pytest.raises(UnsupportedError) as caught:
         offer(engine, weights(offline, 1))
+    assert str(caught.value) == f"weightcast can't update an engine with {found}: start it without"

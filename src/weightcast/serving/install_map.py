@@ -10,10 +10,12 @@ tensors whose loading could not be recorded go through the loader, each with a r
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
@@ -130,15 +132,18 @@ class RecordedMap(InstallMap):
         *,
         tied: Mapping[str, str] = {},
         packed_copies: Mapping[str, Callable[[], str]] = {},
+        quantised: Collection[str] = (),
     ) -> None:
-        """`catalog`: the recorded tensors. `targets`: the form of every copy's target, by the model's name.
+        """`catalog`: the tensors of the offer, equal on all ranks; the loader did not get those that are tied.
+        `targets`: the form of every copy's target, by the model's name.
 
         `opaque`: names that go through the loader, with the reason. `tied`: parameters of the model that are tied to
         others, under their names in a checkpoint, which the engine's loader must get in any case. `packed_copies`:
         parameters of which the engine computes with a packed copy, each with a function that returns how the copy
-        differs from the parameter, or "". Such a parameter can be read, but goes through the loader.
+        differs from the parameter, or "". Such a parameter can be read, but goes through the loader. `quantised`:
+        modules of which the engine makes other parameters once they are filled, in the context `quantising`.
         """
-        self._catalog = catalog
+        self._catalog = {spec.name: spec for spec in catalog}
         self._model = model
         self._layers = layers_of(model)
         self._is_expired = False
@@ -151,6 +156,17 @@ class RecordedMap(InstallMap):
             self._copies.setdefault(copy.name, []).append(copy)
         for name, reason in _entangled(copies, targets).items():
             self._opaque.setdefault(name, reason)
+        self._module_of: dict[str, str] = {}
+        """By tensor, the quantised module that it is copied to, if it is one and tensors are only copied there."""
+        self._quantised: dict[str, tuple[dict[str, HeldTensor], dict[str, str]]] = {}
+        """By quantised module, the tensors that filled it, and the digests of the parameters that were made of them."""
+        self._faults: dict[str, str] = {}
+        for name, own in self._copies.items():
+            modules = {_module(copy.target) for copy in own}
+            if not modules.isdisjoint(quantised):
+                if len(modules) == 1 and name not in self._opaque:
+                    (self._module_of[name],) = modules
+                self._opaque.setdefault(name, f"the engine keeps {', '.join(modules)} in another form")
         self._packed_copies = packed_copies
         self._proven = set[str]()
         self._unread = set[str]()
@@ -167,7 +183,6 @@ class RecordedMap(InstallMap):
         """Addresses of the live tensors, as bytes and as numbers."""
         self._is_looked_up = False
         self._blocks: dict[tuple[str, Region | None], list[torch.Tensor]] = {}
-        self._shapes = {spec.name: spec.shape for spec in catalog}
         self._regions: dict[str, list[tuple[Region, tuple[int, ...]]]] = {}
         self._exclude_entangled_modules()
 
@@ -204,7 +219,7 @@ class RecordedMap(InstallMap):
     def can_copy_pieces(self, name: str) -> bool:
         found = self._regions.get(name)
         if found is None:
-            shape = self._shapes[name]
+            shape = self._catalog[name].shape
             regions = [copy.source.region(shape, row_major(tuple(shape))) for copy in self._copies[name]]
             found = self._regions[name] = [] if None in regions else [region for region in regions if region]
         return bool(found)
@@ -294,22 +309,55 @@ class RecordedMap(InstallMap):
                     )
         self._exclude_entangled_modules()
 
+    @contextlib.contextmanager
+    def quantising(self, module: str) -> Iterator[None]:
+        """Context in which the engine makes other parameters of a module that its loader has filled.
+
+        From then on the digests of the filled parameters are those of its tensors, if the module has not changed since.
+        """
+        layer = self._layers[module]
+        filled = {
+            name: self._read(
+                self._catalog[name],
+                [copy.source for copy in self._copies[name]],
+                [copy.block.of(getattr(layer, _leaf(copy.target)).data) for copy in self._copies[name]],
+                "",
+            )
+            for name, owner in self._module_of.items()
+            if owner == module
+        }
+        yield
+        if filled:
+            self._quantised[module] = filled, _digests(layer)
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function for an undo, after which quantised modules are made of the tensors that they are now."""
+        former = self._quantised.copy()
+
+        def restore() -> None:
+            self._quantised = former.copy()
+
+        return restore
+
     def held(self, start: int, limit_bytes: int, names: Collection[str] = ()) -> tuple[list[HeldTensor], int]:
         """Return the catalog's tensors (or those in `names`) from index `start` on, with digests of live memory.
 
         Reads up to `limit_bytes`, but at least one tensor. Also returns the index of the next call, -1 after the last.
         """
         is_bound, found, num_bytes = self.bind(), list[HeldTensor](), 0
-        for number, spec in enumerate(self._catalog[start:], start):
-            tied = [name for name, owner in self._tied.items() if owner == spec.name]
+        self._faults = {}
+        for number, spec in enumerate(itertools.islice(self._catalog.values(), start, None), start):
+            tied = [n for n, owner in self._tied.items() if owner == spec.name and n not in self._catalog]
             if names and not {spec.name, *tied} & set(names):
                 continue
             num_bytes += spec.num_bytes
             if found and num_bytes > limit_bytes:
                 return found, number
             why_not = "" if is_bound else "the model's parameters were replaced since its loader was recorded"
-            own = HeldTensor(spec, unproven=why_not) if why_not else self._held(spec)
-            found += (own, *(self._held_tied(own, name) for name in tied))
+            owner = self._catalog[self._tied.get(spec.name, spec.name)]
+            own = HeldTensor(owner, unproven=why_not) if why_not else self._held(owner)
+            found.append(own if owner is spec else self._held_tied(own, spec.name))
+            found += (self._held_tied(own, name) for name in tied)
         return found, -1
 
     def _held_tied(self, owner: HeldTensor, name: str) -> HeldTensor:
@@ -327,6 +375,15 @@ class RecordedMap(InstallMap):
         return self._read(spec, [copy.source for copy in copies], [copy.block.of(live.data) for copy in copies], fault)
 
     def _held(self, spec: TensorSpec) -> HeldTensor:
+        module = self._module_of.get(spec.name)
+        if module in self._quantised:
+            filled, digests = self._quantised[module]
+            if module not in self._faults:
+                is_same = _digests(self._layers[module]) == digests
+                self._faults[module] = "" if is_same else f"{module} has changed since the engine quantised it"
+            return msgspec.structs.replace(filled[spec.name], fault=self._faults[module])
+        if module is not None:
+            return HeldTensor(spec, unproven="weightcast has not installed it yet")
         if spec.name in self._opaque and spec.name not in self._readable | self._unread:
             return HeldTensor(spec, unproven=self._opaque[spec.name])
         if spec.name not in self._copies:
@@ -413,25 +470,30 @@ def _parameter(model: nn.Module, name: str) -> torch.Tensor | None:
 def held_weights(
     run: str, weight_version: str, ranks: Mapping[int, Sequence[HeldTensor]], *, with_blocks: bool
 ) -> HeldWeights:
-    """Return an engine's weights, combined from its ranks, which all list the same tensors."""
+    """Return an engine's weights, combined from its ranks. A rank lists the whole catalog, and what it has tied."""
     found = HeldWeights(run, weight_version, [], {})
-    for of_ranks in zip(*ranks.values(), strict=True):
-        spec = of_ranks[0].spec
+    by_name: dict[str, dict[int, HeldTensor]] = {}
+    for rank, of_rank in ranks.items():
+        for held in of_rank:
+            by_name.setdefault(held.spec.name, {})[rank] = held
+    for of_ranks in by_name.values():
+        # A rank without a part of the tensor does not know its dtype in the engine.
+        spec = next((held.spec for held in of_ranks.values() if held.regions), next(iter(of_ranks.values())).spec)
         found.tensors.append(spec)
         try:
-            found.digests[spec.name] = whole_digest(dict(zip(ranks, of_ranks, strict=True)))
+            found.digests[spec.name] = whole_digest(of_ranks)
         except IntegrityError as exc:
             found.differing[spec.name] = str(exc)
         except UnsupportedError as exc:
             found.unproven[spec.name] = str(exc)
-        faults = [f"on rank {rank} {held.fault}" for rank, held in zip(ranks, of_ranks, strict=True) if held.fault]
+        faults = [f"on rank {rank} {held.fault}" for rank, held in of_ranks.items() if held.fault]
         if faults:
             found.differing.setdefault(spec.name, f"{spec.name!r} {listed(faults)}")
         if with_blocks:
             found.blocks[spec.name] = [
                 HeldBlock(rank, placed.region, placed.digest)
-                for rank, of_rank in zip(ranks, of_ranks, strict=True)
-                for placed in of_rank.regions
+                for rank, held in of_ranks.items()
+                for placed in held.regions
             ]
     return found
 
@@ -465,6 +527,16 @@ def _form(tensor: torch.Tensor) -> TargetForm:
 
 def _module(target: str) -> str:
     return target.rpartition(".")[0]
+
+
+def _leaf(target: str) -> str:
+    return target.rpartition(".")[2]
+
+
+def _digests(layer: nn.Module) -> dict[str, str]:
+    """Return the digest of each parameter and buffer of a layer, without those of its submodules."""
+    tensors = itertools.chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))
+    return {name: tensor_digest(tensor) for name, tensor in tensors}
 
 
 def _same_bits(live: torch.Tensor, source: torch.Tensor | str) -> bool:

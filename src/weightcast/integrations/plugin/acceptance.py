@@ -95,7 +95,7 @@ class ByReference:
             self._held[spec.name] = _Held(spec, known, _kept(spec.dtype, dtypes), is_required=num_used > 0)
         for name, owner in self._tied.items():
             self._held[name] = dataclasses.replace(self._held[owner], is_required=False)
-        self._accepted = _accepted(model, loaded, outcome, self._tied)
+        self._accepted = _accepted(model, loaded, outcome, self._tied, reference)
 
     def accept(self, manifest: Manifest) -> AcceptedOffer:
         problems = []
@@ -189,7 +189,7 @@ def _tried(model: nn.Module, trial: Trial, manifest: Manifest, *, is_alone: bool
     if problems:
         live = {DTYPE_NAMES[dtype] for _, dtypes in outcome.used.values() for dtype in dtypes}
         raise misfit_error(problems, dtype_remedies(misfits, live))
-    return _accepted(model, specs, outcome, tied)
+    return _accepted(model, specs, outcome, tied, list(offered.values()))
 
 
 def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] | None, *, is_alone: bool) -> Acceptance:
@@ -201,9 +201,13 @@ def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] |
 
 
 def _accepted(
-    model: nn.Module, specs: Sequence[TensorSpec], outcome: DryRunOutcome, tied: Mapping[str, str]
+    model: nn.Module,
+    specs: Sequence[TensorSpec],
+    outcome: DryRunOutcome,
+    tied: Mapping[str, str],
+    catalog: Sequence[TensorSpec],
 ) -> AcceptedOffer:
-    """Return an accepted offer of all tensors of a dry run."""
+    """Return an accepted offer of `catalog`, of which the loader got `specs` in a dry run."""
     targets = {copy.target: outcome.targets[copy.target].form for copy in outcome.copies}
     written = (target.name for target in outcome.targets.values() if target.loaded or target.padded)
     return AcceptedOffer(
@@ -211,7 +215,14 @@ def _accepted(
         tied=tied,
         calls=outcome.calls,
         install_map=RecordedMap(
-            model, specs, outcome.copies, targets, outcome.opaque, tied=tied, packed_copies=outcome.packed_copies
+            model,
+            catalog,
+            outcome.copies,
+            targets,
+            outcome.opaque,
+            tied=tied,
+            packed_copies=outcome.packed_copies,
+            quantised=outcome.quantised,
         ),
         modules=frozenset(name.rpartition(".")[0] for name in written),
         beside=outcome.beside,

@@ -92,7 +92,7 @@ class DryRunOutcome:
     the live tensors that it would have written in place besides these, such as MLA's absorbed weights. `together`: by
     name, all names that a value is made of with it; the loader has to get these in one call. `calls`: how often the
     loaders of a module were called, by the module's name, where an engine counts that. `overwritten`: the names whose
-    tensors the loader writes to; they are opaque. `packed_copies`: see `RecordedMap`.
+    tensors the loader writes to; they are opaque. `packed_copies`, `quantised`: see `RecordedMap`.
     """
 
     faults: dict[str, str]
@@ -105,6 +105,7 @@ class DryRunOutcome:
     calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
     overwritten: frozenset[str] = frozenset()
     packed_copies: Mapping[str, Callable[[], str]] = dataclasses.field(default_factory=dict)
+    quantised: frozenset[str] = frozenset()
 
 
 def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRunOutcome:

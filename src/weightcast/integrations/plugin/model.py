@@ -27,6 +27,11 @@ from weightcast.serving.install_map import RecordedMap, is_tied, layers_of
 Tensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 
+def unsupported(features: Sequence[str]) -> UnsupportedError:
+    """Return the error for an engine with features with which weightcast can't update it."""
+    return UnsupportedError(f"weightcast can't update an engine with {'; '.join(features)}: start it without", features)
+
+
 def has_own(layer: nn.Module) -> bool:
     """Return whether a layer has tensors besides those of its submodules."""
     return any(tensor is not None for tensor in (*layer._parameters.values(), *layer._buffers.values()))
@@ -107,7 +112,7 @@ class LoaderEngine(abc.ABC):
         is raised if the loader would not set all weights that the engine uses.
         """
         if self._acceptance is None:
-            raise UnsupportedError(f"weightcast can't update an engine with {', '.join(self._unsupported)}")
+            raise unsupported(self._unsupported)
         self._require_ties()
         digest, layers = manifest.digest(), layers_of(self._model)
         if layers != self._layers or (self._offer is not None and self._offer[1].install_map.is_stale):
@@ -122,7 +127,7 @@ class LoaderEngine(abc.ABC):
     def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str]:
         """Return this rank's dtypes of these tensors, for those of which its loader uses a part."""
         if self._acceptance is None:
-            raise UnsupportedError(f"weightcast can't update an engine with {', '.join(self._unsupported)}")
+            raise unsupported(self._unsupported)
         return self._acceptance.dtypes(specs)
 
     def _require_ties(self) -> None:
@@ -240,13 +245,17 @@ class LoaderEngine(abc.ABC):
         Storage addresses are kept, so that captured graphs stay valid.
         """
         self._end_load()
+        restores: list[Callable[[], None]] = []
         if self._offer is None:
-            restore = undo_copy(self._model)
+            restores.append(undo_copy(self._model))
         else:
-            restore = undo_copy(self._model, self._written(self._offer[1]), self._offer[1].beside)
+            accepted = self._offer[1]
+            restores.append(undo_copy(self._model, self._written(accepted), accepted.beside))
+            restores.append(accepted.install_map.snapshot())
 
         def put_back() -> None:
-            restore()
+            for restore in restores:
+                restore()
             self._end_load()
             self.discard()
 
@@ -257,6 +266,8 @@ class LoaderEngine(abc.ABC):
         return accepted.modules
 
 
+_PACKERS = ("quant_method", "impl", "scheme", "kernel", "fp8_linear")
+"""Attributes by which a module, and these objects in turn, delegate the packing of weights, which they may keep."""
 _OWN_CONTAINERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 """Types of a module's attributes that are copied; of others the reference is kept."""
 
@@ -270,11 +281,14 @@ def undo_copy(
     change.
     """
     saved: list[tuple[Any, dict[str, Any]]] = []
-    for layer in model.modules():
-        # A module may delegate the packing of its weights.
-        for subject in (layer, vars(layer).get("quant_method"), vars(layer).get("impl")):
-            if isinstance(getattr(subject, "__dict__", None), dict):  # a class has a read-only mapping
-                saved.append((subject, _copied(vars(subject))))
+    subjects: list[Any] = list(model.modules())
+    for subject in subjects:
+        saved.append((subject, _copied(vars(subject))))
+        for name in _PACKERS:
+            packer = vars(subject).get(name)
+            # A class has a read-only mapping.
+            if not isinstance(packer, nn.Module) and isinstance(getattr(packer, "__dict__", None), dict):
+                subjects.append(packer)
     unique = {id(tensor): tensor for tensor in beside}
     for name, layer in model.named_modules():
         if written is None or name in written:

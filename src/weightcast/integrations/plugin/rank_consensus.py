@@ -104,7 +104,7 @@ class RankConsensus:
         return self.first_error(self.exchange(Outcome(own)))
 
     def first_error(self, outcomes: Sequence[Outcome]) -> ErrorRecord | None:
-        """Return the first rank's error with the names of all ranks that have one; torn if any rank is."""
+        """Return the first rank's error with all ranks' problems and numbers; torn if any rank is."""
         failed = [(self._first_rank + rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
         if not failed:
             return None
@@ -112,4 +112,8 @@ class RankConsensus:
         if len(outcomes) == 1:
             return error
         where = f"{'rank' if len(failed) == 1 else 'ranks'} {', '.join(str(rank) for rank, _ in failed)}"
-        return msgspec.structs.replace(error, message=f"{error.message} [engine {where}]", torn=torn)
+        problems = tuple(dict.fromkeys(each for _, of_rank in failed for each in of_rank.problems))
+        if len(problems) > len(error.problems):
+            where += f", {len(problems)} problems in all"
+        message = f"{error.message} [engine {where}]"
+        return msgspec.structs.replace(error, message=message, problems=problems, torn=torn)

@@ -49,7 +49,7 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import WeightVersion, convert
 from weightcast.format.messages import Abort, InitInfo, Offer, UpdateInfo, WeightInfo
-from weightcast.integrations.plugin.model import LoaderEngine
+from weightcast.integrations.plugin.model import LoaderEngine, unsupported
 from weightcast.integrations.plugin.rank_consensus import Attempt, Outcome, RankConsensus
 from weightcast.seams.engine import Engine
 from weightcast.seams.install_map import Mapped
@@ -229,7 +229,7 @@ class RankWorker:
                     f"{given}: pass the token to the publisher, or to the engine's client"
                 )
             if self._unsupported:
-                raise UnsupportedError(f"weightcast can't update an engine with {', '.join(self._unsupported)}")
+                raise unsupported(self._unsupported)
             self._worker.init(info)
         error = self._ranks.common_error(own.error)
         if error is not None and own.error is None:

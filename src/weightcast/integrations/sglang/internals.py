@@ -52,29 +52,33 @@ UNLABELLED = "default"
 """SGLang's label of weights without a name."""
 SERVED = f"{HTTP_SERVER}._setup_and_run_http_server"
 
-_OFF: dict[str, tuple[Any, ...]] = {
-    "quantization": (None,),
-    "kv_cache_dtype": ("auto", "float16", "bfloat16", "bf16", "float32"),
-    "rl_quant_profile": (None,),
-    "enable_lora": (None, False),
-    "lora_paths": (None, [], {}),
-    "speculative_algorithm": (None, "NGRAM"),  # which has no draft model
-    "dp_size": (1,),
-    "pp_size": (1,),
-    "ep_size": (1,),
-    "dcp_size": (1,),
-    "attn_cp_size": (1,),
-    "moe_dp_size": (1,),
-    "enable_eplb": (False,),
-    "elastic_ep_backend": (None,),
-    "cpu_offload_gb": (0,),
-    "offload_group_size": (-1, 0),
-    "weight_cache_mode": ("off",),
-    "enable_memory_saver": (False,),
-    "disaggregation_mode": ("null",),
-    "tokenizer_worker_num": (1,),
+_NOT_TRIED = "not tried"
+_OFF: dict[str, tuple[tuple[Any, ...], str]] = {
+    "quantization": ((None,), _NOT_TRIED),
+    "kv_cache_dtype": (
+        ("auto", "float16", "bfloat16", "bf16", "float32"),
+        "its scales belong to the weights that SGLang was started with",
+    ),
+    "rl_quant_profile": ((None,), _NOT_TRIED),
+    "enable_lora": ((None, False), _NOT_TRIED),
+    "lora_paths": ((None, [], {}), _NOT_TRIED),
+    "speculative_algorithm": ((None, "NGRAM"), "the draft model would keep its weights"),
+    "dp_size": ((1,), "its engines would not agree on a version"),
+    "pp_size": ((1,), _NOT_TRIED),
+    "ep_size": ((1,), _NOT_TRIED),
+    "dcp_size": ((1,), _NOT_TRIED),
+    "attn_cp_size": ((1,), _NOT_TRIED),
+    "moe_dp_size": ((1,), _NOT_TRIED),
+    "enable_eplb": ((False,), "SGLang moves experts between ranks while it serves"),
+    "elastic_ep_backend": ((None,), "SGLang moves experts between ranks while it serves"),
+    "cpu_offload_gb": ((0,), _NOT_TRIED),
+    "offload_group_size": ((-1, 0), _NOT_TRIED),
+    "weight_cache_mode": (("off",), "SGLang's own update session refuses it"),
+    "enable_memory_saver": ((False,), _NOT_TRIED),
+    "disaggregation_mode": (("null",), _NOT_TRIED),
+    "tokenizer_worker_num": ((1,), "the workers would not agree on a version"),
 }
-"""Options with which dry runs and installs were not tested, with their values when the feature is off."""
+"""Options with which weightcast can't update an engine: their values when the feature is off, and the reason."""
 
 
 def io(name: str, **fields: Any) -> Any:
@@ -115,10 +119,10 @@ def _refuse_if(lacking: list[str]) -> None:
 
 
 def unsupported(server_args: Any, model: nn.Module) -> list[str]:
-    """Return the configured features with which weightcast can't update an engine, by SGLang's names."""
+    """Return the features with which weightcast can't update an engine, by SGLang's names, each with the reason."""
     require(server_args, *_OFF)
     found = {name: getattr(server_args, name) for name in _OFF}
-    features = [f"{name}={value!r}" for name, value in found.items() if value not in _OFF[name]]
+    features = [f"{n}={value!r} ({_OFF[n][1]})" for n, value in found.items() if value not in _OFF[n][0]]
     if any(getattr(layer, "use_intel_amx_backend", False) for layer in model.modules()):
         features.append("weights packed for AMX, which SGLang can't unpack")
     derived = (getattr(layer, "_derived_weight_cache_error", None) for layer in model.modules())

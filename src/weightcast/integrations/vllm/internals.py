@@ -32,6 +32,15 @@ CHANGES = ("sleep", "discard", "reload_weights", "reset_weights")
 _LORA_MANAGER = ("add_adapter", "remove_adapter", "_pin_lora_in_cpu_cache")
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that need no draft model."""
+_QUANTISED = {
+    "CompressedTensorsW8A8Fp8": "compressed-tensors fp8",
+    "CompressedTensorsW8A8Int8": "compressed-tensors int8",
+    "CompressedTensorsW8A8Int8MoEMethod": "compressed-tensors int8 (experts)",
+    "Fp8LinearMethod": "fp8 by blocks",
+    "Fp8PerBlockOnlineLinearMethod": "fp8_per_block, online",
+    "Int8OnlineMoEMethod": "int8_per_channel_weight_only, online (experts)",
+}
+"""Classes of schemes and methods of quantised layers of which an updated engine was compared with a cold start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,30 +111,67 @@ def version() -> str:
     return str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
 
 
-def unsupported(vllm_config: Any) -> list[str]:
-    """Return the configured features with which dry runs and installs were not tested, by vLLM's names."""
+def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
+    """Return the features with which weightcast can't update an engine, by vLLM's names, each with the reason."""
     parallel, cache, offload = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.offload_config
-    model, speculation, lora = vllm_config.model_config, vllm_config.speculative_config, vllm_config.lora_config
-    quantization, sleeps_by = model.quantization, model.sleep_mode_backend
+    config, speculation, lora = vllm_config.model_config, vllm_config.speculative_config, vllm_config.lora_config
+    sleeps_by, quantization = config.sleep_mode_backend, f"quantization={config.quantization!r}"
+    layers = [] if config.quantization is None else [each for each in model.modules() if is_quantised(each)]
+    kinds = {type(vars(layer).get("scheme") or layer.quant_method).__name__ for layer in layers}
+    has_experts = any(_QUANTISED.get(kind, "").endswith("(experts)") for kind in kinds)
+    # vLLM replaces weights that it hands to oneDNN by None.
+    outside = any(layer._parameters.get("weight", layer) is None for layer in layers)
+    is_static = any(_has_static_scales(layer) for layer in layers)
     has_draft = speculation is not None and speculation.method not in _DRAFTS_WITHOUT_WEIGHTS
-    configured = {
-        f"quantization={quantization!r}": quantization is not None,
-        f"kv_cache_dtype={cache.cache_dtype!r}": cache.cache_dtype not in ("auto", "float16", "bfloat16"),
-        "enable_lora (a mixture of experts)": lora is not None and model.is_moe,
-        "fully_sharded_loras": lora is not None and lora.fully_sharded_loras,
-        "enable_tower_connector_lora": lora is not None and lora.enable_tower_connector_lora,
-        "speculative_config (a draft model)": has_draft,
-        f"sleep_mode_backend={sleeps_by!r}": model.enable_sleep_mode and sleeps_by != "cumem",
-        "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
-        "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
-        "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
-        "enable_expert_parallel": parallel.enable_expert_parallel,
-        "enable_eplb": parallel.enable_eplb,
-        "enable_elastic_ep": parallel.enable_elastic_ep,
-        "cpu_offload_gb": offload.uva.cpu_offload_gb > 0,
-        "offload_group_size": offload.prefetch.offload_group_size > 0,
+    found = {
+        f"{quantization}: {', '.join(sorted(kinds))}": (
+            is_static or not kinds <= _QUANTISED.keys(),
+            f"only these kinds were tried: {', '.join(_QUANTISED.values())}; with scales by channels or blocks",
+        ),
+        f"{quantization}: weights kept by oneDNN": (
+            outside,
+            "after a reload vLLM's oneDNN kernel computed NaN; on a CPU with AMX vLLM does without it",
+        ),
+        f"{quantization}: experts, tensor_parallel_size > 1": (
+            "Int8OnlineMoEMethod" in kinds and parallel.tensor_parallel_size > 1,
+            "a rank that fails would stop the others, which wait for its scales; a quantised checkpoint has them",
+        ),
+        f"{quantization}: enable_expert_parallel": (has_experts and parallel.enable_expert_parallel, "not tried"),
+        f"{quantization}: enable_lora": (bool(layers) and lora is not None, "not tried"),
+        f"kv_cache_dtype={cache.cache_dtype!r}": (
+            cache.cache_dtype not in ("auto", "float16", "bfloat16"),
+            "its scales belong to the weights that vLLM was started with",
+        ),
+        "enable_lora (a mixture of experts)": (lora is not None and config.is_moe, "not tried"),
+        "fully_sharded_loras": (lora is not None and lora.fully_sharded_loras, "not tried"),
+        "enable_tower_connector_lora": (lora is not None and lora.enable_tower_connector_lora, "not tried"),
+        "speculative_config (a draft model)": (has_draft, "the draft model would keep its weights"),
+        f"sleep_mode_backend={sleeps_by!r}": (
+            config.enable_sleep_mode and sleeps_by != "cumem",
+            "vLLM would not say whether its weights are asleep",
+        ),
+        "prefill_context_parallel_size > 1": (parallel.prefill_context_parallel_size > 1, "not tried"),
+        "decode_context_parallel_size > 1": (parallel.decode_context_parallel_size > 1, "not tried"),
+        "enable_eplb": (parallel.enable_eplb, "vLLM moves experts between ranks while it serves"),
+        "enable_elastic_ep": (parallel.enable_elastic_ep, "vLLM moves experts between ranks while it serves"),
+        "cpu_offload_gb": (offload.uva.cpu_offload_gb > 0, "vLLM's own reload does not support it"),
+        "offload_group_size": (offload.prefetch.offload_group_size > 0, "vLLM's own reload does not support it"),
     }
-    return [name for name, is_on in configured.items() if is_on]
+    return [f"{name} ({why})" for name, (is_on, why) in found.items() if is_on]
+
+
+def is_quantised(layer: Any) -> bool:
+    """Return whether vLLM computes with other tensors of a layer than a trainer has, or than the checkpoint has."""
+    vllm, method = require(), getattr(layer, "quant_method", None)
+    is_plain = isinstance(method, (*vllm.plain_methods, vllm.experts_method)) or vllm.is_attention(layer)
+    return isinstance(method, vllm.quant_method) and not is_plain
+
+
+def _has_static_scales(layer: Any) -> bool:
+    """Return whether a quantised layer has one scale for a whole tensor, or scales of its inputs."""
+    method, scheme = layer.quant_method, vars(layer).get("scheme")
+    is_static = getattr(scheme, "is_static_input_scheme", False) or getattr(method, "act_q_static", False)
+    return is_static or not getattr(method, "block_quant", True) or getattr(scheme, "strategy", "") == "tensor"
 
 
 def weights_sleep(vllm_config: Any, device: torch.device) -> bool:

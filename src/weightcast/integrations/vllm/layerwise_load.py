@@ -18,6 +18,7 @@ Two faults of the stock reload on CPUs, where weights are packed for the CPU's k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from weightcast.integrations.plugin.dry_run import present, twin
 from weightcast.integrations.vllm import internals
 
 Tensors = dict[str, torch.Tensor]
+Packing = Callable[[str], AbstractContextManager[None]]
+"""The context in which vLLM packs a filled layer, given its name."""
 _PRODUCT_BYTES = 16 << 20
 """Amount of a packed table that is read at a time."""
 
@@ -82,11 +85,11 @@ class Reload:
                 f"it has no {', '.join(sorted(lacking))}: use vLLM {internals.TESTED_WITH}"
             )
 
-    def begin(self, calls: Mapping[str, int]) -> None:
+    def begin(self, calls: Mapping[str, int], packing: Packing) -> None:
         """Prepare these layers to be filled. `calls`: number of calls of each layer's loaders."""
         # An unfinished reload of another client would go on with its buffered tensors.
         self.abort()
-        self._fillings = [Filling(name, self._packed[name], number) for name, number in calls.items()]
+        self._fillings = [Filling(name, self._packed[name], number, packing) for name, number in calls.items()]
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Have the model's loader take these tensors. Raises what it raises."""
@@ -129,8 +132,9 @@ class Filling:
     one.
     """
 
-    def __init__(self, name: str, layer: nn.Module, num_calls: int) -> None:
+    def __init__(self, name: str, layer: nn.Module, num_calls: int, packing: Packing) -> None:
         self._name = name
+        self._packing = packing
         self._layer = layer
         self._num_calls = num_calls
         self._num_done = 0
@@ -188,7 +192,7 @@ class Filling:
             if kernel is not None:
                 method.moe_kernel = kernel
 
-        with on_failure(put_kernel_back):
+        with on_failure(put_kernel_back), self._packing(self._name):
             internals.require().pack(self._layer, self._info)
 
 

@@ -74,10 +74,11 @@ class VllmModel(LoaderEngine):
                 is_alone=parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1,
             )
 
-        super().__init__(model, make_acceptance, internals.unsupported(vllm_config))
+        super().__init__(model, make_acceptance, internals.unsupported(vllm_config, model))
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
-        self._reload.begin(calls)
+        assert self.install_map is not None  # of the offer
+        self._reload.begin(calls, self.install_map.quantising)
 
     def _load_some(self, tensors: Tensors) -> None:
         self._reload.load(tensors)
@@ -115,14 +116,17 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
         if has_packed_copy(layer)
     }
     # vLLM packs these, so a copy to their parameters is not enough.
+    quantised = frozenset(name for name, layer in packed.items() if internals.is_quantised(layer))
     opaque = dict(outcome.opaque)
     reasons: dict[str, str] = {}
     # Tensors of layers that must be filled by their loaders, but are set by other means.
-    passed_by = []
+    passed_by, gone, layers = [], [], dict(model.named_modules())
     for target in outcome.targets.values():
-        name = target.name.rpartition(".")[0]
+        name, _, leaf = target.name.rpartition(".")
+        if target.loaded and name not in packed and getattr(layers[name], leaf, None) is None:
+            gone.append(target.name)
         if name in packed and target.loaded:
-            if target.name not in packed_copies and not has_plain_weights(packed[name]):
+            if target.name not in packed_copies and name not in quantised and not has_plain_weights(packed[name]):
                 reasons[target.name] = f"vLLM keeps {name} in another form than a checkpoint's"
             if name not in calls:
                 passed_by.append(target.name)
@@ -130,8 +134,14 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
         if copy.target in reasons:
             opaque.setdefault(copy.name, reasons[copy.target])
     faults = {"": f"without a call of their loaders it sets {', '.join(passed_by)}"} if passed_by else {}
+    faults |= dict.fromkeys(gone, "vLLM has dropped it after its start, and would not read another value")
     return dataclasses.replace(
-        outcome, calls=calls, faults=outcome.faults | faults, opaque=opaque, packed_copies=packed_copies
+        outcome,
+        calls=calls,
+        faults=outcome.faults | faults,
+        opaque=opaque,
+        packed_copies=packed_copies,
+        quantised=quantised,
     )
 
 

@@ -61,7 +61,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             engine_rank=first_rank + parallel.rank,
             world_size=parallel.world_size_across_dp,
             token=os.environ.get(TOKEN_VARIABLE, ""),
-            unsupported=tuple(internals.unsupported(vllm_config)),
+            unsupported=tuple(internals.unsupported(vllm_config, model)),
             require_ready=require_awake,
             weights_asleep=are_asleep,
         )

@@ -1,0 +1,190 @@
+"""Which features of vLLM and SGLang weightcast updates, and for which it refuses an engine: the table of
+docs/compatibility.md.
+
+Tests compare each refusal with what the code says (real_vllm/test_model.py, integrations/test_sglang_internals.py), the
+table with the page, and look for the tests that a cell names (test_engine_features.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Run(NamedTuple):
+    """An updated engine was compared with a cold start: by tests of `file` that have `word`. `note`: for the page."""
+
+    file: str
+    word: str
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"run on CPUs{f', {self.note}' if self.note else ''}"
+
+
+class Refused(NamedTuple):
+    """Refused for `why` with this `value` of an option, which vLLM has in the `section` of its configuration.
+
+    `also`: another option of the section, which must be on.
+    """
+
+    why: str
+    option: str
+    value: Any
+    section: str = ""
+    also: str = ""
+
+    def __str__(self) -> str:
+        return f"refused: {self.why}"
+
+
+class RefusedLayers(NamedTuple):
+    """A vLLM with such layers is refused for `why`: see real_vllm/test_quantised.py."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return f"refused: {self.why}"
+
+
+class Feature(NamedTuple):
+    """A row. `vllm`, `sglang`: none if the engine has no such feature, or its cell is in another row."""
+
+    name: str
+    vllm: tuple[Run | Refused | RefusedLayers, ...] = ()
+    sglang: tuple[Run | Refused, ...] = ()
+
+
+_ACCEPTANCE, _MODEL, _QUANTISED = (f"real_vllm/test_{name}.py" for name in ("acceptance", "model", "quantised"))
+_SGLANG = "real_sglang/test_transactional.py"
+_OLD_SCALES = "its scales belong to the weights that {} was started with"
+_DRAFT = "the draft model would keep its weights"
+_MOVED = "{} moves experts between ranks while it serves"
+_OFFLOAD = "vLLM's own reload does not support it"
+_NOT_TRIED = "not tried"
+_SLEEP = ("model_config", "enable_sleep_mode")
+
+
+OTHER_KIND = RefusedLayers("only these kinds were tried")
+SCALES_TOGETHER = RefusedLayers("a rank that fails would stop the others, which wait for its scales")
+COMBINED = RefusedLayers(_NOT_TRIED)
+ONE_DNN = RefusedLayers("after a reload vLLM's oneDNN kernel computed NaN")
+
+
+class Namespace:
+    """A stand-in for a part of vLLM's configuration."""
+
+    def __init__(self, **options: Any) -> None:
+        self.__dict__.update(options)
+
+
+def lora(**options: bool) -> Namespace:
+    off = {"fully_sharded_loras": False, "enable_tower_connector_lora": False}
+    return Namespace(max_lora_rank=16, max_cpu_loras=4, **off | options)
+
+
+FEATURES = [
+    Feature("tensor parallelism", (Run(_ACCEPTANCE, "TWO"),), (Run(_SGLANG, "TWO"),)),
+    Feature(
+        "data parallelism",
+        (Run(_ACCEPTANCE, "REPLICAS"),),
+        (Refused("its engines would not agree on a version", "dp_size", 2),),
+    ),
+    Feature("pipeline parallelism", (Run(_ACCEPTANCE, "PIPELINE"),), (Refused(_NOT_TRIED, "pp_size", 2),)),
+    Feature(
+        "expert parallelism",
+        (Run(_ACCEPTANCE, "EXPERTS", "with a mended kernel: vLLM's own does not serve there"),),
+        (Refused(_NOT_TRIED, "ep_size", 2), Refused(_NOT_TRIED, "moe_dp_size", 2)),
+    ),
+    Feature(
+        "EPLB; elastic expert parallelism",
+        (
+            Refused(_MOVED.format("vLLM"), "enable_eplb", True, "parallel_config"),
+            Refused(_MOVED.format("vLLM"), "enable_elastic_ep", True, "parallel_config"),
+        ),
+        (
+            Refused(_MOVED.format("SGLang"), "enable_eplb", True),
+            Refused(_MOVED.format("SGLang"), "elastic_ep_backend", "mooncake"),
+        ),
+    ),
+    Feature(
+        "context parallelism; CPU offloading",
+        (
+            Refused(_NOT_TRIED, "prefill_context_parallel_size", 2, "parallel_config"),
+            Refused(_NOT_TRIED, "decode_context_parallel_size", 2, "parallel_config"),
+            Refused(_OFFLOAD, "cpu_offload_gb", 1.0, "offload_config.uva"),
+            Refused(_OFFLOAD, "offload_group_size", 2, "offload_config.prefetch"),
+        ),
+        (
+            Refused(_NOT_TRIED, "dcp_size", 2),
+            Refused(_NOT_TRIED, "attn_cp_size", 2),
+            Refused(_NOT_TRIED, "cpu_offload_gb", 1),
+            Refused(_NOT_TRIED, "offload_group_size", 2),
+        ),
+    ),
+    Feature(
+        "quantised checkpoints: compressed-tensors int8 and fp8 by channels, fp8 by blocks; quantised while loading: "
+        "fp8_per_block, int8_per_channel_weight_only (experts)",
+        (
+            Run(_QUANTISED, 'saved("qwen3+fp8-blocks")', "int8 checkpoints and blocks with AMX"),
+            Run(_QUANTISED, 'saved("qwen3", "fp8_per_block")', "int8 checkpoints and blocks with AMX"),
+        ),
+        (Refused(_NOT_TRIED, "quantization", "fp8"), Refused(_NOT_TRIED, "rl_quant_profile", "any")),
+    ),
+    Feature("quantised otherwise, or with static scales; int8 without AMX", (OTHER_KIND, ONE_DNN)),
+    Feature(
+        "quantised KV cache",
+        (Refused(_OLD_SCALES.format("vLLM"), "cache_dtype", "fp8", "cache_config"),),
+        (Refused(_OLD_SCALES.format("SGLang"), "kv_cache_dtype", "fp8_e4m3"),),
+    ),
+    Feature(
+        "LoRA adapters",
+        (Run("real_vllm/test_adapters.py", "LORA"),),
+        (Refused(_NOT_TRIED, "enable_lora", True), Refused(_NOT_TRIED, "lora_paths", ["a"])),
+    ),
+    Feature(
+        "LoRA, fully sharded or of towers; quantised with expert parallelism or LoRA; experts quantised while loading "
+        "with tensor parallelism",
+        (
+            Refused(_NOT_TRIED, "lora_config", lora(fully_sharded_loras=True)),
+            Refused(_NOT_TRIED, "lora_config", lora(enable_tower_connector_lora=True)),
+            COMBINED,
+            SCALES_TOGETHER,
+        ),
+    ),
+    Feature("speculation by n-grams", (Run(_ACCEPTANCE, "SPECULATING"),)),
+    Feature(
+        "draft models",
+        (
+            Refused(_DRAFT, "speculative_config", Namespace(method="eagle")),
+            Refused(_DRAFT, "speculative_config", Namespace(method="draft_model")),
+        ),
+        (Refused(_DRAFT, "speculative_algorithm", "EAGLE"),),
+    ),
+    Feature(
+        "another sleep mode than cumem; memory saver, shared weight cache, disaggregated prefill, tokenizer workers",
+        (Refused("vLLM would not say whether its weights are asleep", "sleep_mode_backend", "another", *_SLEEP),),
+        (
+            Refused(_NOT_TRIED, "enable_memory_saver", True),
+            Refused("SGLang's own update session refuses it", "weight_cache_mode", "on"),
+            Refused(_NOT_TRIED, "disaggregation_mode", "prefill"),
+            Refused("the workers would not agree on a version", "tokenizer_worker_num", 2),
+        ),
+    ),
+]
+
+
+def refusals(engine: str) -> list[Refused]:
+    """All refusals of "vllm" or "sglang"."""
+    return [cell for feature in FEATURES for cell in getattr(feature, engine) if isinstance(cell, Refused)]
+
+
+def page() -> str:
+    """The table as the page has it."""
+    lines = ["| | vLLM | SGLang |", "|---|---|---|"]
+    for feature in FEATURES:
+        cells = []
+        for engine in ("vllm", "sglang"):
+            first, *others = dict.fromkeys(map(str, getattr(feature, engine))) or [""]
+            cells.append("; ".join([first, *(other.removeprefix("refused: ") for other in others)]))
+        lines.append(f"| {feature.name} | {' | '.join(cells)} |")
+    return "\n".join(lines).replace("|  |", "| |")
