@@ -68,11 +68,11 @@ def run(args: argparse.Namespace) -> int:
         host = f"[{args.host}]" if ":" in args.host else args.host
         print(f"weightcast: dashboard at http://{host}:{listening.getsockname()[1]}", flush=True)
         is_local = address[0] in ("127.0.0.1", "::1")
-        _server(feed, ["127.0.0.1", "localhost", "::1", "[::1]"] if is_local else ["*"]).run(sockets=[listening])
+        page_server(feed, ["127.0.0.1", "localhost", "::1", "[::1]"] if is_local else ["*"]).run(sockets=[listening])
     return exits.OK
 
 
-def _server(feed: Feed, hosts: list[str]) -> uvicorn.Server:
+def page_server(feed: Feed, hosts: list[str]) -> uvicorn.Server:
     """Return a server of the page for requests to these hosts. Another name is that of a page of elsewhere."""
     page = Path(__file__).with_name("page.html").read_text()
     script = page.partition("<script>")[2].partition("</script>")[0]
