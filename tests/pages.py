@@ -87,6 +87,8 @@ def in_shell(command: str) -> str:
         return f"serve http://127.0.0.1:30000/model_info env {command}"
     if " serve " in command:
         return f"serve http://127.0.0.1:8000/health env {command.removesuffix('&')}"
+    if command.startswith("weightcast dashboard"):
+        return f"serve http://127.0.0.1:8090/ env {command}"
     if command.startswith("weightcast follow"):
         return f"follow {command}"
     command = command.replace("PATH_TO_WEIGHTCAST", "$PWD")

@@ -74,6 +74,7 @@ PERMITTED: dict[tuple[str, str], str] = {
     ),
     ("cli.follow", "signal.signal"): PROGRAM,
     ("cli.serve", "logging.basicConfig"): PROGRAM,
+    ("cli.dashboard", "signal.signal"): PROGRAM,
     ("cli.serve", "signal.signal"): PROGRAM,
     ("cli.serve", "torch.set_num_threads"): PROGRAM,
     ("cli.serve", "torch.manual_seed"): PROGRAM,

@@ -228,9 +228,10 @@ class EngineResult(msgspec.Struct):
     `pause_seconds`: the engine's pause, as reported if it pauses by itself (with weightcast's routes), otherwise
     from the pause request to the resume, as seen by the publisher. `install_seconds`: duration of the install in the
     engine. `unproven`: with `verify="installed"`, the tensors that could not be read from the engine's live memory,
-    with the reason. `read_bytes`, `installed_bytes`: by engine rank, the bytes of buckets that its worker has read and
-    checked (ranks of one host divide these), and the bytes that it has installed (a tensor that goes through the
-    engine's loader counts with all its bytes). `differs`: the engine's live memory is not what was sent, and the engine
+    with the reason; `num_compared`: how many of the sent tensors were compared with it. `read_bytes`,
+    `installed_bytes`: by engine rank, the bytes of buckets that its worker has read and checked (ranks of one host
+    divide these), and the bytes that it has installed (a tensor that goes through the engine's loader counts with all
+    its bytes). `differs`: the engine's live memory is not what was sent, and the engine
     was quarantined. `has_left`: it failed, and then the directory of engines did not have it any more.
     """
 
@@ -239,6 +240,7 @@ class EngineResult(msgspec.Struct):
     pause_seconds: float = 0.0
     install_seconds: float = 0.0
     unproven: dict[str, str] = {}
+    num_compared: int = 0
     read_bytes: list[int] = []
     installed_bytes: list[int] = []
     differs: bool = False

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
+import shutil
 import socket
+import subprocess
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +16,7 @@ from urllib.request import ProxyHandler, build_opener
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from publishers import publisher_of
 
@@ -161,3 +164,95 @@ def test_a_registry_does_not_keep_a_publisher_alive() -> None:
     assert gone() is None
     assert values(registry) == {}
     engine.close()
+
+
+# --- examples/monitoring ---
+
+MONITORING = Path(__file__).parents[2] / "examples" / "monitoring"
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Debian's package prometheus")
+
+
+def dashboard_expressions() -> list[str]:
+    panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    return [expression.replace("$__rate_interval", "5m") for expression in expressions]
+
+
+def promtool(*words: str) -> str:
+    assert PROMTOOL is not None
+    done = subprocess.run([PROMTOOL, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_dashboard_and_the_alerts_use_metrics_that_there_are(engines: list[DirectEngine]) -> None:
+    registry = CollectorRegistry()
+    with publisher_of(TensorSource(TENSORS), transport="memory://", engines=engines, metrics=registry) as publisher:
+        with pytest.raises(ValueError, match="from 0 to"):
+            publisher.publish(-1)
+        publisher.publish()
+        samples = {sample.name for metric in registry.collect() for sample in metric.samples}
+        families = {metric.name for metric in registry.collect()}
+    alerts = re.findall(r"expr: (.*?)\n {8}\w", (MONITORING / "alerts.yml").read_text(), re.DOTALL)
+    assert len(alerts) == 4
+    named = set(re.findall(r"weightcast_\w+", " ".join((*dashboard_expressions(), *alerts))))
+    assert named <= samples
+    unnamed = {family for family in families if not any(name.startswith(family) for name in named)}
+    assert unnamed == set(), "each is on the dashboard or in an alert"
+
+
+@needs_promtool
+def test_prometheus_parses_the_expressions(tmp_path: Path) -> None:
+    assert "4 rules found" in promtool("check", "rules", str(MONITORING / "alerts.yml"))
+    expressions = dashboard_expressions()
+    rules = [{"record": f"panel:{number}", "expr": each} for number, each in enumerate(expressions)]
+    file = tmp_path / "panels.yml"
+    file.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))  # JSON is YAML
+    assert f"{len(expressions)} rules found" in promtool("check", "rules", str(file))
+
+
+@needs_promtool
+def test_prometheus_raises_the_alerts(engines: list[DirectEngine], tmp_path: Path) -> None:
+    """Of a publisher's own text: for 20 minutes all is well, then engines have failed and differed."""
+    registry = CollectorRegistry()
+    options: dict[str, Any] = {"verify": "installed", "on_failure": "report", "transport": "memory://"}
+
+    def scrape() -> dict[str, str]:
+        lines = generate_latest(registry).decode().splitlines()
+        return dict(line.rpartition(" ")[::2] for line in lines if line and not line.startswith("#"))
+
+    with publisher_of(TensorSource(TENSORS), engines=engines, metrics=registry, **options) as publisher:
+        publisher.publish(1)
+        well = scrape()
+        engines[0].engine.spoilt = "t2"
+        engines[1].engine.fail_after = 0
+        report = publisher.publish(5)
+        ill = scrape()
+    failed = report.failures["second"].kind
+    succeeded = "weightcast_last_success_timestamp_seconds"
+    well[succeeded] = ill[succeeded] = "600"  # the time of Prometheus' test begins at 0
+    series = [
+        {"series": name, "values": f"{well[name]}x20 {value}x40" if name in well else f"_x20 {value}x40"}
+        for name, value in ill.items()
+    ]
+    first = {"WeightcastPublishFails": [{"cause": "IntegrityError"}, {"cause": failed}], "WeightcastWrongWeights": [{}]}
+    behind = {"WeightcastEngineBehind": [{"engine": "second"}]}
+    raised: dict[str, dict[str, list[dict[str, str]]]] = {
+        "19m": {},
+        "22m": first,
+        "28m": first | behind,
+        "39m": behind | {"WeightcastWrongWeights": [{}]},
+        "50m": behind | {"WeightcastWrongWeights": [{}], "WeightcastNoVersionForAll": [{}]},
+    }
+    tests = [
+        {"eval_time": when, "alertname": name, "exp_alerts": [{"exp_labels": labels} for labels in found.get(name, [])]}
+        for when, found in raised.items()
+        for name in ("WeightcastEngineBehind", "WeightcastNoVersionForAll", *first)
+    ]
+    # Annotations are compared, too; what they say is no matter here.
+    rules = re.sub(r" {8}annotations:\n {10}summary: .*\n", "", (MONITORING / "alerts.yml").read_text())
+    (tmp_path / "alerts.yml").write_text(rules)
+    group = {"interval": "1m", "input_series": series, "alert_rule_test": tests}
+    (tmp_path / "test.yml").write_text(json.dumps({"rule_files": ["alerts.yml"], "tests": [group]}))
+    assert "SUCCESS" in promtool("test", "rules", str(tmp_path / "test.yml"))

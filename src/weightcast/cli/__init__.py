@@ -24,6 +24,7 @@ COMMANDS = {
     "rollback": "make an earlier version of a store the newest again, as a new version",
     "export": "write a store's newest version as a checkpoint directory",
     "status": "show which version each engine of a fleet serves, and which are behind",
+    "dashboard": "show the same on a page, live, with the last publishes of a publisher",
     "inspect": "show the tensors and versions of an engine, a checkpoint or a store",
     "verify": "check that an engine has exactly the weights of a checkpoint, or that a store is intact",
     "bench": "measure a publish over a transport on this machine, against one memcpy",

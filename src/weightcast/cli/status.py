@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeAlias
 
 import msgspec
 from rich.console import Group
@@ -30,6 +31,9 @@ examples:
 The newest version is the highest number that any of these engines serves. The status is 0 if every engine answers and
 serves it, and is neither paused nor torn. --watch asks again and again until Ctrl-C; with --json each time in one line.
 """
+
+Answer: TypeAlias = WeightInfo | ErrorRecord
+"""An engine's answer, or the error that came instead."""
 
 _MAX_ASKED_AT_ONCE = 64
 _STYLES = {"serves": "green", "behind": "yellow", "paused": "yellow", "torn": "bold red", "no answer": "bold red"}
@@ -93,21 +97,26 @@ def run(args: argparse.Namespace) -> int:
 
 def fleet_status(engines: Sequence[HttpEngine], pool: ThreadPoolExecutor) -> FleetStatus:
     """Ask all engines at once, each with its own deadline."""
-    answers = dict(zip((engine.name for engine in engines), pool.map(_ask, engines), strict=True))
-    numbers = [info.version for info in answers.values() if isinstance(info, WeightInfo) and info.version is not None]
-    newest = max(numbers, default=None)
+    return judged(dict(zip((engine.name for engine in engines), pool.map(ask, engines), strict=True)))
+
+
+def judged(answers: Mapping[str, Answer], published: int | None = None) -> FleetStatus:
+    """Return the fleet's status by its engines' answers. `published`: a version that is at most the newest one."""
+    numbers = [info.version for info in answers.values() if isinstance(info, WeightInfo)]
+    newest = max((number for number in (published, *numbers) if number is not None), default=None)
     found = [_status(name, answer, newest) for name, answer in answers.items()]
     return FleetStatus(all(engine.state == "serves" for engine in found), newest, found)
 
 
-def _ask(engine: HttpEngine) -> WeightInfo | ErrorRecord:
+def ask(engine: HttpEngine) -> Answer:
+    """Ask an engine for its state; each request has the client's deadline."""
     try:
         return engine.connect().info()
     except WeightcastError as exc:
         return to_record(exc)
 
 
-def _status(engine: str, answer: WeightInfo | ErrorRecord, newest: int | None) -> EngineStatus:
+def _status(engine: str, answer: Answer, newest: int | None) -> EngineStatus:
     if isinstance(answer, ErrorRecord):
         return EngineStatus(engine, "no answer", None, None, answer)
     behind = None if newest is None or answer.version is None else newest - answer.version

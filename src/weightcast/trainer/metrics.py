@@ -6,15 +6,16 @@ Invariant: what is asked of the fleet for a scrape is what the publisher knows o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from weightcast.errors import PublishReport
 from weightcast.trainer.fleet import EngineState
+from weightcast.trainer.history import PATH, PublishHistory
 
 MetricsTarget: TypeAlias = str | CollectorRegistry
 """HOST:PORT to serve metrics at, or a registry that somebody else serves."""
@@ -90,9 +91,20 @@ class PublisherMetrics(Collector):
         )
         self._registry = CollectorRegistry() if isinstance(target, str) else target
         self._server = None
+        self._history = PublishHistory()
         if isinstance(target, str):
             host, port = address(target)
             self._server, self._thread = start_http_server(port, host, self._registry)
+            metrics = make_wsgi_app(self._registry)
+
+            def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+                if environ["PATH_INFO"] == PATH:
+                    start_response("200 OK", [("content-type", "application/json")])
+                    return [self._history.to_json(self._engines())]
+                page: Iterable[bytes] = metrics(environ, start_response)
+                return page
+
+            self._server.set_app(answer)
         self._registry.register(self)
         self._is_open = True
 
@@ -130,7 +142,9 @@ class PublisherMetrics(Collector):
         num_deltas = 0 if delta is None else delta.num_engines
         num_bytes = 0 if delta is None or not num_deltas else delta.num_bytes
         is_full = not num_deltas or num_deltas < len(report.engines)
-        self._bytes.labels(self._transport, "sent").inc(num_bytes + is_full * report.num_bytes)
+        num_sent_bytes = num_bytes + is_full * report.num_bytes
+        self._bytes.labels(self._transport, "sent").inc(num_sent_bytes)
+        self._history.add(report, num_sent_bytes)
         for name, result in report.engines.items():
             self._bytes.labels(self._transport, "received").inc(sum(result.read_bytes))
             if result.error is None:
@@ -149,6 +163,7 @@ class PublisherMetrics(Collector):
     def add_failure(self, error: BaseException) -> None:
         """Count a publish that ended in an error and has no report."""
         self._failures.labels(type(error).__name__).inc()
+        self._history.add_failure(error)
 
     def close(self) -> None:
         """Stop serving them, or take them out of the caller's registry. Idempotent."""

@@ -77,6 +77,7 @@ class SentDigests:
                 elif found != digest:
                     wrong[spec.name] = record
                 proven.update(record.names)
+            member.result.num_compared = len(proven)
             if wrong:
                 where = self._located(member, dict(itertools.islice(wrong.items(), _MAX_LOCATED)))
         finally:
