@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^( *)```sh\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 CONTINUED = re.compile(r"\s*\\\n\s*")
-COMMENT = re.compile(r"\s{2,}#\s.*")
+COMMENT = re.compile(r"(^|\s{2,})#\s.*")
 UNSHARE = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 SHELL = """
