@@ -26,6 +26,7 @@ from weightcast.trainer.history import MAX_PUBLISHES, PublishHistory
 webdriver = pytest.importorskip("selenium.webdriver", reason="the page's tests need selenium")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
+    pytest.mark.cluster,
     pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs Debian's chromium and chromium-driver"),
     pytest.mark.timeout(600),
 ]

