@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import functools
 import gc
+import mmap
 import os
 import weakref
 from collections.abc import Iterator
