@@ -12,6 +12,7 @@ import torch
 
 from real_vllm.baseline.per_tensor import Workers
 from real_vllm.experts_on_cpus import add_collectives, read_expert_maps
+from real_vllm.packed_copy import pack_with_a_flipped_bit
 
 add_collectives()
 read_expert_maps()
@@ -69,20 +70,6 @@ class Extension(Workers):
 
     def test_pid(self) -> int:
         return os.getpid()
-
-
-def pack_with_a_flipped_bit(layer: Any, row: int, column: int, bit: int) -> None:
-    """Have a layer compute with what vLLM packs of its table with one other bit. `bit`: -1 for the highest one.
-
-    oneDNN's memory can't be reached from outside.
-    """
-    table = layer.weight.data.clone()
-    words = table.view({2: torch.int16, 4: torch.int32}[table.itemsize])
-    words[row, column] ^= torch.tensor(1 << bit % (8 * table.itemsize)).to(words.dtype)
-    damaged: Any = torch.nn.Module()
-    damaged.weight = torch.nn.Parameter(table, requires_grad=False)
-    layer.quant_method.process_weights_after_loading(damaged)
-    layer.cpu_linear = damaged.cpu_linear
 
 
 def _world_rank(worker: Any) -> int:

@@ -12,9 +12,9 @@ from publishers import publisher_of
 from real_engines.setups import on
 
 from real_vllm.cold import assert_serves
-from real_vllm.extension import pack_with_a_flipped_bit
 from real_vllm.offline import Offline, OfflineSetup, offline_on
 from real_vllm.oracle import NUM_TOKENS, PROMPT
+from real_vllm.packed_copy import pack_with_a_flipped_bit
 from real_vllm.servers import TWO, Server
 from real_vllm.test_model import BF16, DENSE, EMBEDDING, EXPERTS, HEAD, TIED, engine_of, weights
 from real_vllm.trainer import trainer
