@@ -92,7 +92,7 @@ FEATURES = [
     Feature("pipeline parallelism", (Run(_ACCEPTANCE, "PIPELINE"),), (Refused(_NOT_TRIED, "pp_size", 2),)),
     Feature(
         "expert parallelism",
-        (Run(_ACCEPTANCE, "EXPERTS", "with a mended kernel: vLLM's own does not serve there"),),
+        (Run(_ACCEPTANCE, "EXPERTS", "with a kernel that the tests patch: stock vLLM can't serve it there"),),
         (Refused(_NOT_TRIED, "ep_size", 2), Refused(_NOT_TRIED, "moe_dp_size", 2)),
     ),
     Feature(
@@ -125,8 +125,8 @@ FEATURES = [
         "quantised checkpoints: compressed-tensors int8 and fp8 by channels, fp8 by blocks; quantised while loading: "
         "fp8_per_block, int8_per_channel_weight_only (experts)",
         (
-            Run(_QUANTISED, 'saved("qwen3+fp8-blocks")', "int8 checkpoints and blocks with AMX"),
-            Run(_QUANTISED, 'saved("qwen3", "fp8_per_block")', "int8 checkpoints and blocks with AMX"),
+            Run(_QUANTISED, 'saved("qwen3+fp8-blocks")', "int8 checkpoints and fp8 by blocks on those with AMX"),
+            Run(_QUANTISED, 'saved("qwen3", "fp8_per_block")', "int8 checkpoints and fp8 by blocks on those with AMX"),
         ),
         (Refused(_NOT_TRIED, "quantization", "fp8"), Refused(_NOT_TRIED, "rl_quant_profile", "any")),
     ),
@@ -142,15 +142,14 @@ FEATURES = [
         (Refused(_NOT_TRIED, "enable_lora", True), Refused(_NOT_TRIED, "lora_paths", ["a"])),
     ),
     Feature(
-        "LoRA, fully sharded or of towers; quantised with expert parallelism or LoRA; experts quantised while loading "
-        "with tensor parallelism",
+        "LoRA, fully sharded, of towers or of a mixture of experts",
         (
             Refused(_NOT_TRIED, "lora_config", lora(fully_sharded_loras=True)),
             Refused(_NOT_TRIED, "lora_config", lora(enable_tower_connector_lora=True)),
-            COMBINED,
-            SCALES_TOGETHER,
         ),
     ),
+    Feature("quantised, with expert parallelism or LoRA", (COMBINED,)),
+    Feature("experts quantised while loading, with tensor parallelism", (SCALES_TOGETHER,)),
     Feature("speculation by n-grams", (Run(_ACCEPTANCE, "SPECULATING"),)),
     Feature(
         "draft models",
@@ -161,14 +160,23 @@ FEATURES = [
         (Refused(_DRAFT, "speculative_algorithm", "EAGLE"),),
     ),
     Feature(
-        "another sleep mode than cumem; memory saver, shared weight cache, disaggregated prefill, tokenizer workers",
+        "another sleep mode than cumem",
         (Refused("vLLM would not say whether its weights are asleep", "sleep_mode_backend", "another", *_SLEEP),),
-        (
+    ),
+    Feature(
+        "memory saver; disaggregated prefill",
+        sglang=(
             Refused(_NOT_TRIED, "enable_memory_saver", True),
-            Refused("SGLang's own update session refuses it", "weight_cache_mode", "on"),
             Refused(_NOT_TRIED, "disaggregation_mode", "prefill"),
-            Refused("the workers would not agree on a version", "tokenizer_worker_num", 2),
         ),
+    ),
+    Feature(
+        "shared weight cache",
+        sglang=(Refused("SGLang's own update session refuses it", "weight_cache_mode", "on"),),
+    ),
+    Feature(
+        "several tokenizer workers",
+        sglang=(Refused("the workers would not agree on a version", "tokenizer_worker_num", 2),),
     ),
 ]
 

@@ -103,7 +103,7 @@ def test_who_is_behind_and_why(address: str) -> None:
         view = stack.enter_context(watched(*urls, publisher=f"http://{address}"))
         rows = view.until_states("serves", "serves", "serves", "serves", "behind")
         assert [row.version for row in rows] == ["5", "5", "5", "5", "default"]
-        assert rows[4].reason == "no newer version was offered to it"
+        assert rows[4].reason.startswith("no newer version was offered to it")
         assert not any(row.needs_attention for row in rows), "a row is behind for a moment in every publish"
 
         publisher.add_engine(urls[4])
@@ -115,7 +115,7 @@ def test_who_is_behind_and_why(address: str) -> None:
         view.until(lambda: len(view.publishes) == 2 and "Incompatible" in view.rows[urls[4]].reason)
         rows = list(view.rows.values())
         assert (view.newest, [row.behind for row in rows]) == (7, [0, 2, 2, None, None])
-        assert rows[1].reason == "no newer version was offered to it"
+        assert rows[1].reason.startswith("no newer version was offered to it")
         assert r"<script>alert(1)</script>\nits loader failed" in rows[2].reason, "on one line"
         assert rows[3].reason.startswith("PeerDiedError: ")
         assert rows[4].reason.startswith("version 7: IncompatibleWeightsError: ")

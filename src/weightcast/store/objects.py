@@ -149,7 +149,7 @@ class ObjectStorage:
         """The content of `writer.json`, once this writer has replaced it."""
         self._pid: int | None = None
         self._owner_tag: str | None = None
-        """The entity tag of `writer.json` when this writer wrote it, or before that read it; None if there was none."""
+        """The entity tag of `writer.json` from this writer's last write, before the first from its read; None: no object."""
         self._sealed: dict[int, Stored] = {}
         """By slot, the versions that this writer has found; a slot is never sealed twice."""
         # A busy server may take longer for one request than an impatient caller waits for a version.
@@ -244,7 +244,7 @@ class ObjectStorage:
             former = None if data is None else unseal(data, WriterRecord, self.path(files.WRITER))
         if former is not None and former.aborted != _CLOSED:
             logger.warning(
-                "%s was not closed by its last publisher, %s: if that still lives, it has lost the store to this one",
+                "%s was not closed by its last publisher, %s: if that still lives, it loses the store to this one",
                 self._where,
                 former.describe(),
             )
@@ -257,7 +257,7 @@ class ObjectStorage:
             ]
             if foreign := [name for name in names if name not in (files.POINTER, f"{files.SLOTS}/")]:
                 raise ValueError(
-                    f"{self._where} is not a weightcast store, since it has {', '.join(sorted(foreign)[:4])}: name an "
+                    f"{self._where} is not a weightcast store, but has {', '.join(sorted(foreign)[:4])}: name an "
                     "empty or a new prefix"
                 )
         self._pid = os.getpid()
@@ -418,7 +418,7 @@ class ObjectStorage:
                 owner = f"{unseal(data, WriterRecord, self.path(files.WRITER)).describe()} has opened it since"
         return StaleVersionError(
             f"this publisher has lost the store {self._where}: {owner}. The publisher that opened the store last "
-            "writes it; close this one, or close the other and make a new one"
+            "writes it: if that one is right, close this one, else close that one and then make this one again"
         )
 
     def _no_bucket(self) -> PeerError:

@@ -91,7 +91,8 @@ class PublishOptions:
     first publish.
     `delta`: engines that have the last version get only what changed since then; the others get a full update in the
     same publish. "always", or "auto": not over shared memory, and not while the last deltas took longer than a full
-    update; None: full updates only. One more model of host memory is needed in this process, and in each engine worker.
+    update; None: full updates only. One more model of host memory is needed in this process, and on each host of an
+    engine, whose ranks there share it.
     `on_event`: called with a `PublishEvent` for each phase and engine, in the publish's thread, so it must not block.
     An exception that it raises ends the publish. With several trainer ranks it is called on the publishing rank.
     `on_failure`: if an engine did not install the version, "raise" raises PublishError, "report" returns the report.

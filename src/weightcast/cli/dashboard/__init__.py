@@ -45,8 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("engines", nargs="*", metavar="URL", help="an engine, such as http://127.0.0.1:8000")
     add("--publisher", metavar="URL", help="a publisher's metrics, such as http://127.0.0.1:9464")
-    add("--every", type=values.seconds, default=2.0, metavar="SECONDS", help="between two requests (%(default)s)")
-    add("--deadline", type=values.seconds, default=5.0, metavar="SECONDS", help="of each answer (%(default)s)")
+    add(
+        "--every",
+        type=values.seconds,
+        default=2.0,
+        metavar="SECONDS",
+        help="pause between two requests of an engine (%(default)s)",
+    )
+    add(
+        "--deadline",
+        type=values.seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="longest wait for an answer (%(default)s)",
+    )
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=values.integer(0, 65535), default=8090, help="port; 0: any free one (default: %(default)s)")
     output.add_token(parser)
@@ -73,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def page_server(feed: Feed, hosts: list[str]) -> uvicorn.Server:
-    """Return a server of the page for requests to these hosts. Another name is that of a page of elsewhere."""
+    """Return a server of the page. Requests with another Host are refused, so that other sites' pages can't read it."""
     page = Path(__file__).with_name("page.html").read_text()
     script = page.partition("<script>")[2].partition("</script>")[0]
     policy = _POLICY.format(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode())

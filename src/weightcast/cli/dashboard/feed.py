@@ -252,7 +252,7 @@ def _row(found: EngineStatus, known: EngineHistory | None) -> EngineRow:
         if has_failed and last is not None and last.error is not None:
             reason = f"version {last.version}: {last.error.kind}: {last.error.message}"
         elif offered is UNSET or (offered.run, offered.number) == (info.run, info.version):
-            reason = "no newer version was offered to it"
+            reason = "no newer version was offered to it: is it in its publisher's list of engines?"
         else:
             reason = f"version {offered.number} was offered to it, and is not installed"
     compared = ""
