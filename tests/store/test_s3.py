@@ -148,7 +148,7 @@ def test_versions_are_followed_from_the_middle_rolled_back_verified_and_exported
 
 def test_engines_of_a_publisher_get_a_version_before_it_is_the_newest(url: Options) -> None:
     source, engine = TensorSource(model(1)), RecordingEngine()
-    with fleet(source, engine, transport=url()) as (publisher, _):
+    with fleet(source, engine, transport=url(), deadline_seconds=LONG_SECONDS) as (publisher, _):
         for number in range(3):
             assert publisher.publish().version == number
             assert number_in(engine.held) == 1
@@ -216,7 +216,7 @@ def test_an_empty_store_and_a_bucket_that_is_not_there(url: Options, server: Obj
     with pytest.raises(PeerError, match="no bucket 'nowhere': create it"):
         StoreSender(missing, run=RUN)
     server.ask("PUT", f"/{BUCKET}/taken/notes.txt", b"mine")
-    with pytest.raises(ValueError, match=r"not a weightcast store, since it has notes\.txt"):
+    with pytest.raises(ValueError, match=r"not a weightcast store, but has notes\.txt"):
         StoreSender(f"s3://{BUCKET}/taken?endpoint=http://127.0.0.1:{server.port}", run=RUN)
 
 

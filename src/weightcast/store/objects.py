@@ -149,7 +149,7 @@ class ObjectStorage:
         """The content of `writer.json`, once this writer has replaced it."""
         self._pid: int | None = None
         self._owner_tag: str | None = None
-        """The entity tag of `writer.json` from this writer's last write, before the first from its read; None: no object."""
+        """Entity tag of `writer.json` from this writer's last write, or from its first read; None: no such object."""
         self._sealed: dict[int, Stored] = {}
         """By slot, the versions that this writer has found; a slot is never sealed twice."""
         # A busy server may take longer for one request than an impatient caller waits for a version.
