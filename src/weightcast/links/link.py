@@ -642,7 +642,7 @@ class LinkListener:
     ) -> list[Link]:
         """Wait until `num_workers` workers of an engine have sent their hello. Raises PeerTimeoutError.
 
-        `ask` is called now and then meanwhile; it raises if the workers can't connect any more.
+        `ask` is called meanwhile, at growing intervals; it raises if the workers can't connect any more.
         """
 
         def wait(seconds: float) -> None:

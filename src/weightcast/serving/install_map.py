@@ -320,7 +320,7 @@ class RecordedMap(InstallMap):
             name: self._read(
                 self._catalog[name],
                 [copy.source for copy in self._copies[name]],
-                [copy.block.of(getattr(layer, _leaf(copy.target)).data) for copy in self._copies[name]],
+                [copy.block.of(getattr(layer, copy.target.rpartition(".")[2]).data) for copy in self._copies[name]],
                 "",
             )
             for name, owner in self._module_of.items()
@@ -527,10 +527,6 @@ def _form(tensor: torch.Tensor) -> TargetForm:
 
 def _module(target: str) -> str:
     return target.rpartition(".")[0]
-
-
-def _leaf(target: str) -> str:
-    return target.rpartition(".")[2]
 
 
 def _digests(layer: nn.Module) -> dict[str, str]:
