@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import os
+import random
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from real_vllm.conftest import Checkpoints
 from real_vllm.models import model_of
 from real_vllm.oracle import PROMPT, Answer
 from real_vllm.servers import Server, Setup, completion
+from real_vllm.test_soak import footprint
 from weightcast import (
     ModuleSource,
     Publisher,
@@ -114,6 +118,11 @@ def answer(server: Server, model: str, *, num_tokens: int = NUM_TOKENS) -> Answe
 
 def named(server: Server) -> set[str]:
     return {model["id"] for model in server.get("/v1/models")["data"]} - {"tiny", str(server.folder)}
+
+
+def versions_of(server: Server) -> dict[str, int]:
+    """By label, the number of each version of the adapter that requests can name."""
+    return {label: int(label.partition("@")[2]) for label in named(server) if label.startswith("policy@")}
 
 
 @pytest.fixture(scope="session")
@@ -356,6 +365,42 @@ def test_a_trainer_that_is_killed_leaves_a_whole_version(server: Server, phase: 
     with Publisher(source, engines=[server.url], options=options) as publisher:
         publisher.publish()
     assert answer(server, "policy") == expected[2]
+
+
+def publishing_until_killed(url: str, family: str, first: int, is_serving: Any) -> None:
+    """A trainer that publishes version after version, number `first` first; number n is the adapter of seed n % 3."""
+    adapters = [AdapterOf(family, seed) for seed in range(3)]
+    source = Source(adapters[0].tensors, adapters[0].config)
+    options = PublishOptions(target=Adapter("policy"), takeover=True, lease_seconds=2.0)
+    with Publisher(source, engines=[url], options=options) as publisher:
+        for number in itertools.count(first):
+            source.use(adapters[number % 3])
+            publisher.publish(number)
+            is_serving.set()
+
+
+@pytest.mark.parametrize("num_kills", [4, pytest.param(50, marks=pytest.mark.full)])
+@on(LORA, full=[LORA_TWO])
+def test_trainers_killed_at_random_leave_whole_versions(server: Server, num_kills: int, cold_answers: Any) -> None:
+    family, expected, generator = server.setup.family, cold_answers(server.setup), random.Random(num_kills)
+    next_number, memory = 1 + max([1000, *versions_of(server).values()]), list[int]()
+    for _ in range(num_kills):
+        is_serving = context.Event()
+        trainer = context.Process(target=publishing_until_killed, args=(server.url, family, next_number, is_serving))
+        trainer.start()
+        assert is_serving.wait(120)
+        time.sleep(generator.uniform(0.0, 0.3))
+        trainer.kill()
+        trainer.join(120)
+        versions = versions_of(server)
+        assert next_number <= max(versions.values())
+        for label, number in versions.items():
+            assert answer(server, label) == expected[number % 3], label
+        next_number = 1 + max(versions.values())
+        assert answer(server, "policy") == expected[(next_number - 1) % 3]
+        assert not server.is_paused()
+        memory.append(footprint(server).rss_bytes)
+    print(f"{next_number} versions; the server's memory after each kill: {[size >> 20 for size in memory]} MiB")
 
 
 @pytest.mark.full
