@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import msgspec
 import pytest
@@ -144,6 +147,32 @@ def test_half_a_line_does_not_count() -> None:
 
 def test_an_engine_that_is_gone_is_given_up() -> None:
     assert not rescue([RecoveryRequest("http://127.0.0.1:9/resume")], give_up_seconds=0.3)
+
+
+def test_what_follows_a_long_reload_is_sent() -> None:
+    """The reload alone takes longer than a request may, and has a limit of its own."""
+    asked: list[str] = []
+
+    class SlowReload(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            if self.path == "/reload":
+                time.sleep(0.6)
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), SlowReload) as slow:
+        thread = threading.Thread(target=slow.serve_forever, args=(0.01,))
+        thread.start()
+        url = f"http://127.0.0.1:{slow.server_port}"
+        reload = RecoveryRequest(f"{url}/reload", timeout_seconds=60)
+        was_sent = rescue([reload, RecoveryRequest(f"{url}/resume", timeout_seconds=60)], give_up_seconds=0.5)
+        slow.shutdown()
+        thread.join()
+    assert was_sent
+    assert asked == ["/reload", "/resume"]
 
 
 def test_a_refusal_is_an_answer(server: weightcast.EngineServer) -> None:

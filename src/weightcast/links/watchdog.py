@@ -45,7 +45,7 @@ class Watchdog:
     """The publisher's handle on its watchdog process, which starts when it is first needed. Thread-safe."""
 
     def __init__(self, deadline_seconds: float = 60.0) -> None:
-        """`deadline_seconds`: limit for the requests to an engine after this process's death, and of each wait."""
+        """`deadline_seconds`: limit for each request to an engine after this process's death, and of each wait."""
         self._deadline_seconds = deadline_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -127,7 +127,8 @@ class WatchedEngines:
 def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float) -> bool:
     """Send the requests in order, each again until it is answered; return False if time is up before the last one.
 
-    A request whose reply lacks an `expected` item ends the list, too.
+    Each has this time from the answer to the one before it: a reload may take longer, and a resume follows it. A
+    request whose reply lacks an `expected` item ends the list, too.
     """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     pending, deadline = list(requests), Deadline(give_up_seconds)
@@ -144,7 +145,7 @@ def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float) -> bool:
         except OSError:
             time.sleep(POLL_SECONDS)
             continue
-        pending = pending[1:] if _has(found, expected) else []
+        pending, deadline = pending[1:] if _has(found, expected) else [], Deadline(give_up_seconds)
     return not pending
 
 
