@@ -729,48 +729,22 @@ class Publisher(ClosedOnExit):
         elif self._group is None:
             # This checks the regions before a sender exists, which may write to a store.
             pack_plan.packer(regions)
-        if self._connections is None:
-            try:
-                self._connections = Connections(
-                    self._url,
-                    self.run,
-                    device,
-                    deadline_seconds=self._options.deadline_seconds,
-                    lease_seconds=self._options.lease_seconds,
-                    has_several_ranks=self._group is not None,
-                )
-            except OSError as exc:
-                if reason := shortage(exc):
-                    raise OSError(exc.errno, reason) from exc
-                raise
-            self._process = os.getpid()
-            self._owned.insert(-1, self._connections)
-            # Made again with this pid: the process may have been forked since the publisher was made.
-            self._drop.detach()
-            self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
-            self._drop.atexit = False
+        if connections is None:
+            connections = self._connect(device)
         if not self._fleet.members and not self._transport.keeps_versions:
             raise ValueError(
                 f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
                 "call add_engine first (a store, file:///DIR, needs none)"
             )
-
-        def maps_buckets() -> bool:
-            # Clients' own senders have their buckets in host memory.
-            is_brought = fleet.members and all(isinstance(m.client, BringsSender) for m in fleet.members)
-            if device.type == "cpu" or (is_brought and not self._transport.keeps_versions):
-                return True
-            return self._transport.mappable_on_gpu in ("always", self._options.install)
-
         return PublishInputs(
             start,
             number,
             regions,
-            self._connections,
+            connections,
             pack_plan,
             fleet,
             again,
-            maps_buckets=maps_buckets,
+            maps_buckets=functools.partial(self._maps_buckets, device),
             checks_finite=self._options.check_finite,
             engine_dtypes=self._engine_dtypes if stored is None else None,
             target=UNSET if self._options.target is None else self._target(self._options.target),
@@ -778,6 +752,37 @@ class Publisher(ClosedOnExit):
             directory_error=self._directory_error,
             departed=self._departed,
         )
+
+    def _connect(self, device: torch.device) -> Connections:
+        """Listen for workers, and make the sender, for weights on this device. Raises OSError."""
+        try:
+            self._connections = Connections(
+                self._url,
+                self.run,
+                device,
+                deadline_seconds=self._options.deadline_seconds,
+                lease_seconds=self._options.lease_seconds,
+                has_several_ranks=self._group is not None,
+            )
+        except OSError as exc:
+            if reason := shortage(exc):
+                raise OSError(exc.errno, reason) from exc
+            raise
+        self._process = os.getpid()
+        self._owned.insert(-1, self._connections)
+        # Made again with this pid: the process may have been forked since the publisher was made.
+        self._drop.detach()
+        self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
+        self._drop.atexit = False
+        return self._connections
+
+    def _maps_buckets(self, device: torch.device) -> bool:
+        """Return whether trainer ranks of one host can pack into each other's buckets, for weights on this device."""
+        # Clients' own senders have their buckets in host memory.
+        is_brought = self._fleet.members and all(isinstance(m.client, BringsSender) for m in self._fleet.members)
+        if device.type == "cpu" or (is_brought and not self._transport.keeps_versions):
+            return True
+        return self._transport.mappable_on_gpu in ("always", self._options.install)
 
     def _target(self, target: Adapter) -> AdapterTarget:
         """Return the adapter to update, with the source's present settings."""
