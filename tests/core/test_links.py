@@ -175,17 +175,27 @@ def test_a_publisher_that_falls_silent_ends_the_link_also_while_a_thread_waits(l
             assert ended.wait(PATIENCE_SECONDS)
 
 
-def test_what_was_not_read_yet_is_no_silence(leaves_nothing: None, nobody_else_reads: None) -> None:
+def test_what_was_not_read_yet_is_no_silence(
+    leaves_nothing: None, nobody_else_reads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The link's own thread looks at what has come before it ends a link whose lease is over."""
-    ended = list[str]()
-    with contextlib.closing(LinkListener(RUN, lease_seconds=0.08)) as listener:
-        with _worker(listener, lease_seconds=0.5, on_end=ended.append) as worker:
-            _wait_once(worker.condition)
-            first_heard_at = worker._heard_at
-            while not ended and worker._heard_at < first_heard_at + 1.0:
-                assert worker.silent_seconds < PATIENCE_SECONDS
-                time.sleep(0.01)
-        assert not ended
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(link, "connect", lambda address, timeout_seconds: ours)
+    ended, silent_seconds = threading.Event(), list[float]()
+
+    def on_end(reason: str) -> None:
+        silent_seconds.append(worker.silent_seconds)
+        ended.set()
+
+    worker = WorkerLink("unix:@pair", lease_seconds=0.2, deadline_seconds=PATIENCE_SECONDS, on_end=on_end)
+    with contextlib.closing(theirs), contextlib.closing(worker):
+        theirs.sendall(frame(Heartbeat()))
+        # As after a wait: the link's own thread reads nothing before the lease is over.
+        worker.condition._waited_at = time.monotonic()
+        worker.open(Hello(RUN, "engine", 0, "5a" * 32))
+        assert ended.wait(PATIENCE_SECONDS)
+        assert worker._is_welcome, "the heartbeat was not read"
+    assert silent_seconds[0] >= 0.2, "the lease did not begin again with the heartbeat"
 
 
 def test_heartbeats_say_that_the_publisher_waits_only_while_one_of_its_threads_does(leaves_nothing: None) -> None:
