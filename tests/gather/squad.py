@@ -724,16 +724,21 @@ class Rank:
 
         store.StoreAddress = Elsewhere  # type: ignore[misc]
 
-    def lose_nobody(self, at: int) -> None:
-        """Once, this rank's sender notices at its bucket `at` that its group is broken, and nobody to blame for it."""
+    def lose_nobody(self, at: int, *, loses_all: bool = False) -> None:
+        """Once, this rank's sender notices at its bucket `at` that its group is broken, and nobody to blame for it.
+
+        `loses_all`: all of the group are to blame.
+        """
         sender = self.publisher._group._sender
         send = sender.send
 
         def losing_send(index: int, num_bytes: int) -> None:
             if index == at:
                 sender.send = send
+                error = PeerDiedError("as if a connection had broken", peer="x")
                 with sender.condition:
-                    sender._interrupt(sender._update, {}, PeerDiedError("as if a connection had broken", peer="x"))
+                    blamed = dict.fromkeys(sender._group.members, error) if loses_all else {}
+                    sender._interrupt(sender._update, blamed, error)
             send(index, num_bytes)
 
         sender.send = losing_send

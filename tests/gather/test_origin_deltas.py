@@ -128,6 +128,21 @@ def test_an_origin_that_has_lost_peers_sends_its_deltas_again(
     publish(ranks, 3, 2 + is_late)
 
 
+@pytest.mark.parametrize(("loser", "other"), [(0, 2), (2, 0)])
+def test_an_origin_that_has_lost_all_engines_with_the_base(ranks: Squad, loser: int, other: int) -> None:
+    """The engine that gets all of the version gets it from every origin, also where the others still took deltas."""
+    ranks.all("make", "stepped", "rows", hosts=2, num_engines=2, **DELTAS)
+    publish(ranks, 1, 0)
+    ranks[loser].ask("lose_nobody", 0, loses_all=True)
+    ranks[other].ask("lose_nobody", 0)
+    ranks.all("add", "late")
+    errors = failed(ranks.publish(2))
+    assert all("engine-0" in text and "engine-1" in text and "late" not in text for _, text in errors), errors
+    assert ranks[0].ask("serves") == [0, 0, 1]
+    publish(ranks, 3, 1)
+    publish(ranks, 4, 3)
+
+
 @pytest.mark.parametrize("mode", ["auto", "always"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_leader_without_room_for_a_base(ranks: Squad, rank: int, mode: str) -> None:
