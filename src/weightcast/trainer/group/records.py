@@ -25,7 +25,7 @@ from weightcast.trainer.background import Overlap
 from weightcast.trainer.packer import HeldRegion
 
 Content: TypeAlias = Literal["weights", "deltas", "base"]
-"""What an update sends: weights that ranks pack in rounds, their deltas, or buckets of the base."""
+"""Content of an update: weights that ranks pack in rounds, their deltas, or the buckets of the base."""
 
 
 class _Record(msgspec.Struct, frozen=True, tag=True, omit_defaults=True): ...

@@ -218,7 +218,8 @@ class PublishingRank(Rank, Sender):
 
     def begin_encoding(self, version: WeightVersion) -> None:
         self.group.version = version.number
-        self.group.exchange_when_idle(records.Encode())
+        if self._others:
+            self.group.exchange_when_idle(records.Encode())
 
     def encoded(self) -> EncodedBuckets:
         self._run_rounds(len(self._span))
