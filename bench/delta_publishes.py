@@ -6,18 +6,21 @@ Trainer and engine are processes in network namespaces of their own, whose links
 iproute2. The bfloat16 tensors have the shapes of Qwen3-0.6B, 1.2 GB; before each publish so many percent of them change
 by one unit in the last place. The seconds are from the call until the engine serves the version: the median of the
 publishes after the second. A memcpy of all tensors is measured in between, as a measure of this machine at that moment.
+With `--trainer-hosts 2` two trainer ranks in namespaces of their own have all tensors, and each sends half of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 
 import torch
+import torch.distributed
 from network.namespaces import enter, network
 
 from weightcast import EngineServer, ModuleEngine, Publisher, PublishOptions, TensorSource
@@ -47,14 +50,26 @@ def serve(namespace: str, host: str, num_layers: int) -> None:
         sys.stdin.read()
 
 
-def train(namespace: str, host: str, num_layers: int, engine: str, delta: str, percent: float, runs: int) -> None:
+def join(hosts: list[str], rank: int) -> None:
+    """Make torch's default group of the trainer ranks on these hosts."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    store = torch.distributed.TCPStore(hosts[0], 29500, len(hosts), rank == 0)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=len(hosts))
+
+
+def train(
+    namespace: str, hosts: list[str], rank: int, num_layers: int, engine: str, delta: str, percent: float, runs: int
+) -> None:
     enter(namespace)
+    if len(hosts) > 1:
+        join(hosts, rank)
     weights = tensors(num_layers)
     copies = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
     options = PublishOptions(delta="always" if delta == "always" else None, deadline_seconds=300)
     source = TensorSource(weights)
     seconds, memcpys, pauses, report = [], [], [], None
-    with Publisher(source, transport=f"gloo://{host}:0", engines=[engine], token=TOKEN, options=options) as publisher:
+    url, engines = f"gloo://{hosts[0]}:0", [engine]
+    with Publisher(source, transport=url, engines=engines, token=TOKEN, options=options) as publisher:
         for _ in range(2 + runs):
             for tensor in weights.values():
                 tensor.view(torch.int16).add_(torch.rand(tensor.shape) < percent / 100)
@@ -76,7 +91,8 @@ def train(namespace: str, host: str, num_layers: int, engine: str, delta: str, p
         "model": report.num_bytes,
         "encode": 0.0 if report.delta is None else report.delta.encode_seconds,
     }
-    print(json.dumps(figures), flush=True)
+    if rank == 0:
+        print(json.dumps(figures), flush=True)
 
 
 def main() -> None:
@@ -85,6 +101,7 @@ def main() -> None:
     parser.add_argument("--percent", type=float, default=1.0)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--trainer-hosts", type=int, default=1)
     parser.add_argument("role", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
@@ -92,12 +109,14 @@ def main() -> None:
         if role == "serve":
             serve(namespace, host, args.layers)
         else:
-            train(namespace, host, args.layers, *rest, args.percent, args.runs)
+            rank, *rest = rest
+            train(namespace, host.split(","), int(rank), args.layers, *rest, args.percent, args.runs)
         return
     common = [f"--layers={args.layers}", f"--percent={args.percent}", f"--runs={args.runs}"]
-    with network("trainer", "engine") as net:
+    trainers = [f"trainer-{rank}" for rank in range(args.trainer_hosts)]
+    with network(*trainers, "engine") as net:
         for rate in args.mbit:
-            for host in ("trainer", "engine"):
+            for host in (*trainers, "engine"):
                 net.limit(host, rate)
             found = {}
             for delta in ("full", "always"):
@@ -106,12 +125,28 @@ def main() -> None:
                 with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
                     assert engine.stdout is not None
                     url = engine.stdout.readline().strip()
-                    role = ["train", net.namespace("trainer"), net.address("trainer"), url, delta]
-                    done = subprocess.run(
-                        [sys.executable, __file__, *common, *role], stdout=subprocess.PIPE, text=True, check=True
-                    )
+                    hosts = ",".join(map(net.address, trainers))
+                    ranks = [
+                        subprocess.Popen(
+                            [
+                                sys.executable,
+                                __file__,
+                                *common,
+                                "train",
+                                net.namespace(name),
+                                hosts,
+                                str(rank),
+                                url,
+                                delta,
+                            ],
+                            stdout=subprocess.PIPE,
+                            text=True,
+                        )
+                        for rank, name in enumerate(trainers)
+                    ]
+                    outputs = [rank.communicate()[0] for rank in ranks]
                     engine.kill()
-                found[delta] = json.loads(done.stdout)
+                found[delta] = json.loads(outputs[0])
                 print(f"{rate} Mbit/s, {delta}: {found[delta]}", flush=True)
             ratio = found["full"]["seconds"] / found["always"]["seconds"]
             print(f"{rate} Mbit/s: deltas are {ratio:.1f} times faster", flush=True)

@@ -28,6 +28,7 @@ from weightcast.format.messages import Offer, Seal
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import memory as host_memory
 from weightcast.seams.source import Regions
+from weightcast.trainer.deltas import OriginBase
 
 _JOIN_SECONDS = 20.0
 _AVAILABLE_BYTES = host_memory.available_bytes
@@ -156,6 +157,7 @@ class Trainer:
     def __init__(self, pipe: Connection, urls: list[str], url: str, width: int, options: dict[str, Any]) -> None:
         self.pipe = pipe
         self.stops = Stops(pipe)
+        _stop_while_encoding(self.stops)
         rank: Rank | None = options.pop("rank", None)
         self.senders = Senders(url, self.stops, options.pop("pack_seconds", 0.0))
         self._access = {"token": options.get("token"), "timeout_seconds": options.get("deadline_seconds", 20.0)}
@@ -229,6 +231,8 @@ class Trainer:
         except Exception as exc:
             return {"version": None, "error": (type(exc).__name__, str(exc))}
         figures = {name: getattr(report, name) for name in ("version", "num_bytes", "num_buckets")}
+        if report.delta is not None:
+            figures["num_deltas"] = report.delta.num_engines
         return {"failures": {}, "seconds": msgspec.to_builtins(report.seconds), **figures}
 
     def _published_meanwhile(self, version: int | None) -> weightcast.PublishReport:
@@ -253,6 +257,17 @@ def _join(rank: Rank) -> None:
     serves = rank.serves_store
     store = distributed.TCPStore(rank.store_host, rank.store_port, None, serves, timeout, wait_for_workers=False)
     distributed.init_process_group("gloo", store=store, rank=rank.number, world_size=rank.size, timeout=timeout)
+
+
+def _stop_while_encoding(stops: Stops) -> None:
+    """Make this process stop once it has encoded a bucket."""
+    encode = OriginBase.encode
+
+    def stopping(base: OriginBase, *args: Any) -> None:
+        encode(base, *args)
+        stops.reach("encoded")
+
+    OriginBase.encode = stopping  # type: ignore[method-assign]
 
 
 def publisher_main(pipe: Connection, urls: list[str], url: str, width: int, options: dict[str, Any]) -> None:

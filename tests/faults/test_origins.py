@@ -9,10 +9,11 @@ import signal
 
 import pytest
 
-from faults.actors import arenas
+from faults.actors import STEPS, arenas
 from faults.conftest import (
     GLOO,
     IPC,
+    LARGE_GLOO,
     Footprints,
     Stage,
     assert_one_whole_version,
@@ -290,3 +291,145 @@ def test_memory_that_an_origin_lacks_is_everybodys_error(stage: Stage, victim: i
     assert errors[1 - victim][1].startswith(f"trainer rank {victim}: ")
     ranks[victim].ask("refuse memory", False)
     assert_all_serve(ranks, engines, 2)
+
+
+# --- deltas ---
+
+
+def with_bases(
+    stage: Stage, hosts: str = "ab", num_engines: int = 2
+) -> tuple[list[PublisherProcess], list[EngineProcess]]:
+    """Trainer ranks on these hosts, and engines, of which all have the base of content `STEPS`."""
+    engines = stage.engines(num_engines)
+    options = {"delta": "always", "deadline_seconds": DEADLINE_SECONDS}
+    ranks = stage.trainer_ranks(len(hosts), *engines, hosts=hosts, **options)
+    assert publish_together(ranks, STEPS, 1)["num_deltas"] == 0
+    return ranks, engines
+
+
+def assert_deltas(ranks: list[PublisherProcess], engines: list[EngineProcess], content: int, num_deltas: int) -> None:
+    """The next publish works for all engines, of which so many get deltas."""
+    outcome = publish_together(ranks, content)
+    assert (outcome["failures"], outcome["num_deltas"]) == ({}, num_deltas)
+    for engine in engines:
+        assert_serves(engine, str(outcome["version"]), content)
+
+
+@pytest.mark.parametrize("wire", [on(GLOO), on(LARGE_GLOO), on(IPC, full=True)])
+@pytest.mark.parametrize("hosts", ["ab", "aabb", pytest.param("abc", marks=pytest.mark.full)])
+def test_deltas_of_all_hosts(stage: Stage, hosts: str) -> None:
+    ranks, engines = with_bases(stage, hosts)
+    for content in (STEPS + 1, STEPS + 2):
+        assert_deltas(ranks, engines, content, 2)
+    late = stage.engine()
+    for rank in ranks:
+        rank.ask("add", late.url)
+    assert_deltas(ranks, [*engines, late], STEPS + 3, 2)
+    assert_deltas(ranks, [*engines, late], STEPS + 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("wire", "phase", "stops", "number"),
+    [
+        on(GLOO, "encoded", 0, signal.SIGKILL),
+        on(GLOO, "mid-bucket", 0, signal.SIGKILL),
+        on(GLOO, "mid-bucket", 1, signal.SIGKILL),
+        on(GLOO, "mid-bucket", 1, signal.SIGSTOP),
+        on(GLOO, "encoded", 1, signal.SIGSTOP, full=True),
+        on(GLOO, "before seal", 0, signal.SIGKILL, full=True),
+    ],
+)
+def test_an_engine_lost_among_deltas(stage: Stage, phase: str, stops: int, number: int) -> None:
+    """The other one gets them; the lost one all weights when it is back."""
+    ranks, (lost, other) = with_bases(stage)
+    assert_deltas(ranks, [lost, other], STEPS + 1, 2)
+    ranks[stops].ask("stop at", phase)
+    for rank in ranks:
+        rank.tell("publish", STEPS + 2, 7)
+    ranks[stops].hear("at")
+    lost.signal(number)
+    ranks[stops].tell("go")
+    outcomes = [rank.hear("published") for rank in ranks]
+    assert outcomes[0] == outcomes[1]
+    assert list(outcomes[0]["failures"]) == [lost.url], outcomes[0]
+    assert_serves(other, "7", STEPS + 2)
+    if number == signal.SIGSTOP:
+        lost.signal(signal.SIGCONT)
+        eventually(lambda: is_free(lost), "the engine that stood still gives the update up")
+        assert_serves(lost, "2", STEPS + 1)
+    else:
+        lost = stage.engine(lost.port)
+    assert_deltas(ranks, [lost, other], STEPS + 3, 1)
+    assert_deltas(ranks, [lost, other], STEPS + 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("wire", "phase", "stops"),
+    [
+        on(GLOO, "encoded", 0),
+        on(GLOO, "encoded", 1),
+        on(GLOO, "mid-bucket", 1),
+        on(GLOO, "mid-bucket", 0, full=True),
+        on(IPC, "encoded", 1, full=True),
+    ],
+)
+def test_a_host_killed_among_deltas(stage: Stage, phase: str, stops: int) -> None:
+    """Killed while the publishing rank has a bucket in hand, or one itself."""
+    ranks, engines = with_bases(stage)
+    publishing, other = ranks
+    assert_deltas(ranks, engines, STEPS + 1, 2)
+    ranks[stops].ask("stop at", phase)
+    for rank in ranks:
+        rank.tell("publish", STEPS + 2, 3)
+    ranks[stops].hear("at")
+    other.kill()
+    if stops == 0:
+        publishing.tell("go")
+    kind, text = publishing.hear("published")["error"]
+    assert kind in ("PeerDiedError", "PeerTimeoutError")
+    assert "trainer rank 1" in text
+    for engine in engines:
+        assert_serves(engine, "2", STEPS + 1)
+    publishing.close()
+
+    options = {"delta": "always", "deadline_seconds": DEADLINE_SECONDS}
+    restarted = stage.trainer_ranks(2, *engines, hosts="ab", **options)
+    assert_deltas(restarted, engines, STEPS + 3, 0)
+    assert_deltas(restarted, engines, STEPS + 4, 2)
+
+
+@pytest.mark.parametrize(("wire", "phase"), [on(GLOO, "encoded"), on(GLOO, "mid-bucket")])
+def test_a_host_stopped_among_deltas_and_woken(stage: Stage, phase: str) -> None:
+    """The ranks keep their bases, which are of no common version any more."""
+    ranks, engines = with_bases(stage)
+    publishing, other = ranks
+    assert_deltas(ranks, engines, STEPS + 1, 2)
+    other.ask("stop at", phase)
+    for rank in ranks:
+        rank.tell("publish", STEPS + 2, 3)
+    other.hear("at")
+    other.signal(signal.SIGSTOP)
+    kind, text = publishing.hear("published")["error"]
+    assert kind == "PeerTimeoutError"
+    assert "trainer rank 1" in text
+    other.signal(signal.SIGCONT)
+    other.tell("go")
+    assert "error" in other.hear("published")
+    for engine in engines:
+        assert_serves(engine, "2", STEPS + 1)
+    assert_deltas(ranks, engines, STEPS + 3, 0)
+    assert_deltas(ranks, engines, STEPS + 4, 2)
+
+
+@pytest.mark.parametrize("wire", [on(GLOO)])
+@pytest.mark.parametrize("stops", [0, 1])
+def test_a_corrupt_byte_of_a_delta_is_refused(stage: Stage, stops: int) -> None:
+    ranks, engines = with_bases(stage)
+    assert_deltas(ranks, engines, STEPS + 1, 2)
+    ranks[stops].ask("corrupt")
+    outcome = publish_together(ranks, STEPS + 2, 3)
+    assert {failure[0] for failure in outcome["failures"].values()} == {"IntegrityError"}
+    for engine in engines:
+        assert_serves(engine, "2", STEPS + 1)
+    assert_deltas(ranks, engines, STEPS + 3, 0)
+    assert_deltas(ranks, engines, STEPS + 4, 2)

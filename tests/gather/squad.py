@@ -22,12 +22,13 @@ import torch
 from msgspec import UNSET
 from publishers import publisher_of
 
-from weightcast.errors import PeerDiedError, PeersLostError
+from weightcast.errors import InsufficientMemoryError, PeerDiedError, PeersLostError
 from weightcast.format.bucket import Layout, narrow
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held
 from weightcast.sources.module import ModuleSource
+from weightcast.trainer.deltas import OriginBase
 from weightcast.trainer.group.rank import _can_map
 from weightcast.trainer.packer import PartPacker
 
@@ -90,7 +91,19 @@ def linears(content: int) -> Tensors:
     return weights | {f"{name}.bias": torch.randn(rows, generator=generator) for name, (rows, _) in sizes.items()}
 
 
-MODELS: dict[str, Callable[[int], Tensors]] = {"table": table, "many": many, "large": large, "linears": linears}
+def stepped(content: int) -> Tensors:
+    """`table`, of which each content differs from the one before in a few elements."""
+    tensors = table(0)
+    for tensor in tensors.values():
+        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
+            for number in range(content if tensor.numel() else 0):
+                tensor.view(-1)[number * 31 % tensor.numel()] += 1 + number
+    return tensors
+
+
+MODELS: dict[str, Callable[[int], Tensors]] = {
+    model.__name__: model for model in (table, many, large, linears, stepped)
+}
 
 
 # --- shardings ------------------------------------------------------------------------------------
@@ -289,6 +302,7 @@ class Rank:
         self.engines: list[Any] = []
         self.counts: dict[str, int] = {}
         self.phase = ""
+        self.make_base = OriginBase.__init__
 
     def make(
         self,
@@ -303,16 +317,19 @@ class Rank:
         late_seconds: float = 0.0,
         is_provable: bool = False,
         has_directory: bool = False,
+        num_engine_ranks: int = 1,
         **options: Any,
     ) -> None:
         """`group`: the trainer ranks that publish; the first one does it for all.
 
         `is_apart`: this rank can't map another's memory, as in another container. `hosts`: the ranks are on so many.
         `late_seconds`: so much later than the others ranks of an even number pack. `is_provable`: what engines hold can
-        be read. `has_directory`: the publisher asks for its engines, those of `self.engines`.
+        be read. `has_directory`: the publisher asks for its engines, those of `self.engines`. `num_engine_ranks`: of
+        the last engine.
         """
         import torch.distributed as dist
         from core.direct import DirectEngine, ReadableEngine, RecordingEngine
+        from core.parallel import ParallelEngine
 
         from weightcast.trainer.group import rank
 
@@ -333,6 +350,8 @@ class Rank:
         if self.rank == members[0]:
             kind = ReadableEngine if is_provable else RecordingEngine
             self.engines = [DirectEngine(f"engine-{n}", kind()) for n in range(num_engines)]
+            if num_engine_ranks > 1:
+                self.engines[-1] = ParallelEngine("parallel", [kind() for _ in range(num_engine_ranks)])
         options = {"transport": "ipc://", "bucket_size_bytes": 4096, "deadline_seconds": 20.0, **options}
         engines = SimpleNamespace(engines=lambda: self.engines) if has_directory else self.engines
         self.publisher = publisher_of(self.source, engines=engines, **options)
@@ -358,7 +377,7 @@ class Rank:
 
     def fail_engine(self, after: int | None) -> None:
         if self.rank == 0:
-            self.engines[0].engine.fail_after = after
+            _workers(self.engines[0])[0].fail_after = after
 
     def spoil_engine(self, name: str) -> None:
         """What the first engine says that it holds of this tensor is wrong by one element from now on."""
@@ -409,6 +428,43 @@ class Rank:
             self.engines += [client] * (self.rank == 0)
             self.publisher.add_engine(client)
         return self._outcome(lambda: self.publisher.sync(engine))
+
+    def add(self, engine: str) -> None:
+        """Add an engine, which the next publish goes to."""
+        from core.direct import DirectEngine, RecordingEngine
+
+        client = DirectEngine(engine, RecordingEngine())
+        self.engines += [client] * (self.rank == 0)
+        self.publisher.add_engine(client)
+
+    def lose_base(self) -> None:
+        """Drop the base of the first engine's first worker, or that of the origin that this rank leads."""
+        if self.rank == 0:
+            engine = self.engines[0]
+            worker = engine.worker if hasattr(engine, "worker") else engine.workers[0]
+            if worker._session is not None:
+                worker._session.base = None
+        else:
+            self.publisher._group._base = None
+
+    def drop(self, engine: str) -> None:
+        """Remove an engine."""
+        self.publisher.remove_engine(engine)
+        for client in [client for client in self.engines if client.name == engine]:
+            self.engines.remove(client)
+            client.close()
+
+    def leads(self) -> bool:
+        """Whether this rank leads an origin."""
+        return self.publisher._group._sender is not None
+
+    def refuse_bases(self, is_refused: bool) -> None:
+        """Have this rank find no memory for a base, or find it again."""
+        OriginBase.__init__ = _no_base if is_refused else self.make_base  # type: ignore[method-assign]
+
+    def fail_nowhere(self) -> None:
+        """Forget `fail_at`."""
+        PartPacker.pack = functools.partialmethod(_late, _pack, 0.0)
 
     def change_directory(self, *, joins: str = "", leaves: str = "") -> None:
         """On the first rank, which has the engines."""
@@ -478,8 +534,9 @@ class Rank:
     def check(self, content: int) -> list[str]:
         """The tensors of the engines that are not those of this content, bit for bit."""
         wrong = []
-        for number, engine in enumerate(self.engines):
-            held = engine.engine.held
+        workers = [worker for each in self.engines for worker in _workers(each)]
+        for number, worker in enumerate(workers):
+            held = worker.held
             expected = MODELS[self.source.model](content)
             if "odd" in expected:
                 expected["odd.alias"] = expected["odd"]
@@ -667,16 +724,21 @@ class Rank:
 
         store.StoreAddress = Elsewhere  # type: ignore[misc]
 
-    def lose_nobody(self, at: int) -> None:
-        """Once, this rank's sender notices at its bucket `at` that its group is broken, and nobody to blame for it."""
+    def lose_nobody(self, at: int, *, loses_all: bool = False) -> None:
+        """Once, this rank's sender notices at its bucket `at` that its group is broken, and nobody to blame for it.
+
+        `loses_all`: all of the group are to blame.
+        """
         sender = self.publisher._group._sender
         send = sender.send
 
         def losing_send(index: int, num_bytes: int) -> None:
             if index == at:
                 sender.send = send
+                error = PeerDiedError("as if a connection had broken", peer="x")
                 with sender.condition:
-                    sender._interrupt(sender._update, {}, PeerDiedError("as if a connection had broken", peer="x"))
+                    blamed = dict.fromkeys(sender._group.members, error) if loses_all else {}
+                    sender._interrupt(sender._update, blamed, error)
             send(index, num_bytes)
 
         sender.send = losing_send
@@ -696,6 +758,15 @@ class Rank:
 def _late(owner: object, call: Callable[..., Any], seconds: float, *args: Any) -> Any:
     time.sleep(seconds)
     return call(owner, *args)
+
+
+def _workers(client: Any) -> list[Any]:
+    """The engines of a client, one for each of its ranks."""
+    return client.engines if hasattr(client, "engines") else [client.engine]
+
+
+def _no_base(*_: Any) -> None:
+    raise InsufficientMemoryError("the base of deltas needs more than there is")
 
 
 def _can_not_map(location: object) -> bool:

@@ -2,6 +2,7 @@
 
 The publisher makes deltas against its base, and an engine's worker adds them to its own. Both have the bits of the same
 version, which is named by its number and root digest, so that a delta is never added to another version's buckets.
+Trainer ranks that send from several origins have a base each, of their own origin's buckets.
 
 Ranks of an engine on one host have one base in memory that they share. Invariants: each bucket is written by one rank,
 and only while all of them receive a version, between their accepting its offer and their reporting it received.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterable
 
 import torch
 
@@ -26,7 +28,7 @@ _MAX_WORD_BYTES = 4
 class PackedBase:
     """The packed buckets of one version. Memory: those buckets, in host memory.
 
-    `number`, `root`: of the version of which all buckets are here; -1 while they are of none, or of several.
+    `number`, `root`: of the version of which all own buckets are here; -1 while they are of none, or of several.
     """
 
     def __init__(
@@ -34,27 +36,30 @@ class PackedBase:
         manifest: Manifest,
         manifest_digest: str,
         common: torch.Tensor | None = None,
-        own: frozenset[int] | None = None,
+        own: Iterable[int] | None = None,
     ) -> None:
-        """`common`: memory of all ranks of an engine on this host, of whose buckets this one writes `own`."""
+        """`own`: the buckets that this process writes, by default all; the others have no memory here.
+
+        `common`: memory of all buckets, which the ranks of an engine on this host share.
+        """
         self.manifest, self.manifest_digest = manifest, manifest_digest
         self.is_common = common is not None
-        self.own = frozenset(range(len(manifest.buckets))) if own is None else own
+        self.own = frozenset(range(len(manifest.buckets)) if own is None else own)
         self.number, self.root = -1, ""
-        sizes = manifest.buckets
+        sizes = [size if self.is_common or index in self.own else 0 for index, size in enumerate(manifest.buckets)]
         whole = torch.empty(sum(sizes), dtype=torch.uint8) if common is None else common
         ends = itertools.accumulate(sizes)
         self.payloads = [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         self.digests: list[Digest] = [b""] * len(sizes)
         self._word_bytes = word_sizes(manifest)
-        self.num_words = sum(size // word for size, word in zip(sizes, self._word_bytes, strict=True))
+        self.num_words = sum(size // word for size, word in zip(manifest.buckets, self._word_bytes, strict=True))
 
     def begin(self) -> None:
         """Let the buckets become those of another version, one after the other."""
         self.number, self.root = -1, ""
 
     def complete(self, number: int) -> str:
-        """All buckets are of version `number` now. Returns its root digest."""
+        """All own buckets are of version `number` now. Returns its root digest, if all buckets' digests are here."""
         self.root = root_digest(self.manifest_digest, self.digests)
         self.number = number
         return self.root

@@ -68,7 +68,7 @@ class Sender(VersionWriter, Protocol):
         """Begin an update for these peers; return the first bucket to send, the number of buckets if all were sent.
 
         Of deltas the manifest has the lengths of what is sent, and no tensors. A version may be opened once as deltas
-        and, when their peers have ended it, in full for other peers.
+        and, when their peers have ended it or it is given up for them, in full for other peers.
 
         Raises PeersLostError; InsufficientMemoryError before any byte is sent.
         """

@@ -72,8 +72,8 @@ def base_of(
         fits = len(lengths) == len(base.digests) == len(sizes) and all(map(_is_length, lengths, sizes))
         if not fits:
             raise malformed("size", "the lengths of deltas do not fit the manifest's buckets: offer a full update")
-        if offer.install != "staged" or layout.manifest.origins:
-            raise UnsupportedError('deltas are installed with install="staged", from one origin: offer a full update')
+        if offer.install != "staged":
+            raise UnsupportedError('deltas are installed with install="staged": offer a full update')
         return known
     if offer.install != "staged":
         return None

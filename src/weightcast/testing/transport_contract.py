@@ -233,6 +233,21 @@ class TransportContract(VersionedTransportContract):
                 receivers[peer].end()
         assert not sender.failures
 
+    def test_a_version_of_which_deltas_were_given_up_is_sent_in_full_to_another(self) -> None:
+        """Another origin's sender may have lost all peers that took deltas."""
+        sender, manifest = self.sender(), numbered()
+        deltas = manifest.with_sizes((256,) * len(manifest.buckets))
+        receivers = {peer: self.receiver(sender, peer) for peer in ("has the base", "is new")}
+        given_up = Reader(receivers["has the base"], deltas, version(1), staged=True)
+        sender.open(deltas, version(1), peers=["has the base"], staged=True)
+        send(sender, deltas, 1, 0)
+        reader = Reader(receivers["is new"], manifest, version(1), staged=True)
+        sender.open(manifest, version(1), peers=["is new"], staged=True)
+        send_all(sender, manifest, 1)
+        assert list(map(len, reader.result())) == list(manifest.buckets)
+        with pytest.raises(UpdateAbortedError):
+            given_up.result()
+
     @pytest.mark.parametrize(("num_buckets", "opened_staged"), [(5, False), (4, True)])
     def test_an_update_unlike_its_offer_is_refused(self, num_buckets: int, opened_staged: bool) -> None:
         sender, manifest = self.sender(SHORT_SECONDS), numbered(5)

@@ -1,19 +1,29 @@
 """Deltas of a publisher: its base, what a version costs as deltas, and whether they pay.
 
 Invariants: a version is packed and encoded once, before it is offered, however many engines take it; the base has the
-bits of one version, or of none; an engine that lacks that version gets a full update in the same publish.
+bits of one version, or of none; an engine that lacks that version gets a full update in the same publish. If trainer
+ranks send from several origins, each has the base of its own buckets; deltas are made only if all are of one version.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from weightcast.errors import DeltaReport, InsufficientMemoryError
-from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Digest, all_bytes, queued_digest, write_header
+from weightcast.format.bucket import (
+    HEADER_BYTES,
+    BucketBuffer,
+    Digest,
+    all_bytes,
+    queued_digest,
+    slot_size_bytes,
+    write_header,
+)
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import DeltaBase
 from weightcast.format.packed_base import PackedBase
@@ -27,26 +37,37 @@ _NUM_FULL = 16
 """After deltas took longer than a full update, this many updates are full before deltas are tried again."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PackedDeltas:
-    """A version as it is sent to engines that have the version `base`. `manifest`: with the lengths that are sent.
+class OriginBase(PackedBase):
+    """The base of the buckets that one origin sends, which becomes that of each version as it is packed.
 
-    `payloads`: by bucket, its delta or, where that is no shorter, the raw payload. `digests`: of the raw payloads.
-    `root`: the version's root digest.
+    `encoded`: by bucket of the version that was encoded last, its delta or, where that is no shorter, the raw payload.
+    `num_changed`: number of words of that version that had changed.
     """
 
-    base: DeltaBase
-    manifest: Manifest
-    payloads: Sequence[torch.Tensor]
-    raw_sizes: Sequence[int]
-    digests: Sequence[Digest]
-    root: str
+    def __init__(self, manifest: Manifest, manifest_digest: str, origin: int) -> None:
+        """Raises InsufficientMemoryError."""
+        span = manifest.spans[origin]
+        sizes = manifest.buckets[span.start : span.stop]
+        host_memory.require(sum(sizes), "the base of deltas", "publish with delta=None, or free memory")
+        super().__init__(manifest, manifest_digest, own=span)
+        self.encoded: dict[int, torch.Tensor] = {}
+        self.num_changed = 0
+        self.origin = origin
 
-    def write(self, index: int, buffer: BucketBuffer, version: WeightVersion) -> int:
-        """Write bucket `index` and its header; return the number of bytes to send."""
-        payload, raw_bytes = self.payloads[index], self.raw_sizes[index]
-        buffer.payload[: payload.nbytes].copy_(payload)
+    def begin(self) -> None:
+        super().begin()
+        self.encoded, self.num_changed = {}, 0
+
+    def encode(self, index: int, payload: torch.Tensor, digest: Digest) -> None:
+        """Make the delta of the new version's bucket, and keep the bucket."""
+        self.encoded[index], num_changed = self.advance(index, payload, digest)
+        self.num_changed += num_changed
+
+    def write(self, index: int, payload: torch.Tensor, buffer: BucketBuffer, version: WeightVersion) -> int:
+        """Write a bucket of the base's version, raw or as its delta, and its header; return the bytes to send."""
+        raw_bytes = self.manifest.buckets[index]
         is_raw = payload.nbytes == raw_bytes
+        buffer.payload[: payload.nbytes].copy_(payload)
         write_header(
             buffer.header,
             version,
@@ -54,8 +75,55 @@ class PackedDeltas:
             self.digests[index] if is_raw else queued_digest(payload),
             raw_bytes=raw_bytes,
             encoded_bytes=None if is_raw else payload.nbytes,
+            origin=self.origin,
         )
         return HEADER_BYTES + payload.nbytes
+
+
+def scratch_of(manifest: Manifest, former: BucketBuffer | None) -> BucketBuffer:
+    """Return memory in which trainer ranks pack a bucket, to be compared with the base: the former, if large enough."""
+    num_bytes = slot_size_bytes(manifest)
+    if former is not None and HEADER_BYTES + former.payload.nbytes >= num_bytes:
+        return former
+    return BucketBuffer.of(SharedMemory.make(num_bytes, "comparing buckets").map().tensor())
+
+
+class EncodedBuckets(NamedTuple):
+    """The buckets that other origins have encoded: their lengths, digests of the raw payloads, words that changed."""
+
+    sizes: Sequence[int]
+    digests: Sequence[Digest]
+    num_changed: int
+
+
+@runtime_checkable
+class OtherBases(Protocol):
+    """A `Fill` of several trainer ranks, which lead other origins and have an `OriginBase` each."""
+
+    def keep_bases(self) -> set[int]:
+        """Have each of these ranks keep the version; return the numbers of the versions of their bases.
+
+        Raises InsufficientMemoryError if one has no room for a base.
+        """
+
+    def begin_encoding(self, version: WeightVersion) -> None:
+        """Have buckets that are filled from now on encoded by the ranks that lead their origins."""
+
+    def encoded(self) -> EncodedBuckets:
+        """Fill and encode what the other origins have more than this one; return all that they have encoded."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedDeltas:
+    """A version as it is sent to engines that have the version `base`. `manifest`: with the lengths that are sent.
+
+    `buckets`: the base, which has the version by now. `payloads`: what is sent of each of its buckets.
+    """
+
+    base: DeltaBase
+    manifest: Manifest
+    buckets: OriginBase
+    payloads: Mapping[int, torch.Tensor]
 
 
 class Deltas:
@@ -66,15 +134,14 @@ class Deltas:
         self.report = DeltaReport()
         self._mode = mode
         self._reason_against = reason_against if mode == "auto" else ""
-        self._base: PackedBase | None = None
-        self._scratch: torch.Tensor | None = None
-        """Memory in which trainer ranks pack a bucket, to be compared with the base; kept while it is large enough."""
+        self._base: OriginBase | None = None
+        self._scratch: BucketBuffer | None = None
         self._full_seconds = float("inf")
         """Time for packing and sending in the last full publish that kept a base."""
         self._num_full = 0
         """So many publishes are full before deltas are tried again."""
 
-    def begin(self, plan: PackPlan, again: int | None) -> bool:
+    def begin(self, plan: PackPlan, fill: Fill, again: int | None) -> bool:
         """Begin a publish; return whether engines are asked to keep its version, as this publisher does.
 
         `again`: number of a version that is sent once more, for which this changes nothing. With "always", raises
@@ -89,23 +156,18 @@ class Deltas:
             self.report.reason = "deltas took longer than a full update when they were tried last"
         if self.report.reason:
             self._base = None
-        elif plan.layout.manifest.origins:
-            self._base = None
-            self.report.reason = "trainer ranks that can't map each other's memory send a part each"
+            return False
+        try:
+            if self._base is None or self._base.manifest_digest != plan.manifest_digest:
+                self._base = None
+                self.report.reason = "this publisher has no packed buckets of a former version of these tensors"
+                self._base = OriginBase(plan.layout.manifest, plan.manifest_digest, 0)
+            if isinstance(fill, OtherBases) and fill.keep_bases() - {self._base.number}:
+                self._base.begin()
+        except InsufficientMemoryError as exc:
+            self._base, self.report.reason = None, str(exc)
             if self._mode == "always":
-                raise ValueError(f'{self.report.reason}, so delta="always" is impossible: publish with delta=None')
-        elif self._base is None or self._base.manifest_digest != plan.manifest_digest:
-            self._base = None
-            self.report.reason = "this publisher has no packed buckets of a former version of these tensors"
-            try:
-                host_memory.require(
-                    sum(plan.layout.manifest.buckets), "the base of deltas", "publish with delta=None, or free memory"
-                )
-                self._base = PackedBase(plan.layout.manifest, plan.manifest_digest)
-            except InsufficientMemoryError as exc:
-                if self._mode == "always":
-                    raise
-                self.report.reason = str(exc)
+                raise
         return self._base is not None
 
     def encode(
@@ -131,27 +193,23 @@ class Deltas:
             self.report.reason = f"no engine has the packed buckets of version {base.number}, the last one"
             return None
         start, of = time.perf_counter(), (base.number, base.root)
-        if self._scratch is None or self._scratch.nbytes < manifest.max_bucket_bytes:
-            self._scratch = SharedMemory.make(manifest.max_bucket_bytes, "comparing buckets").map().tensor()
-        payloads, num_changed = list[torch.Tensor](), 0
+        self._scratch = scratch = scratch_of(manifest, self._scratch)
         base.begin()
-        for index in range(len(manifest.buckets)):
+        if isinstance(fill, OtherBases):
+            fill.begin_encoding(version)
+        for index in manifest.spans[0]:
             on_bucket()
-            digest = fill.fill(index, self._scratch, version)
-            payload, changed = base.advance(index, self._scratch, digest)
-            payloads.append(payload)
-            num_changed += changed
-        root, sizes = base.complete(version.number), tuple(payload.nbytes for payload in payloads)
-        self.report.base, self.report.num_changed, self.report.num_words = of[0], num_changed, base.num_words
+            base.encode(index, scratch.payload, fill.fill(index, scratch.payload, version))
+        others = fill.encoded() if isinstance(fill, OtherBases) else EncodedBuckets((), (), 0)
+        payloads, base.digests[len(base.own) :] = base.encoded, others.digests
+        sizes = (*(payload.nbytes for payload in payloads.values()), *others.sizes)
+        base.complete(version.number)
+        base.encoded = {}
+        self.report.base, self.report.num_words = of[0], base.num_words
+        self.report.num_changed = base.num_changed + others.num_changed
         self.report.num_bytes, self.report.encode_seconds = sum(sizes), time.perf_counter() - start
-        return PackedDeltas(
-            DeltaBase(*of, sizes, tuple(digest.hex() for digest in all_bytes(base.digests))),
-            manifest.with_sizes(sizes),
-            payloads,
-            manifest.buckets,
-            list(base.digests),
-            root,
-        )
+        digests = tuple(digest.hex() for digest in all_bytes(base.digests))
+        return PackedDeltas(DeltaBase(*of, sizes, digests), manifest.with_sizes(sizes), base, payloads)
 
     def keeping(self, fill: Fill, encoded: PackedDeltas | None) -> Fill:
         """Return a fill for full updates: `fill`, whose buckets become the base; of an encoded version, the base."""
@@ -180,7 +238,7 @@ class Deltas:
 class KeepingFill:
     """Implements `Fill`: fills from another one, and keeps what was filled as the base."""
 
-    def __init__(self, fill: Fill, base: PackedBase) -> None:
+    def __init__(self, fill: Fill, base: OriginBase) -> None:
         self.sent: SentDigests | None = None
         self._fill = fill
         self._base = base
@@ -192,7 +250,8 @@ class KeepingFill:
         return digest
 
     def others(self) -> Sequence[Digest]:
-        return self._fill.others()
+        self._base.digests[len(self._base.own) :] = digests = self._fill.others()
+        return digests
 
     def forget_views(self) -> None:
         self._fill.forget_views()
@@ -201,7 +260,7 @@ class KeepingFill:
 class BaseFill:
     """Implements `Fill` from the base: for a version of which deltas were made, so that the source is read once."""
 
-    def __init__(self, base: PackedBase) -> None:
+    def __init__(self, base: OriginBase) -> None:
         self.sent: SentDigests | None = None
         self._base = base
 
@@ -211,6 +270,6 @@ class BaseFill:
         return self._base.digests[index]
 
     def others(self) -> Sequence[Digest]:
-        return ()
+        return self._base.digests[len(self._base.own) :]
 
     def forget_views(self) -> None: ...

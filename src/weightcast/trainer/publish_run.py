@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
 import os
 import socket
@@ -391,7 +390,7 @@ class PublishRun:
                     route.pause()
                 deltas = inputs.deltas
                 keeps_base = deltas is not None and deltas.begin(
-                    self._pack_plan, None if again is None else again.number
+                    self._pack_plan, fill, None if again is None else again.number
                 )
                 workers: dict[str, int] | UnsetType = UNSET
                 if manifest.origins:
@@ -595,26 +594,25 @@ class PublishRun:
                 refusing = [member for member in refusing if member.result.error is None]
         self._tell("offered", route.members(), ends=False)
         sender, peers, version = route.sender, route.peers(), WeightVersion(self._run, self.number)
-        start, ends = time.perf_counter(), list(itertools.accumulate(encoded.raw_sizes))
+        start, buckets = time.perf_counter(), encoded.buckets
         with self._timed("send"):
             while peers:
                 try:
                     first = sender.open(encoded.manifest, version, peers=peers, staged=True)
-                    for index in range(first, len(encoded.payloads)):
+                    for index in self._manifest.spans[0][first:]:
                         self.flight.require_wanted()
-                        sender.send(index, encoded.write(index, sender.buffer(index), version))
-                        if self._on_progress is not None:
-                            self._on_progress(ends[index], ends[-1])
+                        sender.send(index, buckets.write(index, encoded.payloads[index], sender.buffer(index), version))
+                        self._progress(index)
                         if sender.failures.keys() >= set(peers):
                             break
                     else:
-                        self._digests = encoded.digests
+                        self._digests = list(buckets.digests)
                     break
                 except PeersLostError as exc:
                     peers = list(exc.survivors)
-            route.receive(len(encoded.payloads), encoded.root, Deadline(self._options.deadline_seconds))
+            route.receive(len(buckets.digests), buckets.root, Deadline(self._options.deadline_seconds))
         deltas.sent(time.perf_counter() - start, sum(member.result.error is None for member in route.members()))
-        self._seal(route, encoded.root, ends=False)
+        self._seal(route, buckets.root, ends=False)
         route.install(self._sent, proves_all=self._proves_all)
         self._tell("installed", route.members(), ends=False)
 
@@ -666,7 +664,6 @@ class PublishRun:
         """
         sender, version, manifest = route.sender, WeightVersion(self._run, self.number), self._manifest
         own = manifest.spans[0]
-        ends = list(itertools.accumulate(manifest.buckets[: len(own)]))
         with self._timed("send"):
             first = sender.open(manifest, version, peers=peers, staged=route.is_staged)
         for index in own[first:]:
@@ -682,8 +679,7 @@ class PublishRun:
                     return False
             with self._timed("send"):
                 sender.send(index, num_bytes)
-            if self._on_progress is not None:
-                self._on_progress(sum(manifest.buckets) * ends[index] // ends[-1], sum(manifest.buckets))
+            self._progress(index)
             if peers and sender.failures.keys() >= set(peers):
                 return False
         if len(own) < len(digests):
@@ -693,6 +689,12 @@ class PublishRun:
                 sender.abort(f"the weights have changed since version {self.number}")
                 return False
         return True
+
+    def _progress(self, index: int) -> None:
+        """Call `on_progress`: this rank's buckets were sent up to this one, and about as much of the other origins'."""
+        if self._on_progress is not None:
+            sizes, num_own = self._manifest.buckets, len(self._manifest.spans[0])
+            self._on_progress(sum(sizes) * sum(sizes[: index + 1]) // sum(sizes[:num_own]), sum(sizes))
 
     def _fail_other_routes(self) -> None:
         """For a source that streams its tensors, which is packed once, fail the engines of all routes but the first."""

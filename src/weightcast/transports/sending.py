@@ -300,9 +300,9 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         """
         self._require_open(version)
         former = self._update
-        is_interrupted = former is not None and former.is_open and former.is_interrupted
-        # If no peer had survived, `peers` have connected since then: the version begins afresh for them.
-        if former is not None and is_interrupted and former.version == version and (former.peers or not peers):
+        goes_on = former is not None and former.is_open and former.is_interrupted and former.version == version
+        # If none of `peers` took part, they have connected since then, or take the version in another form.
+        if former is not None and goes_on and (former.peers.intersection(peers) or not peers):
             former.is_interrupted = False
             return former
         if former is not None and former.is_done:

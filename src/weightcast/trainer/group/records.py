@@ -24,6 +24,9 @@ from weightcast.format.manifest import RunId, TensorSpec
 from weightcast.trainer.background import Overlap
 from weightcast.trainer.packer import HeldRegion
 
+Content: TypeAlias = Literal["weights", "deltas", "base"]
+"""Content of an update: weights that ranks pack in rounds, their deltas, or the buckets of the base."""
+
 
 class _Record(msgspec.Struct, frozen=True, tag=True, omit_defaults=True): ...
 
@@ -104,12 +107,25 @@ class Check(_Record, frozen=True):
     """Instruction: check the weights for NaN and infinity."""
 
 
+class KeepBase(_Record, frozen=True):
+    """Instruction: have memory for a base of your origin's buckets, and send a `BaseReport`."""
+
+
+class Encode(_Record, frozen=True):
+    """Instruction: do not send the buckets of the rounds that follow, but encode them; the base becomes theirs."""
+
+
 class Open(_Record, frozen=True):
-    """Instruction: open the update, or open it again, for these peers. `join_at`: see `Sender.begin_together`."""
+    """Instruction: open the update, or open it again, for these peers. `join_at`: see `Sender.begin_together`.
+
+    `sends`: anything but weights was encoded before. `keeps_base`: the base becomes the weights that are packed.
+    """
 
     peers: tuple[str, ...]
     staged: bool
     join_at: str = ""
+    sends: Content = "weights"
+    keeps_base: bool = False
 
 
 class NextBucket(msgspec.Struct, frozen=True):
@@ -135,7 +151,7 @@ class Packed(_Record, frozen=True):
 
 
 class AskSenders(_Record, frozen=True):
-    """Instruction: send an `OriginReport`, on these peers; with `digests`, include those of the sent buckets."""
+    """Instruction: send an `OriginReport`, on these peers; with `digests`, include those of all buckets."""
 
     peers: tuple[str, ...]
     digests: bool
@@ -174,11 +190,19 @@ class RankStatus(_Record, frozen=True):
     bucket: NextBucket | None = None
 
 
+class BaseReport(_Record, frozen=True):
+    """The base of another origin: number of its version, -1 for none; `problem`: why there can be no base, or empty."""
+
+    number: int
+    problem: str = ""
+
+
 class OriginReport(_Record, frozen=True):
     """State of another origin's sender, from the rank that leads that origin.
 
     `connected`: peers with a connection. `failures`: errors by peer. `survivors`: after a loss, the peers for which the
-    update can be opened again, else None. `digests`: of the sent buckets. `sent`: digests of tensors, by bucket.
+    update can be opened again, else None. `digests`: of the sent or encoded buckets. `sent`: digests of tensors, by
+    bucket. `encoded_bytes`: lengths of the buckets that were encoded, in which `num_changed` words have changed.
     """
 
     connected: tuple[str, ...]
@@ -186,6 +210,8 @@ class OriginReport(_Record, frozen=True):
     survivors: tuple[str, ...] | None
     digests: list[str]
     sent: dict[int, list[str]]
+    encoded_bytes: list[int] = []
+    num_changed: int = 0
 
 
 class Failure(_Record, frozen=True):
@@ -211,8 +237,8 @@ class Failure(_Record, frozen=True):
 
 
 Agreement: TypeAlias = Start | Specs | Settings | Held | Mappable | Agreed | HeldParts
-Instruction: TypeAlias = Check | Open | Pack | Packed | AskSenders | AllPacked | Declined | End
-Answer: TypeAlias = Nothing | RankStatus | OriginReport | Failure
+Instruction: TypeAlias = Check | KeepBase | Encode | Open | Pack | Packed | AskSenders | AllPacked | Declined | End
+Answer: TypeAlias = Nothing | RankStatus | BaseReport | OriginReport | Failure
 Record: TypeAlias = Agreement | Instruction | Answer
 
 

@@ -4,7 +4,8 @@ In round k each origin sends its bucket k. All ranks pack their parts of it (`Pa
 (`Packed`), the leader of each origin digests its bucket and sends it: the publishing rank when its publish run calls
 `send`, another rank in a background thread. A rank whose sender still waits for workers reports that it is busy, and no
 round begins while a rank is busy. If a sender has lost peers, the update begins again for the survivors at round 0, on
-every origin except those that have sent all of it.
+every origin except those that have sent all of it. To send deltas, the rounds come first (`Encode`): each leader
+compares its bucket with its base. It sends its deltas, and all of it to engines that lack the base, without rounds.
 
 Invariants: an error on any rank, or on the publishing rank's engines, ends the publish on every rank; the publishing
 rank is never silent for longer than a deadline; after every publish the ranks are either ready for the next exchange or
@@ -21,11 +22,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
+import msgspec
 import torch
 
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
-from weightcast.errors import PeersLostError, PublishReport, WeightcastError, from_record, listed, to_record
+from weightcast.errors import (
+    InsufficientMemoryError,
+    PeersLostError,
+    PublishReport,
+    WeightcastError,
+    from_record,
+    listed,
+    to_record,
+)
 from weightcast.format.bucket import BucketBuffer, Digest, as_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
@@ -33,6 +43,7 @@ from weightcast.links.link import LinkListener
 from weightcast.seams.source import Source
 from weightcast.seams.transport import Sender
 from weightcast.trainer.background import Turn
+from weightcast.trainer.deltas import EncodedBuckets, OriginBase, scratch_of
 from weightcast.trainer.group import records
 from weightcast.trainer.group.group import is_any_busy
 from weightcast.trainer.group.rank import Rank
@@ -60,6 +71,9 @@ class PublishingRank(Rank, Sender):
         """Their latest reports, by group rank."""
         self._is_own_sent = False
         self._are_all_sent = False
+        self._sends: records.Content = "weights"
+        self._keeps_base = False
+        self._has_encoded = False
         self._join_at = ""
 
     def publish(
@@ -149,7 +163,8 @@ class PublishingRank(Rank, Sender):
         if connections.sender is not self:
             self._sender, self._has_sender = connections.sender, True
             connections.sender = self
-        self._is_own_sent = False
+        self._sends, self._is_own_sent = "weights", False
+        self._keeps_base = self._has_encoded = False
 
     # --- as a `Fill` ---
 
@@ -181,6 +196,38 @@ class PublishingRank(Rank, Sender):
         pack = records.Pack(number, bucket, proves=self.sent is not None)
         self._require_peers(self.group.exchange_when_idle(pack))
 
+    def _run_rounds(self, first: int) -> None:
+        """Run the rounds from `first` on, in which this rank has no bucket. Raises what `fill` raises."""
+        for number in range(first, max(map(len, self._assignment.layout.manifest.spans))):
+            self._begin_round(number, None)
+            self.group.exchange(records.Packed())
+
+    # --- as `OtherBases` ---
+
+    def keep_bases(self) -> set[int]:
+        if not self._others:
+            return set()
+        with self.group.uninterrupted():
+            self.group.exchange_when_idle(records.KeepBase())
+            reports = self.group.exchange(records.Nothing())
+        for rank in self._others:
+            if reports[rank].problem:
+                raise InsufficientMemoryError(f"trainer rank {self.group.ranks[rank]}: {reports[rank].problem}")
+        self._keeps_base = True
+        return {reports[rank].number for rank in self._others}
+
+    def begin_encoding(self, version: WeightVersion) -> None:
+        self.group.version = version.number
+        if self._others:
+            self.group.exchange_when_idle(records.Encode())
+
+    def encoded(self) -> EncodedBuckets:
+        self._run_rounds(len(self._span))
+        digests, reports = self.others(), self._reports.values()
+        self._has_encoded = True
+        sizes = [size for report in reports for size in report.encoded_bytes]
+        return EncodedBuckets(sizes, digests, sum(report.num_changed for report in reports))
+
     # --- as a `Sender` ---
 
     @property
@@ -205,15 +252,20 @@ class PublishingRank(Rank, Sender):
         """
         self.group.version = version.number
         self._are_all_sent = False
-        if not self._others:
-            self._is_own_sent = False  # the version goes to other engines, too: as deltas and in full
+        sends: records.Content = "weights"
+        if self._has_encoded:
+            sends = "base" if manifest.tensors else "deltas"
+        if sends != self._sends:
+            self._sends, self._is_own_sent = sends, False
         self._reports.clear()
         self._join_at = self._sender.begin_together(manifest, version)
         if self._others:
-            self.group.exchange_when_idle(records.Open(tuple(peers), staged, self._join_at))
+            opening = records.Open(tuple(peers), staged, self._join_at, sends, self._keeps_base)
+            self.group.exchange_when_idle(opening)
         if not self._is_own_sent:
             self._sender.open(manifest.of_origin(0), version, peers=peers, staged=staged)
-        self._await_others()
+        if sends == "weights":
+            self._await_others()
         if self._is_own_sent or not self._span:
             self._send_others(first=0)
         return len(self._span) if self._is_own_sent else 0
@@ -230,10 +282,9 @@ class PublishingRank(Rank, Sender):
             self._send_others(first=index + 1)
 
     def _send_others(self, first: int) -> None:
-        """Run the rounds from `first` on, in which this rank has no bucket. Raises what `fill` raises."""
-        for number in range(first, max(map(len, self._assignment.layout.manifest.spans))):
-            self._begin_round(number, None)
-            self.group.exchange(records.Packed())
+        """Run the remaining rounds, if there are any, and wait until all is sent. Raises what `fill` raises."""
+        if self._sends == "weights":
+            self._run_rounds(first)
         self._await_others()
         if self._join_at:
             self._sender.seal(self.others())
@@ -302,7 +353,7 @@ class FollowingRank(Rank):
     after another; meanwhile this rank takes part in every exchange and reports that it is busy. The publishing rank
     asks for lost peers; the next exchange raises any other error of the thread.
 
-    Memory: that of the sender (see the transport), if it has one.
+    Memory: that of the sender (see the transport), if it has one; a base of its origin's buckets, if deltas are sent.
     """
 
     def __init__(self, trainer_group: Any, source: Source, deadline_seconds: float, turn: Turn) -> None:
@@ -320,7 +371,11 @@ class FollowingRank(Rank):
         self._buffer: BucketBuffer | None = None
         """Buffer of the next bucket, once the sender has one free."""
         self._digests: list[str] = []
-        """Digests of the buckets that were sent."""
+        """Digests of the buckets that were sent or encoded."""
+        self._base: OriginBase | None = None
+        self._scratch: BucketBuffer | None = None
+        self._sends: records.Content = "weights"
+        self._keeps_base = False
         self._sent = SentDigests(self._assignment.layout, {})
         self._proves = False
 
@@ -345,6 +400,8 @@ class FollowingRank(Rank):
                 found = group.exchange(status)
                 if isinstance(found[0], records.End):
                     self._is_open, self._buffer = False, None
+                    if self._base is not None:
+                        self._base.encoded = {}
                     return found[0].report
                 if isinstance(found[0], records.Declined):
                     self._turn.decline(found[0].overlap)
@@ -359,6 +416,14 @@ class FollowingRank(Rank):
                         self._agree(settings)
                     case records.Check():
                         self._check_finite()
+                    case records.KeepBase():
+                        self._report_base()
+                    case records.Encode() if self._base is not None:
+                        with group.error_at_next_exchange():
+                            self._base.begin()
+                            self._digests.clear()
+                            self._scratch = scratch_of(self._base.manifest, self._scratch)
+                            self._survivors, self._buffer = None, self._scratch
                     case records.Open() as opening if self._sender is not None:
                         self._open(self._sender, opening)
                     case records.AskSenders() as question:
@@ -369,7 +434,7 @@ class FollowingRank(Rank):
                         with host_device.beside(self._stream, self._device()):
                             self._pack(found[self._leader].bucket, number, payload)
                     case records.Packed() if self._sender is not None and self._buffer is not None:
-                        self._send(self._sender, self._buffer, found)
+                        self._finish(self._sender, self._buffer, found)
                     case records.AllPacked():
                         publish_run.flight.version = group.version
                         publish_run.flight.packed()
@@ -415,37 +480,63 @@ class FollowingRank(Rank):
         return "" if self._listener is None else self._listener.address
 
     def _open(self, sender: Sender, opening: records.Open) -> None:
-        """Open the update, or open it again, unless this origin has sent all of it."""
-        if self._is_open and self._survivors is None and len(self._digests) == len(self._span):
+        """Open the update, or open it again, unless this origin has sent all of it. Send at once what was encoded."""
+        is_whole = self._survivors is None and len(self._digests) == len(self._span)
+        if self._is_open and is_whole and self._sends == opening.sends:
             return
         self._digests.clear()
+        self._sends, self._keeps_base = opening.sends, opening.keeps_base
         if self._survivors is not None:
             # After a loss, the sender may use other memory.
             self.forget_views()
         self._is_open, self._survivors, self._buffer = True, None, None
         manifest, origin = self._assignment.layout.manifest, self._assignment.origins[self.group.group_rank]
-        version = WeightVersion(self.run, self.group.version)
+        version, part = WeightVersion(self.run, self.group.version), manifest.of_origin(origin)
+        base, payloads = self._base, list[torch.Tensor]()
+        if base is not None and self._sends == "weights":
+            if self._keeps_base:
+                base.begin()
+            elif base.number != version.number:
+                self._base = None
+        elif base is not None:
+            by_bucket = base.encoded if self._sends == "deltas" else base.payloads
+            payloads = [by_bucket[index] for index in self._span]
+            part = part.with_sizes(tuple(payload.nbytes for payload in payloads))
 
         def open_sender() -> None:
             if opening.join_at:
                 sender.join(manifest, origin, opening.join_at)
-            sender.open(manifest.of_origin(origin), version, peers=opening.peers, staged=opening.staged)
+            sender.open(part, version, peers=opening.peers, staged=opening.staged)
+            for number, payload in enumerate(payloads):
+                assert base is not None
+                index = self._span[number]
+                sender.send(number, base.write(index, payload, sender.buffer(number), version))
+                self._digests.append(as_bytes(base.digests[index]).hex())
 
         self._begin(sender, open_sender)
 
-    def _send(self, sender: Sender, buffer: BucketBuffer, packed: Sequence[Any]) -> None:
-        """Digest and send this rank's bucket. `packed`: all ranks' statuses after packing it."""
-        number = len(self._digests)
+    def _finish(self, sender: Sender, buffer: BucketBuffer, packed: Sequence[Any]) -> None:
+        """Digest this rank's bucket, and encode or send it. `packed`: all ranks' statuses after packing it."""
+        number, base = len(self._digests), self._base
         with self.group.error_at_next_exchange(), host_device.on(self._stream):
             index = self._span[number]
             digest = self._digest_of(number, buffer.payload, packed)
             manifest, version = self._assignment.layout.manifest, WeightVersion(self.run, self.group.version)
-            num_bytes = finish(digest, manifest, version, index, buffer)
             self._digests.append(as_bytes(digest).hex())
             if self._proves:
                 self._sent.add(index, buffer.payload)
-            self._buffer = None
-            self._begin(sender, functools.partial(sender.send, number, num_bytes))
+            is_encoding = buffer is self._scratch
+            if base is not None and is_encoding:
+                base.encode(index, buffer.payload, digest)
+            elif base is not None and self._keeps_base:
+                base.keep(index, buffer.payload, digest)
+            is_last = len(self._digests) == len(self._span)
+            if base is not None and is_last and (is_encoding or self._keeps_base):
+                base.complete(version.number)
+            self._buffer = buffer if is_encoding and not is_last else None
+            if not is_encoding:
+                num_bytes = finish(digest, manifest, version, index, buffer)
+                self._begin(sender, functools.partial(sender.send, number, num_bytes))
 
     def _begin(self, sender: Sender, call: Callable[[], None]) -> None:
         """Start a call in the sender's thread, which then waits for the buffer of the next bucket."""
@@ -467,6 +558,24 @@ class FollowingRank(Rank):
                 digests = list(self._digests) if question.digests else []
                 sent = self._sent.by_bucket if question.digests and self._proves else {}
                 answer = records.OriginReport(connected, failures, self._survivors, digests, sent)
+                if question.digests and self._base is not None:
+                    sizes = [payload.nbytes for payload in self._base.encoded.values()]
+                    answer = msgspec.structs.replace(answer, encoded_bytes=sizes, num_changed=self._base.num_changed)
+        self.group.exchange(answer)
+
+    def _report_base(self) -> None:
+        """Have a base, if this rank leads an origin, and report the version that it has."""
+        answer: records.Record = records.Nothing()
+        with self.group.error_at_next_exchange():
+            if self._sender is not None:
+                manifest, origin = self._assignment.layout.manifest, self._assignment.origins[self.group.group_rank]
+                try:
+                    if self._base is None or (self._base.manifest, self._base.origin) != (manifest, origin):
+                        self._base = None
+                        self._base = OriginBase(manifest, manifest.digest(), origin)
+                    answer = records.BaseReport(self._base.number)
+                except InsufficientMemoryError as exc:
+                    answer = records.BaseReport(-1, str(exc))
         self.group.exchange(answer)
 
     def _end_update(self, reason: str) -> None:
@@ -476,7 +585,8 @@ class FollowingRank(Rank):
             self._call = self._calls.submit(sender.abort, reason)
 
     def release(self) -> None:
-        """Release the sender's memory (see `Sender.release`), after its pending calls."""
+        """Release the base, and the sender's memory (see `Sender.release`), after its pending calls."""
+        self._base = self._scratch = None
         if self._sender is not None:
             self._buffer = None
             self.forget_views()
@@ -492,6 +602,7 @@ class FollowingRank(Rank):
 
     def _close_sender(self) -> None:
         sender, self._sender, self._buffer = self._sender, None, None
+        self._base = self._scratch = None
         if self._call is not None:
             futures.wait([self._call])
         with contextlib.ExitStack() as stack:
