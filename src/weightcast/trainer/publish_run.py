@@ -342,77 +342,38 @@ class PublishRun:
         if again is not None:
             self._sent = again.sent
         self._on_packed = self.flight.packed if on_packed is None else on_packed
-        options, secret = self._options, inputs.connections.listener.secret
+        options = self._options
         memory_seconds = inputs.connections.sender.memory_seconds
         fleet.wait()
         for member in fleet.members:
             adapter = inputs.target.name if inputs.target else ""
             member.begin(self._run, options.deadline_seconds, self._watchdog, adapter)
+        deltas = inputs.deltas
         try:
             with self._timed("offer"):
-                newcomers = self._ask()
-                if on_known is not None:
-                    on_known()
-                self._manifest = manifest = inputs.pack_plan.layout.manifest
-                fill = inputs.pack_plan.packer(inputs.regions)
-                fleet.each(self._join_member, [member for member in newcomers if member.result.error is None])
-                for member in fleet.members:
-                    for link in member.links:
-                        link.forget_verdicts()
-                if isinstance(fill, StreamPacker):
-                    self._fail_other_routes()
-                if manifest.origins:
-                    self._fail_brought_routes()
-                sender, keeps_versions = self._connections.sender, self._connections.keeps_versions
-                if again is not None:
-                    self.number = again.number
-                    fleet.each(lambda member: member.notice(again.number))
-                    if again.manifest_digest != self._pack_plan.manifest_digest:
-                        self._fail_changed(fleet.healthy())
-                elif inputs.version is not None:
-                    self.number = inputs.version
-                else:
-                    stored = sender.newest_version() if keeps_versions else None
-                    self.number = _above([stored, *(member.serves for member in fleet.members)], self._above)
-                self.flight.version = self.number
+                fill = self._connect(inputs, on_known)
+                sender = inputs.connections.sender
+                self._choose_number(inputs)
                 is_due = self._proves_all or not all(member.has_proven for member in fleet.healthy())
                 if options.verify == "installed" and is_due and again is None:
                     self._sent = SentDigests(self._pack_plan.layout, inputs.regions)
                 fill.sent = self._sent if again is None else None
                 route = FleetRoute(
-                    self._fleet,
+                    fleet,
                     sender,
                     is_staged=options.install == "staged",
                     is_brought=False,
-                    keeps_versions=keeps_versions,
+                    keeps_versions=inputs.connections.keeps_versions,
                 )
                 if not route.is_staged:
                     route.pause()
-                deltas = inputs.deltas
-                keeps_base = deltas is not None and deltas.begin(
-                    self._pack_plan, fill, None if again is None else again.number
-                )
-                workers: dict[str, int] | UnsetType = UNSET
-                if manifest.origins:
-                    workers = Counter(link.host for member in fleet.healthy() for link in member.links)
-                offer = Offer(
-                    self._run,
-                    self.number,
-                    self._pack_plan.manifest_digest,
-                    manifest,
-                    keeps_base=keeps_base,
-                    install=options.install,
-                    undo=options.undo,
-                    secret=secret,
-                    workers=workers,
-                    target=inputs.target,
-                )
+                offer = self._new_offer(inputs, fill)
             encoded: PackedDeltas | None = None
             if deltas is not None and again is None:
                 with self._timed("pack"), self._connections.packing_stream():
                     bases = [member.base for member in fleet.healthy()]
                     version = WeightVersion(self._run, self.number)
-                    encoded = deltas.encode(fill, manifest, version, bases, self.flight.require_wanted)
+                    encoded = deltas.encode(fill, self._manifest, version, bases, self.flight.require_wanted)
                 fill = deltas.keeping(fill, encoded)
             if deltas is not None and encoded is not None:
                 self._on_packed()
@@ -425,7 +386,7 @@ class PublishRun:
                 # The store has the version already, and engines read it from there.
                 root = root_digest(again.manifest_digest, again.digests)
                 with self._timed("send"):
-                    route.receive(len(manifest.buckets), root, Deadline(options.deadline_seconds))
+                    route.receive(len(self._manifest.buckets), root, Deadline(options.deadline_seconds))
             else:
                 is_last = encoded is None and not self._connections.client_senders
                 root = self._send(route, fill, is_last=is_last)
@@ -436,19 +397,9 @@ class PublishRun:
             route.install(self._sent, proves_all=self._proves_all)
             self._tell("installed", route.members())
             for client_sender in self._connections.client_senders:
-                brought = FleetRoute(self._fleet, client_sender, is_staged=client_sender.is_staged, is_brought=True)
-                try:
-                    if not brought.is_staged:
-                        self._fail_unstaged(brought)
-                        brought.pause()
-                    is_last = encoded is None and client_sender is self._connections.client_senders[-1]
-                    self._send(brought, fill, is_last=is_last)
-                    self._tell("received", brought.members())
-                    brought.install(self._sent, proves_all=self._proves_all)
-                    self._tell("installed", brought.members())
-                finally:
-                    brought.resume()
-            if keeps_versions and not is_stored:
+                is_last = encoded is None and client_sender is self._connections.client_senders[-1]
+                self._update_brought(client_sender, fill, is_last=is_last)
+            if inputs.connections.keeps_versions and not is_stored:
                 with self._timed("seal"):
                     if not fleet.members or any(member.result.ok for member in fleet.members):
                         sender.commit()
@@ -478,14 +429,79 @@ class PublishRun:
             run=self._run,
             version=self.number,
             num_bytes=self._pack_plan.num_bytes,
-            num_tensors=len(manifest.tensors),
-            num_buckets=len(manifest.buckets),
+            num_tensors=len(self._manifest.tensors),
+            num_buckets=len(self._manifest.buckets),
             install=options.install,
             seconds=self._seconds,
             engines={member.name: member.result for member in fleet.members},
             delta=None if deltas is None else deltas.report,
             directory_error=inputs.directory_error,
         )
+
+    def _connect(self, inputs: PublishInputs, on_known: Callable[[], None] | None) -> Fill:
+        """Connect the engines that have to, and return what fills the buckets. Fail those that no route reaches."""
+        newcomers = self._ask()
+        if on_known is not None:
+            on_known()
+        self._manifest = inputs.pack_plan.layout.manifest
+        fill = inputs.pack_plan.packer(inputs.regions)
+        self._fleet.each(self._join_member, [member for member in newcomers if member.result.error is None])
+        for member in self._fleet.members:
+            for link in member.links:
+                link.forget_verdicts()
+        if isinstance(fill, StreamPacker):
+            self._fail_other_routes()
+        if self._manifest.origins:
+            self._fail_brought_routes()
+        return fill
+
+    def _choose_number(self, inputs: PublishInputs) -> None:
+        """Set the number of the version. Engines that serve it already are skipped from now on."""
+        if self._again is not None:
+            self.number = number = self._again.number
+            self._fleet.each(lambda member: member.notice(number))
+            if self._again.manifest_digest != self._pack_plan.manifest_digest:
+                self._fail_changed(self._fleet.healthy())
+        elif inputs.version is not None:
+            self.number = inputs.version
+        else:
+            stored = inputs.connections.sender.newest_version() if inputs.connections.keeps_versions else None
+            self.number = _above([stored, *(member.serves for member in self._fleet.members)], self._above)
+        self.flight.version = self.number
+
+    def _new_offer(self, inputs: PublishInputs, fill: Fill) -> Offer:
+        """Return the offer of all buckets, and begin the publish's deltas."""
+        again, deltas = self._again, inputs.deltas
+        workers: dict[str, int] | UnsetType = UNSET
+        if self._manifest.origins:
+            workers = Counter(link.host for member in self._fleet.healthy() for link in member.links)
+        return Offer(
+            self._run,
+            self.number,
+            self._pack_plan.manifest_digest,
+            self._manifest,
+            keeps_base=deltas is not None
+            and deltas.begin(self._pack_plan, fill, None if again is None else again.number),
+            install=self._options.install,
+            undo=self._options.undo,
+            secret=inputs.connections.listener.secret,
+            workers=workers,
+            target=inputs.target,
+        )
+
+    def _update_brought(self, sender: ClientSender, fill: Fill, *, is_last: bool) -> None:
+        """Update the engines of a client's sender, from `pause` to `resume`. `is_last`: see `_send`."""
+        route = FleetRoute(self._fleet, sender, is_staged=sender.is_staged, is_brought=True)
+        try:
+            if not route.is_staged:
+                self._fail_unstaged(route)
+                route.pause()
+            self._send(route, fill, is_last=is_last)
+            self._tell("received", route.members())
+            route.install(self._sent, proves_all=self._proves_all)
+            self._tell("installed", route.members())
+        finally:
+            route.resume()
 
     def _tell(self, phase: Phase, members: Iterable[FleetMember], *, ends: bool = True) -> None:
         """Call `on_event` for each of these engines that took part in the phase; if that `ends` it, for the publish."""
