@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from weightcast.engines.module import ModuleEngine
 from weightcast.sources.module import ModuleSource
+from weightcast.trainer.group import rank as group_rank
 
 
 def model_of(seed: int) -> nn.Module:
@@ -29,8 +30,9 @@ def change(model: nn.Module, number: int) -> None:
             parameter[: 1 + number % 3] += 0.125 * number
 
 
-def run(rank: int, size: int, file: str, transport: str) -> None:
-    """Publish five versions; an engine that is added in between gets the first one in full."""
+def run(rank: int, size: int, file: str, transport: str, num_hosts: int) -> None:
+    """Publish five versions from so many hosts; an engine that is added in between gets the first one in full."""
+    group_rank.host_identity = lambda: f"host {rank * num_hosts // size}"
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -190,13 +190,6 @@ class RankStatus(_Record, frozen=True):
     bucket: NextBucket | None = None
 
 
-class BaseReport(_Record, frozen=True):
-    """The base of another origin: number of its version, -1 for none; `problem`: why there can be no base, or empty."""
-
-    number: int
-    problem: str = ""
-
-
 class OriginReport(_Record, frozen=True):
     """State of another origin's sender, from the rank that leads that origin.
 
@@ -234,6 +227,13 @@ class Failure(_Record, frozen=True):
         if self.builtin:
             return ValueError(record.message) if self.builtin == "ValueError" else TypeError(record.message)
         return from_record(record)
+
+
+class BaseReport(_Record, frozen=True):
+    """The base of another origin: number of its version, -1 for none; `problem`: why there can be no base, or None."""
+
+    number: int
+    problem: Failure | None = None
 
 
 Agreement: TypeAlias = Start | Specs | Settings | Held | Mappable | Agreed | HeldParts

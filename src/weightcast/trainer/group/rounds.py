@@ -27,15 +27,7 @@ import torch
 
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
-from weightcast.errors import (
-    InsufficientMemoryError,
-    PeersLostError,
-    PublishReport,
-    WeightcastError,
-    from_record,
-    listed,
-    to_record,
-)
+from weightcast.errors import PeersLostError, PublishReport, WeightcastError, from_record, listed, to_record
 from weightcast.format.bucket import BucketBuffer, Digest, as_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
@@ -211,8 +203,8 @@ class PublishingRank(Rank, Sender):
             self.group.exchange_when_idle(records.KeepBase())
             reports = self.group.exchange(records.Nothing())
         for rank in self._others:
-            if reports[rank].problem:
-                raise InsufficientMemoryError(f"trainer rank {self.group.ranks[rank]}: {reports[rank].problem}")
+            if (problem := reports[rank].problem) is not None:
+                raise problem.error(self.group.ranks[rank])
         self._keeps_base = True
         return {reports[rank].number for rank in self._others}
 
@@ -574,8 +566,8 @@ class FollowingRank(Rank):
                         self._base = None
                         self._base = OriginBase(manifest, manifest.digest(), origin)
                     answer = records.BaseReport(self._base.number)
-                except InsufficientMemoryError as exc:
-                    answer = records.BaseReport(-1, str(exc))
+                except WeightcastError as exc:
+                    answer = records.BaseReport(-1, records.Failure.of(exc))
         self.group.exchange(answer)
 
     def _end_update(self, reason: str) -> None:
