@@ -17,6 +17,7 @@ from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausal
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from weightcast import IteratorSource, LocalEngine, ModuleEngine, ModuleSource, Region, StoreSource, TensorSource
+from weightcast.checkpoint.fp8_blocks import quantise_by_torch
 from weightcast.engines.tensors import TensorSink
 from weightcast.errors import IncompatibleWeightsError, NotFiniteError, PublishError
 from weightcast.seams.source import Gather, Held, Regions, Source
@@ -68,6 +69,19 @@ def test_weights_have_the_bits_of_the_reference(shape: tuple[int, int], dtype: t
         assert source.regions() == {}
         return
     assert_equal(held(source), quantised(tensors, "up_proj.weight"))
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (130, 300), (1, 1)])
+@pytest.mark.parametrize(
+    "device", [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)], ids=str
+)
+def test_torch_has_the_bits_of_the_reference(shape: tuple[int, int], device: torch.device) -> None:
+    """As it computes on a GPU."""
+    values = random(*shape, dtype=torch.float32)
+    expected, expected_scale = reference(values)
+    weight, scale = torch.empty_like(expected, device=device), torch.empty_like(expected_scale, device=device)
+    quantise_by_torch(values.to(device), weight, scale, (128, 128))
+    assert_equal({"weight": weight.cpu(), "scale": scale.cpu()}, {"weight": expected, "scale": expected_scale})
 
 
 @pytest.mark.parametrize("block", [(128, 128), (32, 64), (7, 3), (1, 128), (128, 1)])

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from weightcast.checkpoint.fp8_blocks import BlockQuantiser, num_blocks
 from weightcast.errors import NotFiniteError, listed
 from weightcast.format.bucket import TORCH_DTYPES
 from weightcast.format.geometry import Region
@@ -37,13 +38,6 @@ from weightcast.seams.source import (
 _QUANTISABLE = frozenset({"float16", "bfloat16", "float32"})
 _LEFT = frozenset({"embed_tokens", "lm_head", "gate", "shared_expert_gate", "router"})
 """Last parts of the names of modules that engines never quantise by blocks: embeddings, heads and routers."""
-_MAX = 448.0
-"""Largest float8_e4m3fn."""
-_SMALLEST = 1e-4
-"""A block's largest value counts as at least this, so that a block of zeros has a scale."""
-_TILE_ELEMENTS = {"cpu": 1 << 18}
-"""Number of elements that are quantised at once: on a CPU so few that they stay in its cache."""
-_TILE_ELEMENTS_ON_DEVICE = 1 << 22
 
 
 class ToDict(Protocol):
@@ -90,7 +84,7 @@ class Fp8BlockSource:
         self._parts: list[_Part] = []
         self._scales: dict[torch.device, torch.Tensor] = {}
         """All scales of each device, for one look at them."""
-        self._tiles: dict[torch.device, _Tile] = {}
+        self._quantisers: dict[torch.device, BlockQuantiser] = {}
 
     def specs(self) -> Sequence[TensorSpec]:
         """Return the specs, quantised; the same object while the source's specs are the same object."""
@@ -150,7 +144,7 @@ class Fp8BlockSource:
             yield spec
             return
         # A weight reaches an engine in one call with its scale.
-        group, shape = spec.group or spec.name, tuple(map(_blocks, spec.shape, self._block))
+        group, shape = spec.group or spec.name, tuple(map(num_blocks, spec.shape, self._block))
         yield msgspec.structs.replace(spec, dtype="float8_e4m3fn", group=group)
         aliases = tuple(map(_scale_name, spec.aliases))
         yield TensorSpec(_scale_name(spec.name), "float32", shape, aliases=aliases, group=group)
@@ -169,7 +163,7 @@ class Fp8BlockSource:
                 if region.numel:
                     wanted.append(_Wanted(name, region, view.device))
                     views.append(view)
-                    problems += _cut_blocks(spec, region, self._block)
+                    problems += _cutnum_blocks(spec, region, self._block)
         if problems:
             raise ValueError(
                 f"shards cut blocks of {list(self._block)}, whose scale would need several ranks: {listed(problems)}; "
@@ -193,8 +187,8 @@ class Fp8BlockSource:
             for device in {each.device for each in wanted}:
                 here = [math.prod(shape) for each, shape in zip(wanted, shapes, strict=True) if each.device == device]
                 self._scales[device] = torch.empty(sum(here), device=device)
-                self._tiles[device] = _Tile(device, self._block)
-                scales[device] = iter(self._scales[device].split(here))
+                self._quantisers[device] = BlockQuantiser(device, self._block)
+                scales[device] = iter(torch.split(self._scales[device], here))
             return [
                 _Part(
                     each,
@@ -210,7 +204,7 @@ class Fp8BlockSource:
         with torch.inference_mode(False):
             for part in self._parts:
                 dtype = TORCH_DTYPES[self._quantised[part.wanted.name].dtype]
-                self._tiles[part.wanted.device].quantise(part, dtype)
+                self._quantisers[part.wanted.device].quantise(part.source, dtype, part.weight, part.scale)
             if all(bool(torch.isfinite(scales).all()) for scales in self._scales.values()):
                 return
             found = [part.wanted.name for part in self._parts if not torch.isfinite(part.scale).all()]
@@ -237,54 +231,6 @@ class _Part:
     weight: torch.Tensor
     scale: torch.Tensor
     source: torch.Tensor = dataclasses.field(init=False)
-
-
-class _Tile:
-    """Memory for the elements that are quantised at once: whole blocks, in float32."""
-
-    def __init__(self, device: torch.device, block: tuple[int, int]) -> None:
-        self._block = block
-        smallest = block[0] * block[1] * 16  # a view's last dim may be split into parts of up to 16
-        num_elements = max(_TILE_ELEMENTS.get(device.type, _TILE_ELEMENTS_ON_DEVICE), smallest)
-        self._values, self._sizes = torch.empty(2, num_elements, device=device)
-        # Divisors as tensors of the device: torch's GPU kernels multiply by the reciprocal of a number.
-        self._max = torch.tensor(_MAX, device=device)
-
-    def quantise(self, part: _Part, dtype: torch.dtype) -> None:
-        """Quantise a part's source, cast to `dtype`."""
-        (block_rows, block_columns), (num_rows, num_columns) = self._block, part.weight.shape
-        columns = 16 * block_columns * max(1, len(self._values) // (16 * block_columns * block_rows))
-        columns = min(columns, _blocks(num_columns, block_columns) * block_columns)
-        rows = block_rows * max(1, len(self._values) // (block_rows * columns))
-        for row in range(0, num_rows, rows):
-            for column in range(0, num_columns, columns):
-                self._quantise(part, dtype, slice(row, row + rows), slice(column, column + columns))
-
-    def _quantise(self, part: _Part, dtype: torch.dtype, rows: slice, columns: slice) -> None:
-        """Quantise these rows and columns, which begin at a block."""
-        (block_rows, block_columns), source = self._block, part.source
-        weight = part.weight[rows, columns]
-        num_rows, num_columns = weight.shape
-        down, across = _blocks(num_rows, block_rows), _blocks(num_columns, block_columns)
-        padded = down * block_rows, across * block_columns
-        values, sizes = (flat[: math.prod(padded)].view(padded) for flat in (self._values, self._sizes))
-        if (num_rows, num_columns) != padded:
-            values.zero_()
-        inside = values[:num_rows, :num_columns]
-        if source.ndim > 2:
-            inner = source.shape[-1]
-            source = source[rows, columns.start // inner : columns.stop // inner]
-            inside = inside.unflatten(1, (-1, inner))
-        else:
-            source = source[rows, columns]
-        inside.copy_(source.to(dtype))
-        torch.abs(values, out=sizes)
-        largest = sizes.view(down, block_rows, -1).amax(1).view(down, across, block_columns).amax(2)
-        scale = largest.clamp_(_SMALLEST).div_(self._max)
-        values.view(down, block_rows, across, block_columns).mul_((1.0 / scale)[:, None, :, None])
-        weight.copy_(values[:num_rows, :num_columns])
-        row, column = rows.start // block_rows, columns.start // block_columns
-        part.scale[row : row + down, column : column + across] = scale
 
 
 def _read(config: Mapping[str, Any] | ToDict) -> tuple[tuple[int, int], list[re.Pattern[str]]]:
@@ -350,7 +296,7 @@ def _require_quantisable(specs: Collection[TensorSpec]) -> None:
         )
 
 
-def _cut_blocks(spec: TensorSpec, region: Region, block: tuple[int, int]) -> Iterator[str]:
+def _cutnum_blocks(spec: TensorSpec, region: Region, block: tuple[int, int]) -> Iterator[str]:
     """Yield a problem for each dim along which a region begins or ends inside a block."""
     for dim, (offset, size, whole, of_block) in enumerate(
         zip(region.offsets, region.sizes, spec.shape, block, strict=True)
@@ -361,13 +307,8 @@ def _cut_blocks(spec: TensorSpec, region: Region, block: tuple[int, int]) -> Ite
 
 def _scale_region(region: Region, block: tuple[int, int]) -> Region:
     offsets = tuple(offset // size for offset, size in zip(region.offsets, block, strict=True))
-    return Region(offsets, tuple(map(_blocks, region.sizes, block)))
+    return Region(offsets, tuple(map(num_blocks, region.sizes, block)))
 
 
 def _scale_name(name: str) -> str:
     return f"{name}_scale_inv"
-
-
-def _blocks(size: int, of_block: int) -> int:
-    """Return the number of blocks along a dim, with the one at the edge."""
-    return -(-size // of_block)
