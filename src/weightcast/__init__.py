@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from weightcast.seams.transport import Sender as Sender
     from weightcast.seams.transport import Transport as Transport
     from weightcast.serving.follower import follow as follow
-    from weightcast.sources.fp8_blocks import Fp8BlockSource as Fp8BlockSource
     from weightcast.sources.megatron.source import MegatronSource as MegatronSource
     from weightcast.sources.module import ModuleSource as ModuleSource
     from weightcast.sources.safetensors import SafetensorsSource as SafetensorsSource
@@ -58,7 +57,6 @@ _HOMES = {
     "StoreSource": "weightcast.sources.store",
     "TensorSource": "weightcast.sources.tensors",
     "IteratorSource": "weightcast.sources.stream",
-    "Fp8BlockSource": "weightcast.sources.fp8_blocks",
     "rollback": "weightcast.trainer.rollback",
     # the engine's side
     "EngineServer": "weightcast.control.server.app",

@@ -27,12 +27,13 @@ from real_vllm.servers import Server, Setup
 from real_vllm.test_model import Tensors, engine_of, install, offer
 from real_vllm.trainer import IPC
 from real_vllm.trainer import Tensors as Source
-from weightcast import Fp8BlockSource, LocalEngine, ModuleSource, PublishError
+from weightcast import LocalEngine, ModuleSource, PublishError
 from weightcast.errors import IncompatibleWeightsError, InstallError
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.model import VllmModel
 from weightcast.serving.install_map import held_weights
+from weightcast.sources.fp8_blocks import Fp8BlockSource
 
 BF16 = torch.bfloat16
 

@@ -1,4 +1,4 @@
-/* The native core: copies, digests and their threads. It takes addresses, uses no ABI of torch, and needs no GIL. */
+/* The native core: copies, digests, fp8 and their threads. It takes addresses, uses no ABI of torch, and needs no GIL. */
 #ifndef WEIGHTCAST_CORE_H
 #define WEIGHTCAST_CORE_H
 

@@ -82,6 +82,8 @@ class Fp8BlockSource:
         self._held: list[Sequence[Held]] = []
         self._regions: Regions = {}
         self._parts: list[_Part] = []
+        self._views: list[torch.Tensor] = []
+        """The source's view of each part."""
         self._scales: dict[torch.device, torch.Tensor] = {}
         """All scales of each device, for one look at them."""
         self._quantisers: dict[torch.device, BlockQuantiser] = {}
@@ -161,24 +163,23 @@ class Fp8BlockSource:
                 continue
             for region, view in held:
                 if region.numel:
-                    wanted.append(_Wanted(name, region, view.device))
+                    wanted.append(_Wanted(name, TORCH_DTYPES[spec.dtype], region, view.device))
                     views.append(view)
-                    problems += _cutnum_blocks(spec, region, self._block)
+                    problems += _cut_blocks(spec, region, self._block)
         if problems:
             raise ValueError(
                 f"shards cut blocks of {list(self._block)}, whose scale would need several ranks: {listed(problems)}; "
-                "shard over a number of ranks that divides the weights into whole blocks, or list these modules in "
-                "modules_to_not_convert"
+                "shard over a number of ranks that divides the weights into whole blocks, or gather the weights and "
+                "publish them from one rank"
             )
         if wanted != [part.wanted for part in self._parts]:
             self._parts, self._scales = [], {}  # before the new memory is made
             self._parts = self._with_memory(wanted)
-        for part, view in zip(self._parts, views, strict=True):
-            part.source = view
+        for part in self._parts:
             name, region = part.wanted.name, part.wanted.region
             regions.setdefault(name, []).append((region, part.weight))
             regions.setdefault(_scale_name(name), []).append((_scale_region(region, self._block), part.scale))
-        self._regions = regions
+        self._regions, self._views = regions, views
 
     def _with_memory(self, wanted: Sequence[_Wanted]) -> list[_Part]:
         with torch.inference_mode(False):
@@ -202,9 +203,9 @@ class Fp8BlockSource:
     def _quantise(self) -> None:
         """Quantise the present weights. Raises NotFiniteError with each weight that has NaN or infinity."""
         with torch.inference_mode(False):
-            for part in self._parts:
-                dtype = TORCH_DTYPES[self._quantised[part.wanted.name].dtype]
-                self._quantisers[part.wanted.device].quantise(part.source, dtype, part.weight, part.scale)
+            for part, view in zip(self._parts, self._views, strict=True):
+                quantiser = self._quantisers[part.wanted.device]
+                quantiser.quantise(view, part.wanted.dtype, part.weight, part.scale)
             if all(bool(torch.isfinite(scales).all()) for scales in self._scales.values()):
                 return
             found = [part.wanted.name for part in self._parts if not torch.isfinite(part.scale).all()]
@@ -216,21 +217,21 @@ class Fp8BlockSource:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A region of a weight that this rank quantises."""
+    """A region of a weight that this rank quantises, cast to `dtype` before."""
 
     name: str
+    dtype: torch.dtype
     region: Region
     device: torch.device
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """A region of a weight that this rank quantises, and the memory of its outcome. `source`: the region's view."""
+    """A region of a weight that this rank quantises, and the memory of the outcome."""
 
     wanted: _Wanted
     weight: torch.Tensor
     scale: torch.Tensor
-    source: torch.Tensor = dataclasses.field(init=False)
 
 
 def _read(config: Mapping[str, Any] | ToDict) -> tuple[tuple[int, int], list[re.Pattern[str]]]:
@@ -296,7 +297,7 @@ def _require_quantisable(specs: Collection[TensorSpec]) -> None:
         )
 
 
-def _cutnum_blocks(spec: TensorSpec, region: Region, block: tuple[int, int]) -> Iterator[str]:
+def _cut_blocks(spec: TensorSpec, region: Region, block: tuple[int, int]) -> Iterator[str]:
     """Yield a problem for each dim along which a region begins or ends inside a block."""
     for dim, (offset, size, whole, of_block) in enumerate(
         zip(region.offsets, region.sizes, spec.shape, block, strict=True)
