@@ -61,6 +61,8 @@ _DRAFT = "the draft model would keep its weights"
 _MOVED = "{} moves experts between ranks while it serves"
 _OFFLOAD = "vLLM's own reload does not support it"
 _NOT_TRIED = "not tried"
+_OTHER_SLEEP = "only of cumem vLLM says whether the weights are asleep, of other modes whether anything is: use cumem"
+_NO_GPU = "its torch_memory_saver needs a GPU, and none was there to try it: start SGLang without it"
 _SLEEP = ("model_config", "enable_sleep_mode")
 
 
@@ -161,12 +163,12 @@ FEATURES = [
     ),
     Feature(
         "another sleep mode than cumem",
-        (Refused("vLLM would not say whether its weights are asleep", "sleep_mode_backend", "another", *_SLEEP),),
+        (Refused(_OTHER_SLEEP, "sleep_mode_backend", "another", *_SLEEP),),
     ),
     Feature(
         "memory saver; disaggregated prefill",
         sglang=(
-            Refused(_NOT_TRIED, "enable_memory_saver", True),
+            Refused(_NO_GPU, "enable_memory_saver", True),
             Refused(_NOT_TRIED, "disaggregation_mode", "prefill"),
         ),
     ),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fp8_blocks import reference
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nh_128 import nh_128
@@ -29,6 +30,7 @@ from weightcast.native.tables import (
     digest,
     digest_words,
     places,
+    quantise,
     same_members,
 )
 
@@ -37,6 +39,64 @@ THREADS = [1, 3]
 
 def noise(size: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
+
+
+# --- fp8 by blocks ---
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("block", [(128, 128), (1, 7), (5, 64), (1000, 1000)], ids=str)
+@pytest.mark.parametrize("threads", THREADS)
+def test_quantised_blocks_are_those_of_the_reference(dtype: torch.dtype, block: tuple[int, int], threads: int) -> None:
+    for shape in ((1, 1), (130, 300), (9, 1001)):
+        wide = torch.randn(shape[0], shape[1] + 3) * torch.logspace(-8, 3, shape[1] + 3)
+        source = wide.to(dtype)[:, 3:]  # with a stride, and not aligned
+        expected, expected_scale = reference(source, block)
+        weight, scale = torch.empty_like(expected), torch.empty_like(expected_scale)
+        quantise(source, weight, scale, block, threads=threads)
+        assert torch.equal(weight.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(scale, expected_scale)
+
+
+def test_every_value_is_rounded_as_torch_does() -> None:
+    bits = torch.arange(0, 1 << 32, 499, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    bits = bits[bits.abs() <= 448]
+    values = bits[: len(bits) // 1200 * 1200].view(-1, 1200).clone()
+    values[:, 0] = 448  # so that the scale of each row is 1
+    weight, scale = torch.empty(values.shape, dtype=torch.float8_e4m3fn), torch.empty(len(values), 1)
+    quantise(values, weight, scale, (1, 1200))
+    assert (scale == 1).all()
+    assert torch.equal(weight.view(torch.uint8), values.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_values_that_are_not_finite_show_in_the_scale() -> None:
+    values = torch.ones(4, 64, dtype=torch.bfloat16)
+    values[1, 63], values[2, 0] = float("nan"), -float("inf")
+    weight, scale = torch.empty(values.shape, dtype=torch.float8_e4m3fn), torch.empty(4, 2)
+    quantise(values, weight, scale, (1, 32))
+    assert torch.isfinite(scale).tolist() == [[True, True], [True, False], [False, True], [True, True]]
+    assert scale[1].isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda source, weight, scale: (source.half(), weight, scale),
+        lambda source, weight, scale: (source.t(), weight, scale),
+        lambda source, weight, scale: (source, weight[:3], scale),
+        lambda source, weight, scale: (source, weight, scale[:, :1]),
+        lambda source, weight, scale: (source, weight, scale.double()),
+        lambda source, weight, scale: (source.to("meta"), weight, scale),
+    ],
+)
+def test_what_can_not_be_quantised_is_refused(change: Any) -> None:
+    values = torch.ones(4, 64)
+    source, weight, scale = change(values, torch.empty(4, 64, dtype=torch.float8_e4m3fn), torch.empty(4, 2))
+    with pytest.raises(ValueError, match=r"with contiguous columns in host memory"):
+        quantise(source, weight, scale, (1, 32))
+    for row in ([0] * 11, [8] * 10, [1, 8, 3, 1, 8, 1, 8, 1, 1, 1, 1], [1, 8, 2, 1, 8, 1, 8, 1, 1 << 60, 1, 1]):
+        with pytest.raises(ValueError, match=r"row 0 of the table is invalid|expected aligned rows"):
+            _core.quantise(np.array(row, np.uint64), 1)
 
 
 # --- digests ---

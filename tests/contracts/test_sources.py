@@ -9,10 +9,12 @@ import pytest
 import safetensors.torch
 import torch
 from contracts.modules import module_of
+from fp8_blocks import CONFIG, quantised
 
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held, Regions, Source
+from weightcast.sources.fp8_blocks import Fp8BlockSource
 from weightcast.sources.joined import JoinedSource
 from weightcast.sources.module import ModuleSource
 from weightcast.sources.safetensors import SafetensorsSource
@@ -59,6 +61,29 @@ class TestJoinedSource(SourceContract):
             for part in (built[::2], built[1::2])
         ]
         return JoinedSource(*halves)
+
+
+QUANTISED = {
+    "quantised": {"up_proj.weight": (256, 384), "norm.weight": (384,), "lm_head.weight": (130, 4)},
+    "quantised_edges": {f"layers.{i}.weight": (100 * i + 1, 130) for i in range(5)},
+}
+
+
+class TestFp8BlockSource(SourceContract):
+    @pytest.fixture(params=QUANTISED)
+    def plain(self, request: pytest.FixtureRequest) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        return {name: torch.randn(shape).bfloat16() for name, shape in QUANTISED[request.param].items()}
+
+    @pytest.fixture
+    def payload(self, plain: dict[str, torch.Tensor]) -> Payload:
+        names = [name for name, tensor in plain.items() if tensor.ndim > 1 and name != "lm_head.weight"]
+        tensors = quantised(plain, *names)
+        return Payload("quantised", lambda: [(TensorSource({n: t}).specs()[0], t) for n, t in tensors.items()])
+
+    @pytest.fixture
+    def source(self, plain: dict[str, torch.Tensor]) -> Source:
+        return Fp8BlockSource(TensorSource(plain), CONFIG)
 
 
 def test_a_joined_source_follows_its_sources() -> None:

@@ -69,6 +69,42 @@ static void strided_copies(void) {
     free(expected);
 }
 
+/* Rows with gaps between them, which stay as they are; no value becomes NaN. */
+static void matrices(void) {
+    wc_matrix m = {.width = drawn(2) ? 2 : 4, .num_rows = drawn(40) + 1, .num_columns = drawn(200) + 1};
+    m.block_rows = drawn(50) + 1;
+    m.block_columns = drawn(150) + 1;
+    uint64_t down = (m.num_rows - 1) / m.block_rows + 1, across = (m.num_columns - 1) / m.block_columns + 1;
+    m.source_stride = m.num_columns * m.width + drawn(9);
+    m.target_stride = m.num_columns + drawn(9);
+    m.scales_stride = (across + drawn(3)) * 4;
+    uint64_t sizes[3] = {(m.num_rows - 1) * m.source_stride + m.num_columns * m.width,
+                         (m.num_rows - 1) * m.target_stride + m.num_columns, (down - 1) * m.scales_stride + across * 4};
+    uint8_t *source = noise(sizes[0]), *targets[2] = {noise(sizes[1]), malloc(sizes[1])},
+            *scales[2] = {noise(sizes[2]), malloc(sizes[2])};
+    REQUIRE(targets[1] && scales[1]);
+    for (uint64_t row = 0; row < m.num_rows; row++)
+        for (uint64_t i = 0; i < m.num_columns; i++)
+            source[row * m.source_stride + (i + 1) * m.width - 1] &= 0xBF; /* neither NaN nor infinity */
+    memcpy(targets[1], targets[0], sizes[1]);
+    memcpy(scales[1], scales[0], sizes[2]);
+    m.source = address(source);
+    for (size_t i = 0; i < 2; i++) {
+        m.target = address(targets[i]);
+        m.scales = address(scales[i]);
+        wc_quantise(i ? wc_native : &wc_plain, &m, (int)drawn(4));
+    }
+    REQUIRE(!memcmp(targets[0], targets[1], sizes[1]) && !memcmp(scales[0], scales[1], sizes[2]));
+    for (uint64_t row = 0; row < m.num_rows; row++)
+        for (uint64_t i = 0; i < m.num_columns; i++)
+            REQUIRE((targets[0][row * m.target_stride + i] & 0x7F) <= 0x7E);
+    free(source);
+    for (size_t i = 0; i < 2; i++) {
+        free(targets[i]);
+        free(scales[i]);
+    }
+}
+
 static void digested(const wc_vectors *by, const uint8_t *payload, uint64_t size, uint64_t first, uint64_t last,
                      int threads, uint64_t out[2]) {
     wc_sums sums;
@@ -244,6 +280,7 @@ int main(int argc, char **argv) {
     for (long round = 0; round < rounds; round++) {
         copies();
         strided_copies();
+        matrices();
         digests();
         packs();
         words();

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from real_vllm.fp8_on_cpus import add_kernel
 from real_vllm.oracle import NUM_TOKENS, PROMPT, Answer
 from real_vllm.servers import ENVIRONMENT
 
@@ -100,6 +101,7 @@ def _started(setup: OfflineSetup, folder: Path) -> Iterator[Offline]:
             options["attention_backend"] = setup.attention
         if setup.quantization:
             options["quantization"] = setup.quantization
+        add_kernel()
         llm = LLM(str(folder), dtype=dtype, enforce_eager=True, **options)
         try:
             yield Offline(setup, llm)

@@ -6,6 +6,7 @@ proven to be made of them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,20 @@ from safetensors.torch import load_file
 
 from real_vllm.cold import Request
 from real_vllm.conftest import Checkpoints
+from real_vllm.models import make_model, model_of
 from real_vllm.offline import Offline, OfflineSetup, offline_on
 from real_vllm.oracle import NUM_TOKENS, PROMPT
 from real_vllm.servers import Server, Setup
 from real_vllm.test_model import Tensors, engine_of, install, offer
+from real_vllm.trainer import IPC
 from real_vllm.trainer import Tensors as Source
-from weightcast import PublishError
+from weightcast import LocalEngine, ModuleSource, PublishError
 from weightcast.errors import IncompatibleWeightsError, InstallError
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.model import VllmModel
 from weightcast.serving.install_map import held_weights
+from weightcast.sources.fp8_blocks import Fp8BlockSource
 
 BF16 = torch.bfloat16
 
@@ -40,20 +44,16 @@ def saved(family: str, quantization: str = "") -> OfflineSetup:
 
 EXPERTS_ONLINE = "int8_per_channel_weight_only"
 HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
-"""Without it vLLM has no kernel for fp8 by blocks, and one for int8 that weightcast refuses (see test_model.py)."""
-NEED_AMX = [
-    saved("qwen3+int8"),
-    saved("qwen3-moe+int8"),
-    saved("qwen3+fp8-blocks"),
-    saved("qwen3", "fp8_per_block"),
-]
+"""Without it vLLM has a kernel for int8 that weightcast refuses (see test_model.py), and none for fp8 by blocks."""
+NEED_AMX = [saved("qwen3+int8"), saved("qwen3-moe+int8")]
+BLOCKS = [saved("qwen3+fp8-blocks"), saved("qwen3", "fp8_per_block")]
 SLOW = saved("qwen3+fp8")
 ALWAYS = [saved("qwen3-moe", EXPERTS_ONLINE), NEED_AMX[0] if HAS_AMX else SLOW]
 ALL = [
     *ALWAYS,
     *(
         pytest.param(setup, marks=pytest.mark.full, id=str(setup))
-        for setup in (SLOW, *(NEED_AMX if HAS_AMX else ()))
+        for setup in (SLOW, *BLOCKS, *(NEED_AMX if HAS_AMX else ()))
         if setup not in ALWAYS
     ),
 ]
@@ -215,6 +215,34 @@ def test_another_quantisation_is_refused_with_the_reason(
     (found,) = internals.unsupported(offline.config, offline.model)
     assert found.startswith("quantization='int8_per_channel_weight_only': ")
     assert f"({refused.why}" in found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"verify": "installed", "undo": True}, {"delta": "always"}, {"install": "streaming"}],
+    ids=["verified", "delta", "streaming"],
+)
+@offline_on(BLOCKS[0])
+def test_weights_that_the_trainer_quantises(offline: Offline, checkpoint: Checkpoints, options: dict[str, Any]) -> None:
+    """A trainer of plain weights updates an engine of a checkpoint in fp8, which vLLM's own function has quantised."""
+    setup, plain = offline.setup, family(offline)
+    folders = [checkpoint(setup.family, seed, setup.saved_dtype) for seed in (0, 1)]
+    config = json.loads((folders[0] / "config.json").read_text())["quantization_config"]
+    model = make_model(plain, 0, BF16)
+    source = Fp8BlockSource(ModuleSource(model), config)
+    engine = LocalEngine(engine_of(offline))
+    with publisher_of(source, transport=IPC, engines=[engine], bucket_size_bytes=1 << 16, **options) as publisher:
+        for seed in (1, 0, 1, 0):
+            model.load_state_dict(model_of(plain, seed, BF16).state_dict())
+            report = publisher.publish()
+            sent, expected = source.regions(), load_file(folders[seed] / "model.safetensors")
+            assert sent.keys() == expected.keys()
+            for name, [(_, view)] in sent.items():
+                assert torch.equal(view.view(torch.uint8), expected[name].view(torch.uint8)), name
+            assert offline.ask(PROMPT, NUM_TOKENS) == offline.cold[seed]
+            (result,) = report.engines.values()
+            assert not [name for name in result.unproven if "_proj." in name]
+    engine.close()
 
 
 ONE = Setup("qwen3-moe", BF16, quantization=EXPERTS_ONLINE)

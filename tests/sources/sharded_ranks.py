@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fp8_blocks import CONFIG, quantised
 from gather.published import published
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -43,6 +44,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 from weightcast.checkpoint.live import checkpoint_tensors
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IncompatibleWeightsError
+from weightcast.sources.fp8_blocks import Fp8BlockSource
 from weightcast.sources.module import ModuleSource
 from weightcast.trainer.publisher import Publisher
 
@@ -384,6 +386,34 @@ def a_model_made_on_the_meta_device() -> None:
     assert all((data == 3).all() for n, held in source.regions().items() if n != "mean" for _, data in held)
 
 
+def each_rank_quantises_its_own_blocks() -> None:
+    """FSDP2's shards of whole blocks, some with an edge. Shards that cut blocks are refused on every rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(200, 512), nn.LayerNorm(512), nn.Linear(512, 200, bias=False)).to(torch.bfloat16)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fully_shard(model)
+    for sizes, words in ((CONFIG["weight_block_size"], "'2.weight' of [200, 512]"), ([100, 128], "'0.weight'")):
+        source = Fp8BlockSource(ModuleSource(model), CONFIG | {"weight_block_size": sizes})
+        with pytest.raises(ValueError, match=rf"shards cut blocks.*{re.escape(words)}"):
+            source.regions()
+        _refused(lambda of=source: published(of), "shards cut blocks", words)
+    ignored = CONFIG | {"modules_to_not_convert": ["2"]}
+    source = Fp8BlockSource(ModuleSource(model), ignored)
+    for _ in range(2):
+        found = published(source)
+        assert dist.get_rank() or _same_bits(found, quantised(tensors, "0.weight"))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3)
+        tensors = {name: tensor * 3 for name, tensor in tensors.items()}
+
+
+def _same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in expected.items()
+    )
+
+
 def new_memory_and_new_dtypes() -> None:
     model = seeded("odd")
     _fsdp(model, _mesh(dp=2))
@@ -510,6 +540,7 @@ SCENES: list[Callable[[], None]] = [
     a_partial_sum_is_refused,
     a_local_tensor_of_another_shape_is_refused,
     a_model_made_on_the_meta_device,
+    each_rank_quantises_its_own_blocks,
     new_memory_and_new_dtypes,
     sharded_after_the_source_was_made,
 ]

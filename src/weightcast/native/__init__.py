@@ -1,4 +1,4 @@
-"""The native core in C: copies, digests and deltas of host memory, without the GIL.
+"""The native core in C: copies, digests, deltas and fp8 of host memory, without the GIL.
 
 Use it through `tables` and `deltas`, which check the memory that they pass to it.
 """

@@ -38,6 +38,13 @@ def digest_words(address: int, itemsize: int, first: int, dims: Table, threads: 
     `step` and the number `first` count elements of the global tensor. Raises ValueError.
     """
 
+def quantise(rows: Table, threads: int, /) -> None:
+    """Quantise matrices of bfloat16 or float32 to float8_e4m3fn by blocks, with a float32 scale for each block.
+
+    Rows of (source, its row stride, itemsize, target, its row stride, scales, their row stride, number of rows and of
+    columns, rows and columns of a block). Raises ValueError.
+    """
+
 def populate(address: int, size: int, /) -> bool:
     """Populate pages; return False if the kernel does not support that. Raises OSError."""
 

@@ -1,4 +1,4 @@
-/* The native core: copies, digests and their threads. It takes addresses, uses no ABI of torch, and needs no GIL. */
+/* The native core: copies, digests, fp8 and their threads. It takes addresses, uses no ABI of torch, and needs no GIL. */
 #ifndef WEIGHTCAST_CORE_H
 #define WEIGHTCAST_CORE_H
 
@@ -17,6 +17,7 @@
 #define WC_COPY_WORDS 3
 #define WC_STRIDED_WORDS (3 + 3 * WC_MAX_DIMS)
 #define WC_MAX_WORDS_DIMS 64 /* dims of a tensor */
+#define WC_MATRIX_WORDS 11
 
 /* A copy of `size` bytes. Target and source don't overlap. */
 typedef struct {
@@ -40,6 +41,15 @@ typedef struct {
 typedef struct {
     uint64_t count, stride, step;
 } wc_words_dim;
+
+/* A matrix of elements of `width` bytes (2: bfloat16, 4: float32) to quantise to fp8; strides, in bytes, are of rows. */
+typedef struct {
+    uint64_t source, source_stride, width, target, target_stride, scales, scales_stride;
+    uint64_t num_rows, num_columns, block_rows, block_columns;
+} wc_matrix;
+
+/* Quantise the blocks of these rows, of which `first` is the first one, and set their scales. */
+typedef void wc_quantise_call(const wc_matrix *matrix, uint64_t first);
 
 /* Sums of digests, each modulo 2^64. */
 typedef struct {
@@ -83,6 +93,7 @@ typedef struct {
     wc_detect_call *detect;
     wc_rank_call *rank;
     wc_unrank_call *unrank;
+    wc_quantise_call *quantise;
 } wc_vectors;
 
 extern const wc_vectors wc_plain;
@@ -118,6 +129,9 @@ int wc_bad_words(uint64_t address, uint64_t itemsize, const wc_words_dim *dims, 
 void wc_digest_words(const wc_vectors *by, uint64_t address, size_t itemsize, uint64_t first, const wc_words_dim *dims,
                      size_t count, wc_sums *sums, int threads);
 void wc_begin_words(void);
+/* Quantise a matrix by blocks, of which those at the edges are smaller. */
+void wc_quantise(const wc_vectors *by, const wc_matrix *matrix, int threads);
+wc_quantise_call wc_quantise_plain, wc_quantise_avx2;
 wc_detect_call wc_detect_plain, wc_detect_avx2;
 wc_rank_call wc_rank_plain, wc_rank_avx2;
 wc_unrank_call wc_unrank_plain, wc_unrank_avx2;

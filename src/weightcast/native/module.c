@@ -176,6 +176,31 @@ static PyObject *digest_words(PyObject *self, PyObject *arguments) {
     return sums_as_ints(&sums);
 }
 
+static PyObject *quantise(PyObject *self, PyObject *arguments) {
+    (void)self;
+    PyObject *rows;
+    int threads;
+    table from;
+    if (!PyArg_ParseTuple(arguments, "Oi:quantise", &rows, &threads) || get_table(rows, WC_MATRIX_WORDS, &from))
+        return NULL;
+    for (size_t i = 0; i < from.rows; i++) {
+        const wc_matrix *matrix = (const wc_matrix *)from.words + i;
+        if (!(matrix->source && matrix->target && matrix->scales && matrix->block_rows && matrix->block_columns) ||
+            (matrix->width != 2 && matrix->width != 4) || !matrix->num_rows || !matrix->num_columns ||
+            matrix->num_columns > WC_MAX_BYTES / matrix->width / matrix->num_rows)
+            return refused(&from, i, "is invalid: an address, a size or the width of elements");
+    }
+    PyThreadState *state = PyEval_SaveThread();
+    for (size_t i = 0; i < from.rows; i++) {
+        const wc_matrix *matrix = (const wc_matrix *)from.words + i;
+        uint64_t bytes = matrix->num_rows * matrix->num_columns * matrix->width;
+        wc_quantise(wc_native, matrix, num_threads(threads, bytes));
+    }
+    PyEval_RestoreThread(state);
+    PyBuffer_Release(&from.view);
+    Py_RETURN_NONE;
+}
+
 static PyObject *populate(PyObject *self, PyObject *arguments) {
     (void)self;
     unsigned long long address, size;
@@ -200,6 +225,7 @@ static PyMethodDef methods[] = {
     {"digest", digest, METH_VARARGS, NULL},
     {"copy_and_digest", copy_and_digest, METH_VARARGS, NULL},
     {"digest_words", digest_words, METH_VARARGS, NULL},
+    {"quantise", quantise, METH_VARARGS, NULL},
     {"populate", populate, METH_VARARGS, NULL},
     {"places", wc_places, METH_O, NULL},
     {"pairs", wc_pairs, METH_VARARGS, NULL},

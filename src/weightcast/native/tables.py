@@ -83,6 +83,35 @@ def digest_words(tensor: torch.Tensor, first: int, steps: Sequence[int], *, thre
     return _core.digest_words(tensor.data_ptr(), tensor.itemsize, first, struct.pack(f"{len(dims)}Q", *dims), threads)
 
 
+def quantise(
+    source: torch.Tensor, target: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], *, threads: int = 1
+) -> None:
+    """Write a matrix of float32 or bfloat16 to `target` in float8_e4m3fn by blocks, and the scale of each to `scales`.
+
+    Columns are contiguous in all three, which are in host memory and don't overlap. The blocks at the edges are
+    smaller. Raises ValueError for tensors of other dtypes, shapes or layouts.
+    """
+    blocks = tuple(-(-size // of_block) for size, of_block in zip(source.shape, block, strict=True))
+    row: list[int] = []
+    for tensor, dtypes, shape in (
+        (source, (torch.bfloat16, torch.float32), source.shape),
+        (target, (torch.float8_e4m3fn,), source.shape),
+        (scales, (torch.float32,), blocks),
+    ):
+        is_plain = type(tensor) in _TYPES and tensor.is_cpu and not tensor.is_neg() and min(tensor.stride()) >= 0
+        if not is_plain or tensor.dtype not in dtypes or tensor.shape != shape or tensor.stride(1) != 1:
+            raise ValueError(
+                f"found {tensor.dtype} of {list(tensor.shape)} with the strides {tensor.stride()} on {tensor.device}, "
+                f"expected {', '.join(map(str, dtypes))} of {list(shape)} with contiguous columns in host memory"
+            )
+        size = tensor.itemsize * ((tensor.shape[0] - 1) * tensor.stride(0) + tensor.shape[1])
+        _require_in_storage(tensor, size if tensor.numel() else 0, "matrix")
+        row += [tensor.data_ptr(), tensor.stride(0) * tensor.itemsize]
+    if source.numel():
+        row.insert(2, source.itemsize)
+        _core.quantise(np.array([*row, *source.shape, *block], np.uint64), threads)
+
+
 class CopyTable:
     """Copies between tensors of one shape and dtype in host memory, contiguous or with up to three strided dims.
 

@@ -42,6 +42,7 @@ static void lanes_plain(uint8_t *target, const uint8_t *source, int stream, uint
 
 const wc_vectors wc_plain = {
     "plain", move_plain, lanes_plain, wc_weigh_plain, wc_detect_plain, wc_rank_plain, wc_unrank_plain,
+    wc_quantise_plain,
 };
 
 #if defined(__x86_64__)
@@ -120,6 +121,7 @@ AVX2 static void lanes_avx2(uint8_t *target, const uint8_t *source, int stream, 
 
 static const wc_vectors avx2 = {
     "avx2", move_avx2, lanes_avx2, wc_weigh_avx2, wc_detect_avx2, wc_rank_avx2, wc_unrank_avx2,
+    wc_quantise_avx2,
 };
 #else
 void wc_fence(void) {}

@@ -74,7 +74,10 @@ _OFF: dict[str, tuple[tuple[Any, ...], str]] = {
     "cpu_offload_gb": ((0,), _NOT_TRIED),
     "offload_group_size": ((-1, 0), _NOT_TRIED),
     "weight_cache_mode": (("off",), "SGLang's own update session refuses it"),
-    "enable_memory_saver": ((False,), _NOT_TRIED),
+    "enable_memory_saver": (
+        (False,),
+        "its torch_memory_saver needs a GPU, and none was there to try it: start SGLang without it",
+    ),
     "disaggregation_mode": (("null",), _NOT_TRIED),
     "tokenizer_worker_num": ((1,), "the workers would not agree on a version"),
 }

@@ -148,7 +148,7 @@ def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
         "speculative_config (a draft model)": (has_draft, "the draft model would keep its weights"),
         f"sleep_mode_backend={sleeps_by!r}": (
             config.enable_sleep_mode and sleeps_by != "cumem",
-            "vLLM would not say whether its weights are asleep",
+            "only of cumem vLLM says whether the weights are asleep, of other modes whether anything is: use cumem",
         ),
         "prefill_context_parallel_size > 1": (parallel.prefill_context_parallel_size > 1, "not tried"),
         "decode_context_parallel_size > 1": (parallel.decode_context_parallel_size > 1, "not tried"),
