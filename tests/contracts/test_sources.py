@@ -121,6 +121,18 @@ class Changing:
         return self._regions
 
 
+def test_joined_modules_have_the_same_regions_until_a_tensor_is_replaced() -> None:
+    """By another object, a publisher plans its packing anew."""
+    model, tower = torch.nn.Linear(2, 2), torch.nn.Linear(3, 3)
+    joined = JoinedSource(ModuleSource(model), TensorSource({"tower": tower.weight}))
+    first = joined.regions()
+    assert joined.regions() is first
+    model.weight = torch.nn.Parameter(torch.ones(2, 2))
+    assert joined.regions() is not first
+    ((_, view),) = joined.regions()["weight"]
+    assert torch.equal(view, torch.ones(2, 2))
+
+
 def test_a_joined_source_follows_what_is_put_into_a_mapping_that_it_was_given() -> None:
     changing = Changing(torch.zeros(2))
     joined = JoinedSource(changing, TensorSource({"b": torch.zeros(3)}))

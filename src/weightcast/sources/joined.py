@@ -7,7 +7,15 @@ from collections.abc import Sequence
 
 from weightcast.errors import listed
 from weightcast.format.manifest import TensorSpec
-from weightcast.seams.source import CollectiveSource, Gather, Regions, Source, StreamSource, casts_to_engines
+from weightcast.seams.source import (
+    CollectiveSource,
+    Gather,
+    LookedAtRegions,
+    Regions,
+    Source,
+    StreamSource,
+    casts_to_engines,
+)
 
 
 class JoinedSource:
@@ -31,6 +39,9 @@ class JoinedSource:
         self._each_specs: list[Sequence[TensorSpec]] = []
         self._specs: tuple[TensorSpec, ...] = ()
         self._regions: Regions = {}
+        self._names: list[str] = []
+        self._values: list[object] = []
+        """The regions of each name, or a source's whole mapping, of which `_regions` were made."""
         self.specs()
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -50,11 +61,17 @@ class JoinedSource:
 
     def regions(self) -> Regions:
         """Return the regions of all sources; the same object while each source's mapping has the same values."""
-        found = {name: held for source in self._sources for name, held in source.regions().items()}
-        # Value by value, since a source may have changed the mapping that it returned before.
-        is_same = found.keys() == self._regions.keys() and _are_same([*found.values()], [*self._regions.values()])
-        if not is_same:
-            self._regions = found
+        found = [source.regions() for source in self._sources]
+        names, values = list[str](), list[object]()
+        for each in found:
+            # Value by value, since a source may have changed the mapping that it returned before. Regions that the
+            # source has looked at are made when they are asked for, and unchanged in the same mapping.
+            is_looked_at = isinstance(each, LookedAtRegions)
+            names += [] if is_looked_at else each.keys()
+            values += [each] if is_looked_at else each.values()
+        if names != self._names or not _are_same(values, self._values):
+            self._names, self._values = names, values
+            self._regions = {name: held for each in found for name, held in each.items()}
         return self._regions
 
     @property
