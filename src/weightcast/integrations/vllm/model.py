@@ -26,6 +26,7 @@ from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.plugin.model import LoaderEngine, Tensors, has_own
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.adapters import VllmAdapters
+from weightcast.integrations.vllm.draft import PREFIX, ModelWithDraft
 from weightcast.integrations.vllm.layerwise_load import (
     Reload,
     has_packed_copy,
@@ -38,21 +39,28 @@ from weightcast.integrations.vllm.layerwise_load import (
 
 
 class VllmModel(LoaderEngine):
-    """The model of a vLLM worker, created once it is loaded.
+    """The model of a vLLM worker, created once it is loaded. `draft`: a draft model that is updated with it.
 
     Raises UnsupportedError if this vLLM lacks a required name, or if the model's loader fails in a dry run. With a
     feature of `internals.unsupported` every offer is refused.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, vllm_config: Any, device: torch.device, *, draft: nn.Module | None = None
+    ) -> None:
         internals.require()
         self.device = device
+        unsupported = internals.unsupported(vllm_config, model)
+        of_draft: Sequence[TensorSpec] = ()
+        if draft is not None and not unsupported:
+            names, of_draft = _of_draft(draft, model, vllm_config)
+            model = ModelWithDraft(model, draft, names)
         self._reload = Reload(model, vllm_config)
         started_with = weakref.WeakSet(model.modules())
 
         def reference() -> Sequence[TensorSpec] | None:
-            started, load = vllm_config.model_config, vllm_config.load_config
-            return checkpoint_header.reference(started.model, revision=started.revision, cache_dir=load.download_dir)
+            specs = _header(vllm_config.model_config, vllm_config)
+            return None if specs is None else [*specs, *of_draft]
 
         has_adapters = vllm_config.lora_config is not None
         self.adapters = VllmAdapters(model, vllm_config, reference) if has_adapters else None
@@ -74,7 +82,7 @@ class VllmModel(LoaderEngine):
                 is_alone=parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1,
             )
 
-        super().__init__(model, make_acceptance, internals.unsupported(vllm_config, model))
+        super().__init__(model, make_acceptance, unsupported)
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         assert self.install_map is not None  # of the offer
@@ -95,6 +103,54 @@ class VllmModel(LoaderEngine):
         self._reload.abort()
 
 
+def _header(started: Any, vllm_config: Any) -> Sequence[TensorSpec] | None:
+    """Return the tensors of the checkpoint of a vLLM model configuration."""
+    cache = vllm_config.load_config.download_dir
+    return checkpoint_header.reference(started.model, revision=started.revision, cache_dir=cache)
+
+
+def _of_draft(draft: nn.Module, model: nn.Module, vllm_config: Any) -> tuple[Mapping[str, str], Sequence[TensorSpec]]:
+    """Return the published names of the draft model's tensors, each with its loader's, and those of its own checkpoint.
+
+    MTP layers are in the model's checkpoint, without the tensors that vLLM replaces by the model's. A draft model with
+    its own checkpoint has `PREFIX` before each name. Raises UnsupportedError if the names can't be known, or if it
+    depended on the values at the start whether a tensor is the model's.
+    """
+    started, in_model = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
+    is_in_model = started.model == in_model.model and vllm_config.speculative_config.method == "mtp"
+    remedy = f"start vLLM with {internals.KEEP_DRAFT}"
+    specs = _header(started, vllm_config)
+    if specs is None or _header(in_model, vllm_config) is None:
+        raise UnsupportedError(
+            f"an engine with a draft model is updated only if the headers of {in_model.model} and {started.model} can "
+            f"be read: save both as safetensors, or {remedy}"
+        )
+    outcome = dry_run(draft, vllm_config, specs)
+    if outcome.faults:
+        faults = listed([f"{name!r}: {fault}" for name, fault in outcome.faults.items()])
+        raise UnsupportedError(f"the loader of {type(draft).__name__} fails in a dry run ({faults}): {remedy}")
+    of_model = set(model.parameters())
+    shared = {name for name, each in draft.named_parameters(remove_duplicate=False) if each in of_model}
+    replaced = {copy.name for copy in outcome.copies if copy.target in shared}
+    if not is_in_model:
+        if replaced:
+            raise UnsupportedError(
+                f"vLLM has replaced {listed(sorted(replaced))} of {started.model} by the main model's, and might not "
+                f"if their values differ: leave them out of that checkpoint, so that it always does, or {remedy}"
+            )
+        own = [TensorSpec(f"{PREFIX}{spec.name}", spec.dtype, spec.shape) for spec in specs]
+        return {spec.name: spec.name.removeprefix(PREFIX) for spec in own}, own
+    names = {name: name for name, (num_used, _) in outcome.used.items() if num_used and name not in replaced}
+    both = [
+        name for name, (num_used, _) in dry_run(model, vllm_config, specs).used.items() if num_used and name in names
+    ]
+    if both:
+        raise UnsupportedError(
+            f"both the main model and its MTP layers load {listed(both)}, which was not tried: {remedy}"
+        )
+    return names, ()
+
+
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:
     """Return the effect of vLLM's loader on tensors of these names, shapes and dtypes, in this order.
 
@@ -104,7 +160,7 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
     packed: dict[str, nn.Module] = {}
 
     def form(layer: nn.Module, name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        if layer is model:  # the first layer of each run
+        if not name:  # the first layer of each run
             calls.clear()
         return _checkpoint_form(layer, name, calls, packed)
 
