@@ -18,6 +18,7 @@ from real_engines.setups import on
 from real_vllm.oracle import PROMPT, Answer, joined
 from real_vllm.test_adapters import AdapterOf, Source, killed_at, publish_model, publishing, refusal
 
+import real_sglang.stand_ins.sitecustomize  # noqa: F401
 from real_sglang.conftest import Checkpoints
 from real_sglang.faults import Break
 from real_sglang.oracle import LOOSE
@@ -26,8 +27,7 @@ from weightcast import Publisher, PublishError, PublishOptions
 from weightcast.format.adapters import LoraConfig, tensor_name
 from weightcast.trainer.options import Adapter
 
-# Without the stand-in for torchvision, transformers can't be imported there.
-context = preloaded("real_sglang.stand_ins.sitecustomize", "torch", "real_vllm.test_adapters")
+context = preloaded("torch", "real_vllm.test_adapters")
 LORA = Setup(max_lora_rank=16)
 LORA_TWO = Setup("llama-tied", tp=2, max_lora_rank=16)
 LORA_BIASES = Setup("qwen2", dtype=torch.bfloat16, max_lora_rank=16)
@@ -349,13 +349,18 @@ def test_a_reload_by_sglang_itself_takes_the_names(server: Server) -> None:
     publish_model(server, 0)
 
 
+def killed(url: str, phase: str, family: str) -> None:
+    """A trainer that is killed at a phase, in a process that has imported this module's stand-in for torchvision."""
+    killed_at(url, phase, family)
+
+
 @pytest.mark.parametrize("phase", ["offered", "packed", "received", "installed"])
 @on(LORA, full=[LORA_TWO])
 def test_a_trainer_that_is_killed_leaves_a_whole_version(
     server: Server, phase: str, cold_with: Callable[..., Cold]
 ) -> None:
     family, expected = server.setup.family, cold_with(server.setup).adapted
-    trainer = context.Process(target=killed_at, args=(server.url, phase, family))
+    trainer = context.Process(target=killed, args=(server.url, phase, family))
     trainer.start()
     trainer.join(120)
     assert trainer.exitcode == -signal.SIGKILL
