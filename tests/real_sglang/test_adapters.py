@@ -185,7 +185,7 @@ def test_broken_updates_are_refused_by_name_and_the_old_one_serves(server: Serve
 @on(ONE)
 def test_an_engine_without_lora_says_how_to_start_it(server: Server) -> None:
     said = refusal(server, AdapterOf(server.setup.family, 0))
-    assert "start the engine with --enable-lora, or publish the merged model" in said
+    assert "start it with LoRA and weightcast's plugin (vLLM, SGLang and weightcast serve: --enable-lora)" in said
 
 
 @pytest.mark.full
@@ -267,6 +267,28 @@ def test_a_running_request_keeps_its_version_which_is_unloaded_when_it_has_ended
         for _ in range(2):
             publisher.publish()
         assert num_loaded(server) == num_before + 1, "the one that can be named, and one that the next offer unloads"
+
+
+@on(LORA)
+def test_a_version_is_unloaded_once_its_abandoned_requests_have_left_the_engine(server: Server) -> None:
+    family = server.setup.family
+    publish_model(server, 0)
+    with publishing(server, AdapterOf(family, 0), keep=0) as (publisher, source):
+        publisher.publish()
+        num_before = num_loaded(server)
+        for seed in range(6):
+            stream = server.stream(PROMPT, NUM_STREAMED, lora_path="policy")
+            next(stream)
+            stream.close()
+            source.use(AdapterOf(family, seed % 3))
+            publisher.publish()
+        for _ in range(20):
+            publisher.publish()
+            if num_loaded(server) == num_before + 1:
+                break
+            answer(server, "policy")
+        assert num_loaded(server) == num_before + 1, "the one that can be named, and one that the next offer unloads"
+    assert server.is_healthy()
 
 
 @on(LORA)

@@ -21,7 +21,7 @@ from weightcast.integrations.sglang import internals
 from weightcast.seams.adapters import AdapterLayers
 
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""By SGLang's name of a layer, the checkpoint's layers in it. Of these SGLang takes all or some, but not any."""
+"""By SGLang's name of a layer, the checkpoint's layers in it."""
 
 
 class SglangAdapters(AdapterLayers):
@@ -39,7 +39,9 @@ class SglangAdapters(AdapterLayers):
         internals.require(
             manager, "load_lora_adapter_from_tensors", "unload_lora_adapter", "lora_modules", "max_lora_rank"
         )
+        internals.require_arguments(manager.load_lora_adapter_from_tensors, "lora_ref", "tensors", "config_dict")
         internals.require(server_args, "max_loaded_loras")
+        internals.adapter_record()
         self._manager = manager
         self._reference = reference
         self.max_rank = int(manager.max_lora_rank)
@@ -80,30 +82,37 @@ class SglangAdapters(AdapterLayers):
             "target_modules": sorted({module.rpartition(".")[2] for module in config.target_modules}),
         }
         adapter = internals.adapter(label, origin, is_pinned=False)
-        loaded = self._manager.load_lora_adapter_from_tensors(adapter, self._completed(tensors, rank), settings)
+        completed = self._completed(tensors, config)
+        loaded = self._manager.load_lora_adapter_from_tensors(lora_ref=adapter, tensors=completed, config_dict=settings)
         if not loaded.success:
             self._manager.unload_lora_adapter(adapter)
             raise InstallError(f"SGLang can't load {label}: {loaded.error_message}")
         self._adapters[label], self.ids[label] = adapter, adapter.lora_id
 
-    def _completed(self, tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-        """Return the tensors with zeros for the layers that SGLang has in one with an adapted layer."""
+    def _completed(self, tensors: Mapping[str, torch.Tensor], config: LoraConfig) -> dict[str, torch.Tensor]:
+        """Return the tensors, with zeros for the layers that SGLang has in one with an adapted layer.
+
+        SGLang would fail, or drop the adapted layer, without some of them.
+        """
         completed = dict(tensors)
-        for module, (outputs, inputs) in self._shapes.items():
+        for module in config.target_modules:
             parent, _, leaf = module.rpartition(".")
+            given = tensors[tensor_name(module, "A")]
             siblings = next((parts for parts in _STACKED.values() if leaf in parts), ())
-            given = next(
-                (a for s in siblings if (a := tensors.get(tensor_name(f"{parent}.{s}", "A"))) is not None), None
-            )
-            if given is not None and tensor_name(module, "A") not in tensors:
-                completed[tensor_name(module, "A")] = given.new_zeros(rank, inputs)
-                completed[tensor_name(module, "B")] = given.new_zeros(outputs, rank)
+            for sibling in (f"{parent}.{part}" for part in siblings):
+                a, b = (tensor_name(sibling, half) for half in ("A", "B"))
+                if sibling in self._shapes and a not in completed:
+                    outputs, inputs = self._shapes[sibling]
+                    rank = config.rank(module)
+                    completed[a], completed[b] = given.new_zeros(rank, inputs), given.new_zeros(outputs, rank)
         return completed
 
     def remove(self, label: str) -> None:
         if label in self.ids:
             del self.ids[label]
-            self._manager.unload_lora_adapter(self._adapters.pop(label))
+            unloaded = self._manager.unload_lora_adapter(self._adapters.pop(label))
+            if not unloaded.success:
+                raise InstallError(f"SGLang can't unload {label}: {unloaded.error_message}")
 
     def name(self, labels: Mapping[str, str]) -> None:
         """Do nothing: the HTTP server names them, once all ranks have them."""

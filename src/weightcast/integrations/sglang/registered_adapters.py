@@ -1,4 +1,4 @@
-"""The published adapters among those of SGLang's HTTP server: which version answers a request, and which have none.
+"""Published adapters in SGLang's HTTP server: which version answers a request, and which have no request.
 
 Invariants: SGLang's registry has a version from the moment when all ranks have it; a version is unloaded only after it
 has left the registry and every request that the registry had found it for has ended.
@@ -26,6 +26,7 @@ class RegisteredAdapters:
         internals.require(manager, "lora_registry", "lora_ref_cache", "_validate_and_resolve_lora")
         self._registry = manager.lora_registry
         internals.require(self._registry, "register", "unregister", "wait_for_unload", "get_all_adapters")
+        internals.adapter_record()
         self._loaded_from_paths = manager.lora_ref_cache
         self._resolve = manager._validate_and_resolve_lora
         manager._validate_and_resolve_lora = self._resolved
@@ -66,11 +67,11 @@ class RegisteredAdapters:
         self._current = {version.name: version.label for version in versions if version.is_current}
         self._draining = {label: task for label, task in self._draining.items() if label in ids}
         for label in self._registered.keys() - named.keys():
-            number = self._registered.pop(label)
+            lora_id = self._registered.pop(label)
             # A client of SGLang's own route may have unloaded it.
             if label in self._registry.get_all_adapters():
                 await self._registry.unregister(label)
-                self._draining[label] = asyncio.ensure_future(self._registry.wait_for_unload(number))
+                self._draining[label] = asyncio.ensure_future(self._registry.wait_for_unload(lora_id))
 
     def idle(self) -> tuple[str, ...]:
         """Return the labels of loaded versions that no request uses or can name."""
