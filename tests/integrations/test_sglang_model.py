@@ -56,6 +56,7 @@ def engine_of(folder: Path, model: Model, updater: Updater) -> SglangModel:
         model_config=SimpleNamespace(model_path=str(folder), revision=None),
         weight_updater=updater,
         server_args=SimpleNamespace(download_dir=None),
+        lora_manager=None,
     )
     return SglangModel(runner, unsupported=(), flush=lambda: True)
 

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,17 +30,19 @@ COLLECTIONS = "collections"
 @dataclasses.dataclass(frozen=True)
 class Break:
     """An install raises before this tensor, on one rank or on all (-1); or flips a bit of the parameter `corrupt`; or
-    a copy of the layer `exchange` has taken that layer's place while an offer is looked at.
+    a copy of the layer `exchange` has taken that layer's place while an offer is looked at; or the rank can't add an
+    `adapter`.
     """
 
     after: int = 0
     rank: int = -1
     corrupt: str = ""
     exchange: str = ""
+    adapter: bool = False
 
     @property
     def raises(self) -> bool:
-        return not (self.corrupt or self.exchange)
+        return not (self.corrupt or self.exchange or self.adapter)
 
     def __str__(self) -> str:
         return f"at-{self.after}" + ("" if self.rank < 0 else f"-on-rank-{self.rank}")
@@ -51,12 +53,13 @@ def register() -> None:
     path = Path(os.environ.get(VARIABLE, ""))
     if not path.name or "sglang.srt.managers.scheduler" not in sys.modules:
         return
+    from weightcast.integrations.sglang.adapters import SglangAdapters
     from weightcast.integrations.sglang.internals import parallel
     from weightcast.integrations.sglang.model import SglangModel
     from weightcast.serving.install import BlockCopies
 
     load, finish, run = SglangModel._load_some, SglangModel._finish_load, BlockCopies.run
-    validate = SglangModel.validate
+    validate, add = SglangModel.validate, SglangAdapters.add
 
     def fault() -> Break | None:
         found = Break(**json.loads(path.read_text())) if path.exists() else None
@@ -94,6 +97,13 @@ def register() -> None:
         finally:
             setattr(holder, leaf, layer)
 
+    def added(adapters: SglangAdapters, *args: Any, **options: Any) -> None:
+        found = fault()
+        if found is not None and found.adapter:
+            raise RuntimeError("the test's fault")
+        add(adapters, *args, **options)
+
+    SglangAdapters.add = added  # type: ignore[method-assign]
     SglangModel.validate = validated  # type: ignore[method-assign]
     SglangModel._load_some = faulty  # type: ignore[method-assign]
     SglangModel._finish_load = finished  # type: ignore[method-assign]

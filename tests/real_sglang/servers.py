@@ -8,8 +8,9 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import httpx
@@ -29,6 +30,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 """What an SGLang on a CPU needs."""
+LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Setup:
     """How a server is started. `plugin`: with weightcast's plugin, which SGLang finds by itself; without, it is stock.
 
     `api_key`, `admin_key`: what its routes ask for, as SGLang takes them. `options`: further ones of its command line.
+    `max_lora_rank`: above 0 it serves LoRA adapters.
     """
 
     family: str = "qwen3"
@@ -44,11 +47,13 @@ class Setup:
     plugin: bool = True
     token: str = ""
     admin_key: str = ""
+    max_lora_rank: int = 0
     options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         words = [self.family, str(self.dtype).removeprefix("torch."), f"tp{self.tp}"]
         words += ["plugin" if self.plugin else "stock"]
+        words += [f"lora{self.max_lora_rank}"] if self.max_lora_rank else []
         words += [option.lstrip("-") for option in self.options]
         return "-".join(words)
 
@@ -86,7 +91,10 @@ def child_environment(setup: Setup) -> dict[str, str]:
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
     environment.pop("WEIGHTCAST_TOKEN", None)
     # SGLang loads those of its plugins that are named here, or all.
-    environment["SGLANG_PLUGINS"] = "weightcast,weightcast-test-faults" if setup.plugin else "none"
+    plugins = ["weightcast", "weightcast-test-faults"] if setup.plugin else []
+    if setup.max_lora_rank:
+        plugins.append("weightcast-test-unpinned")
+    environment["SGLANG_PLUGINS"] = ",".join(plugins) or "none"
     if setup.tp > 1:
         # It would want a NUMA node for each rank.
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(setup.tp))
@@ -99,6 +107,7 @@ class Server(ServerProcess):
     """A server of `setup` that started from the checkpoint in `folder`. Start it by entering it.
 
     `cold(seed)` is one like it that started from the weights of a seed: the oracle of what is published to this one.
+    `adapters`: by name, the directories of adapters that it starts with.
     """
 
     def __init__(
@@ -109,12 +118,14 @@ class Server(ServerProcess):
         port: int = 0,
         cold: Callable[[Setup, int], Server] | None = None,
         is_forked: bool = True,
+        adapters: Mapping[str, Path] = MappingProxyType({}),
     ):
         headers = {"authorization": f"Bearer {setup.admin_key}"} if setup.admin_key else {}
         super().__init__("sglang", port=port, headers=headers, is_forked=is_forked)
         self.setup = setup
         self.folder = folder
         self._cold = cold
+        self._adapters = adapters
         self._faults = tempfile.TemporaryDirectory(prefix="weightcast-faults-")
 
     def _command(self) -> list[str]:
@@ -125,6 +136,11 @@ class Server(ServerProcess):
         command += ["--max-total-tokens", "4096", "--max-running-requests", "8", "--mem-fraction-static", "0.1"]
         command += ["--disable-overlap-schedule", "--skip-server-warmup", "--tp-size", str(setup.tp)]
         command += ["--enable-metrics", *setup.options]
+        if setup.max_lora_rank:
+            command += ["--enable-lora", "--lora-backend", "torch_native", "--max-loras-per-batch", "4"]
+            command += ["--max-lora-rank", str(setup.max_lora_rank), "--lora-target-modules", *LORA_MODULES]
+            if self._adapters:
+                command += ["--lora-paths", *(f"{name}={path}" for name, path in self._adapters.items())]
         if setup.admin_key:
             command += ["--admin-api-key", setup.admin_key]
         return command
@@ -197,10 +213,10 @@ class Server(ServerProcess):
         """The reply as it is."""
         return self._http.post("/generate", json=generation(prompt, num_tokens, **options), timeout=seconds)
 
-    def stream(self, prompt: Sequence[int], num_tokens: int) -> Iterator[Part]:
-        """The answer as it comes. Raises AssertionError for a request that fails."""
+    def stream(self, prompt: Sequence[int], num_tokens: int, **options: Any) -> Iterator[Part]:
+        """The answer as it comes. Raises AssertionError for a request that fails. `options`: as in `generation`."""
         num_seen = 0
-        body = generation(prompt, num_tokens) | {"stream": True}
+        body = generation(prompt, num_tokens, **options) | {"stream": True}
         with self._http.stream("POST", "/generate", json=body) as reply:
             assert reply.status_code == 200, f"{reply.status_code}: {reply.read().decode()}"
             for line in reply.iter_lines():

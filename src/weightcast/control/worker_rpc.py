@@ -116,7 +116,7 @@ class RankReply(msgspec.Struct, frozen=True):
     is_loading: bool = False
     dtypes: dict[str, str] = {}
     adapter: str = ""
-    adapter_ids: dict[str, int] = {}
+    adapter_ids: dict[str, int | str] = {}
 
 
 def numbered(call: RankCall) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class LoraLayers:
     max_rank: int | None = None
     capacity: int | None = None
     limits = ""
-    ids: Mapping[str, int] = MappingProxyType({})
+    is_uniform = False
+    ids: Mapping[str, int | str] = MappingProxyType({})
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

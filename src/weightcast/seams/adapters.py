@@ -33,14 +33,15 @@ class AdapterLayers(Protocol):
     """The layers of an engine's model that compute with LoRA adapters. Called from one thread at a time.
 
     `max_rank`: the largest supported rank; None for any. `capacity`: how many versions can be loaded at once; None for
-    any. `limits`: how an engine with larger ones is started. `ids`: by label, the numbers of loaded versions in the
-    host's requests, equal on all ranks; empty if there are none.
+    any. `limits`: how an engine with larger ones is started. `is_uniform`: all layers must have one rank and one alpha.
+    `ids`: by label, the ids of loaded versions in the host's requests, equal on all ranks; empty if there are none.
     """
 
     max_rank: int | None
     capacity: int | None
     limits: str
-    ids: Mapping[str, int]
+    is_uniform: bool
+    ids: Mapping[str, int | str]
 
     def shapes(self) -> Mapping[str, tuple[int, int]]:
         """Return by module name the outputs and inputs of each layer that an adapter can change."""

@@ -177,7 +177,7 @@ def _problems(manifest: Manifest, target: AdapterTarget, layers: AdapterLayers) 
     """Yield the reasons why this engine can't load the adapter."""
     config, shapes = target.config, layers.shapes()
     offered = {name: record for record in manifest.tensors for name in record.names}
-    modules = dict.fromkeys(config.target_modules)
+    modules, first = dict.fromkeys(config.target_modules), config.target_modules[0]
     for name, record in offered.items():
         match = _TENSOR.fullmatch(name)
         if match is None or match[1] not in modules:
@@ -194,6 +194,8 @@ def _problems(manifest: Manifest, target: AdapterTarget, layers: AdapterLayers) 
             continue
         if layers.max_rank is not None and rank > layers.max_rank:
             yield f"{module!r} has rank {rank}, above {layers.max_rank}: start the engine with {layers.limits}"
+        if layers.is_uniform and (rank, config.scaling(module)) != (config.rank(first), config.scaling(first)):
+            yield f"{module!r} has another rank or alpha than {first!r}: this engine takes adapters with one of each"
         outputs, inputs = shapes[module]
         for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
             name = tensor_name(module, half)

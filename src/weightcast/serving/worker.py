@@ -488,7 +488,7 @@ class Worker:
         if self.adapters is None:
             raise UnsupportedError(
                 f"the adapter {offer.target.name!r} was offered, but {type(self.engine).__name__} serves none here: "
-                "start the engine with adapters (weightcast serve --enable-lora), or publish the merged model"
+                "start the engine with --enable-lora, or publish the merged model"
             )
         if offer.install != "staged":
             raise UnsupportedError("an adapter is installed as a whole: publish it with install='staged'")

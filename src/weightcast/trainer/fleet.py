@@ -264,7 +264,7 @@ class FleetMember:
         self.version = offer.version
         if self.adapter and (self.info is None or "adapters" not in self.info.abilities):
             raise UnsupportedError(
-                f"{self.name} takes no adapters: start it with LoRA and weightcast's plugin (vLLM: --enable-lora; "
+                f"{self.name} takes no adapters: start it with LoRA and weightcast's plugin (vLLM, SGLang and "
                 "weightcast serve: --enable-lora), or publish the merged model, ModuleSource(model)"
             )
         is_known = self._accepted_manifest == offer.manifest_digest

@@ -11,9 +11,9 @@ import abc
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -28,6 +28,7 @@ from weightcast.control.worker_rpc import (
     Quarantine,
     RankCall,
     Settle,
+    Unload,
     UpdateCall,
 )
 from weightcast.errors import (
@@ -40,6 +41,7 @@ from weightcast.errors import (
     Translated,
     WeightcastError,
 )
+from weightcast.format.adapters import AdapterVersion
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldWeights, InitInfo, Offer, PauseMode, UpdateInfo, WeightInfo
 from weightcast.host.deadline import LOAD_SECONDS
@@ -51,17 +53,34 @@ T = TypeVar("T")
 _PEER = "engine"
 
 
+class HostAdapters(Protocol):
+    """The names of published adapters in the host's server, and which versions have no request any more."""
+
+    def require_room(self, offer: Offer) -> None:
+        """Raise RefusedError or UnsupportedError if no request could name the offered version."""
+
+    def idle(self) -> tuple[str, ...]:
+        """Return the labels of loaded versions that no request uses or can name."""
+
+    async def update(self, versions: Sequence[AdapterVersion], ids: Mapping[str, int | str]) -> None:
+        """Answer requests with these versions. `ids`: by label, those of all loaded versions."""
+
+
 class PluginEngine(ServedEngine, abc.ABC):
     """The engine behind the server `host` (its name in errors), for one event loop. Errors are WeightcastErrors.
 
-    `mutex`: shared by all API servers of the engine. Every wait for the host ends after `deadline_seconds`, except
-    those of an install whose pause has begun, which have the host's own limits.
+    `mutex`: shared by all API servers of the engine. `adapters`: None in a server that can't name any. Every wait for
+    the host ends after `deadline_seconds`, except those of an install whose pause has begun, which have the host's own
+    limits.
     """
 
     default_pause: PauseMode = "keep"
 
-    def __init__(self, host: str, mutex: ServerMutex, deadline_seconds: float) -> None:
+    def __init__(
+        self, host: str, mutex: ServerMutex, deadline_seconds: float, adapters: HostAdapters | None = None
+    ) -> None:
         self._host = host
+        self._adapters = adapters
         self._mutex = mutex
         self._deadline_seconds = deadline_seconds
         self._own_label = ""
@@ -106,6 +125,9 @@ class PluginEngine(ServedEngine, abc.ABC):
         await self.call(Init(info))
 
     async def update(self, info: UpdateInfo) -> None:
+        if isinstance(info, Offer) and info.target and self._adapters is not None:
+            self._adapters.require_room(info)
+            await self.call(Unload(self._adapters.idle()))
         with engine_metrics().stage(type(info).__name__.lower()):
             await self.call(UpdateCall(info))
 
@@ -320,13 +342,18 @@ class PluginEngine(ServedEngine, abc.ABC):
         self._mutex.in_doubt = False
 
     async def _publish(self, replies: Replies) -> None:
-        """Label the host with its ranks' version; remove a label of ours that is not their version."""
+        """Give the host its ranks' version as its label, and their adapters.
+
+        Removes a label of ours that is not their version.
+        """
         version = replies.info.weight_version
         if version != "default":
             await self._set_label(version)
             self._own_label = version
         elif self._own_label and await self._label() == self._own_label:
             await self._set_label("default")
+        if self._adapters is not None:
+            await self._adapters.update(replies.info.adapters or (), replies.ranks[0].adapter_ids)
 
     # --- waiting ---
 

@@ -129,10 +129,15 @@ class RankWorker:
             *held,
             is_loading,
             dtypes,
-            adapter=self._worker.offered_adapter,
+            adapter=self.offered_adapter,
             adapter_ids={} if table is None else dict(table.layers.ids),
         )
         return msgspec.to_builtins(reply)
+
+    @property
+    def offered_adapter(self) -> str:
+        """Return the name of the adapter that the update in progress is of; empty for the model, or without one."""
+        return self._worker.offered_adapter
 
     def info(self) -> WeightInfo:
         """Return the worker's state without its lease, since only the host can pause and resume.

@@ -28,6 +28,7 @@ from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.routes import TornGuard, log
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.sglang import internals
+from weightcast.integrations.sglang.registered_adapters import RegisteredAdapters
 from weightcast.integrations.sglang.scheduler import FORMAT
 
 _GENERATION = (
@@ -88,7 +89,7 @@ class SglangEngine(PluginEngine):
             *("config_value", "server_args", *(path.rpartition(".")[2] for path in internals.ASKED)),
         )
         internals.require(manager.server_args, "admin_api_key", "api_key")
-        super().__init__("SGLang", ServerMutex.of_one(), deadline_seconds)
+        super().__init__("SGLang", ServerMutex.of_one(), deadline_seconds, RegisteredAdapters(manager))
         self._manager = manager
         self._continue = manager.continue_generation
 

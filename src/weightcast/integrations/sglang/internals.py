@@ -60,8 +60,7 @@ _OFF: dict[str, tuple[tuple[Any, ...], str]] = {
         "its scales belong to the weights that SGLang was started with",
     ),
     "rl_quant_profile": ((None,), _NOT_TRIED),
-    "enable_lora": ((None, False), _NOT_TRIED),
-    "lora_paths": ((None, [], {}), _NOT_TRIED),
+    "enable_lora_overlap_loading": ((None, False), _NOT_TRIED),
     "speculative_algorithm": ((None, "NGRAM"), "the draft model would keep its weights"),
     "dp_size": ((1,), "its engines would not agree on a version"),
     "pp_size": ((1,), _NOT_TRIED),
@@ -89,6 +88,29 @@ def io(name: str, **fields: Any) -> Any:
     return getattr(importlib.import_module("sglang.srt.managers.io_struct"), name)(**fields)
 
 
+def adapter_record() -> Any:
+    """Return SGLang's class of records of adapters. Raises UnsupportedError if this SGLang has none."""
+    path = "sglang.srt.lora.lora_registry"
+    try:
+        module = importlib.import_module(path)
+    except ImportError as exc:
+        raise _lacking([path]) from exc
+    require(module, "LoRARef")
+    require(module.LoRARef, "deterministic_id")
+    return module.LoRARef
+
+
+def adapter(label: str, run: str, *, is_pinned: bool) -> Any:
+    """Return SGLang's record of a version of an adapter. Equal in all processes.
+
+    `is_pinned`: in a registry, SGLang does not unload it for others; in a scheduler, it keeps a place in every batch.
+    """
+    record = adapter_record()
+    # The path is never read.
+    path = f"weightcast://{run}/{label}"
+    return record(lora_id=record.deterministic_id(label, path), lora_name=label, lora_path=path, pinned=is_pinned)
+
+
 def parallel() -> Any:
     """Return SGLang's parallel state of this process."""
     return importlib.import_module("sglang.srt.runtime_context").get_parallel()
@@ -114,18 +136,30 @@ def version() -> str:
 
 def _refuse_if(lacking: list[str]) -> None:
     if lacking:
-        raise UnsupportedError(
-            f"SGLang {version()} lacks {len(lacking)} names that weightcast needs ({', '.join(lacking)}): use SGLang "
-            f"{TESTED_WITH}, or a weightcast version for this SGLang",
-            lacking,
-        )
+        raise _lacking(lacking)
 
 
-def unsupported(server_args: Any, model: nn.Module) -> list[str]:
-    """Return the features with which weightcast can't update an engine, by SGLang's names, each with the reason."""
+def _lacking(names: list[str]) -> UnsupportedError:
+    return UnsupportedError(
+        f"SGLang {version()} lacks {len(names)} names that weightcast needs ({', '.join(names)}): use SGLang "
+        f"{TESTED_WITH}, or a weightcast version for this SGLang",
+        names,
+    )
+
+
+def unsupported(server_args: Any, model: nn.Module, *, has_lora: bool = False) -> list[str]:
+    """Return the features with which weightcast can't update an engine, by SGLang's names, each with the reason.
+
+    `has_lora`: the model has layers that take LoRA adapters.
+    """
     require(server_args, *_OFF)
     found = {name: getattr(server_args, name) for name in _OFF}
     features = [f"{n}={value!r} ({_OFF[n][1]})" for n, value in found.items() if value not in _OFF[n][0]]
+    if has_lora:
+        layers = importlib.import_module("sglang.srt.lora.layers")
+        require(layers, "FusedMoEWithLoRA")
+        if any(isinstance(layer, layers.FusedMoEWithLoRA) for layer in model.modules()):
+            features.append(f"a mixture of experts with LoRA ({_NOT_TRIED})")
     if any(getattr(layer, "use_intel_amx_backend", False) for layer in model.modules()):
         features.append("weights packed for AMX, which SGLang can't unpack")
     derived = (getattr(layer, "_derived_weight_cache_error", None) for layer in model.modules())

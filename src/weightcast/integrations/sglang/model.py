@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from weightcast.errors import InstallError, UnsupportedError, listed
+from weightcast.format.manifest import TensorSpec
 from weightcast.host import device as host_device
 from weightcast.integrations.plugin.acceptance import Acceptance, acceptance
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.plugin.dry_run import dry_run, twin
 from weightcast.integrations.plugin.model import LoaderEngine, has_own
 from weightcast.integrations.sglang import internals
+from weightcast.integrations.sglang.adapters import SglangAdapters
 from weightcast.serving.install_map import layers_of
 
 
@@ -38,7 +40,7 @@ class SglangModel(LoaderEngine):
         flush: Callable[[], bool],
         is_alone: bool = True,
     ) -> None:
-        internals.require(runner, "model", "model_config", "weight_updater", "server_args")
+        internals.require(runner, "model", "model_config", "weight_updater", "server_args", "lora_manager")
         internals.require(runner.weight_updater, "begin_weight_update", "end_weight_update")
         model: nn.Module = runner.model
         self._session: Any = runner.weight_updater
@@ -46,6 +48,13 @@ class SglangModel(LoaderEngine):
         self._flush = flush
         self.device = next(model.parameters()).device
         started_with = weakref.WeakValueDictionary(layers_of(model))
+
+        def started_from() -> Sequence[TensorSpec] | None:
+            config = runner.model_config
+            return reference(config.model_path, revision=config.revision, cache_dir=runner.server_args.download_dir)
+
+        has_adapters = runner.lora_manager is not None
+        self.adapters = SglangAdapters(runner.lora_manager, runner.server_args, started_from) if has_adapters else None
 
         def make_acceptance() -> Acceptance:
             layers = layers_of(model)
@@ -55,9 +64,9 @@ class SglangModel(LoaderEngine):
                     f"{listed(strange)} took another layer's place since SGLang has loaded the model, and SGLang may "
                     "compute with the former layer: put it back, or restart SGLang"
                 )
-            config = runner.model_config
-            known = reference(config.model_path, revision=config.revision, cache_dir=runner.server_args.download_dir)
-            return acceptance(model, functools.partial(dry_run, model, _without_memory), known, is_alone=is_alone)
+            return acceptance(
+                model, functools.partial(dry_run, model, _without_memory), started_from(), is_alone=is_alone
+            )
 
         super().__init__(model, make_acceptance, unsupported)
 

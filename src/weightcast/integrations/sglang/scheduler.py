@@ -96,12 +96,15 @@ class SchedulerRank:
         internals.require(scheduler.weight_updater, "offload_tags", *internals.CHANGES)
         internals.require(scheduler.tp_worker, "model_runner")
         internals.require_arguments(scheduler.flush_cache, "empty_cache")
+        internals.require(scheduler.tp_worker.model_runner, "model", "lora_manager")
         self._scheduler, self._ranks = scheduler, ranks
         runner, parallel = scheduler.tp_worker.model_runner, internals.parallel()
         self._engine_rank = parallel.tp_rank
         if parallel.tp_rank == 0:
             warn_if_untested(logger, "SGLang", internals.version(), internals.TESTED_WITH)
-        unsupported = internals.unsupported(scheduler.server_args, runner.model)
+        unsupported = internals.unsupported(
+            scheduler.server_args, runner.model, has_lora=runner.lora_manager is not None
+        )
         self._rank = RankWorker(
             SglangModel(
                 runner,
@@ -137,7 +140,9 @@ class SchedulerRank:
         return msgspec.json.encode(replies).decode()
 
     def _require_still(self) -> None:
-        if not (self._scheduler._engine_paused and self._scheduler.is_fully_idle(ignore_waiting=True)):
+        is_still = self._scheduler._engine_paused and self._scheduler.is_fully_idle(ignore_waiting=True)
+        # An adapter is added beside the others, between two steps.
+        if not (is_still or self._rank.offered_adapter):
             raise ClosedError("requests are running: send /pause_generation with mode 'retract' before an install")
         if "weights" in self._scheduler.weight_updater.offload_tags:
             raise ClosedError("the weights' memory is released: send /resume_memory_occupation before an install")

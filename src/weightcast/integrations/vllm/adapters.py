@@ -31,6 +31,7 @@ class VllmAdapters(AdapterLayers):
     """
 
     limits = "larger --max-lora-rank or --max-cpu-loras"
+    is_uniform = False
 
     def __init__(
         self, model: nn.Module, vllm_config: Any, reference: Callable[[], Sequence[TensorSpec] | None]

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from weightcast.control.worker_rpc import METHOD, Ask, RankCall, Unload, numbered, replies_to
+from weightcast.control.worker_rpc import METHOD, Ask, RankCall, numbered, replies_to
 from weightcast.errors import UnsupportedError
 from weightcast.format.messages import Offer, PauseMode, UpdateInfo
 from weightcast.integrations.plugin.engine import PluginEngine
@@ -34,25 +34,16 @@ class VllmEngine(PluginEngine):
         deadline_seconds: float = DEADLINE_SECONDS,
         adapters: ServedAdapters | None = None,
     ) -> None:
-        super().__init__("vLLM", ServerMutex.of_one() if mutex is None else mutex, deadline_seconds)
+        super().__init__("vLLM", ServerMutex.of_one() if mutex is None else mutex, deadline_seconds, adapters)
         self._client = client
-        self._adapters = adapters
 
     async def update(self, info: UpdateInfo) -> None:
-        if isinstance(info, Offer) and info.target:
-            if self._adapters is None:
-                raise UnsupportedError(
-                    "this vLLM has several API servers, which can't agree on the version that an adapter's name stands "
-                    "for: start it with --api-server-count 1"
-                )
-            self._adapters.require_room(info.target.name)
-            await self.call(Unload(self._adapters.idle()))
+        if isinstance(info, Offer) and info.target and self._adapters is None:
+            raise UnsupportedError(
+                "this vLLM has several API servers, which can't agree on the version that an adapter's name stands "
+                "for: start it with --api-server-count 1"
+            )
         await super().update(info)
-
-    async def _publish(self, replies: Replies) -> None:
-        await super()._publish(replies)
-        if self._adapters is not None:
-            self._adapters.update(replies.info.adapters or (), replies.ranks[0].adapter_ids)
 
     async def world_size(self, *, with_data_parallel: bool) -> int:
         parallel = self._client.vllm_config.parallel_config

@@ -12,6 +12,7 @@ from typing import Any
 
 from weightcast.errors import RefusedError, UnsupportedError
 from weightcast.format.adapters import AdapterVersion
+from weightcast.format.messages import Offer
 
 
 class ServedAdapters:
@@ -35,12 +36,13 @@ class ServedAdapters:
             )
         return models
 
-    def require_room(self, name: str) -> None:
+    def require_room(self, offer: Offer) -> None:
         """Raise RefusedError if the name is of a model, or of an adapter that was loaded by other means.
 
         Raises UnsupportedError if another version leaves no room for adapters that were loaded by other means.
         """
-        models = self._models
+        assert offer.target
+        models, name = self._models, offer.target.name
         if models.is_base_model(name) or (name in models.lora_requests and name not in self._ours):
             raise RefusedError(f"this server has a model or adapter {name!r} already: publish under another name")
         # Published versions are never evicted. Without a free slot vLLM could not load the others again, and would end.
@@ -54,7 +56,7 @@ class ServedAdapters:
                     "--max-cpu-loras, or publish with a smaller keep"
                 )
 
-    def update(self, versions: Sequence[AdapterVersion], ids: Mapping[str, int]) -> None:
+    async def update(self, versions: Sequence[AdapterVersion], ids: Mapping[str, int | str]) -> None:
         """Answer requests with these versions. `ids`: by label, those of all loaded versions."""
         self._num_loaded = len(ids)
         if not (versions or ids or self._ours):
