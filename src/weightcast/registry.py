@@ -25,10 +25,12 @@ TRANSPORTS = {
     "nccl": "weightcast.transports.collective:NCCL",
     "file": "weightcast.transports.store:TRANSPORT",
     "s3": "weightcast.transports.store:S3",
+    "store+http": "weightcast.transports.store:S3",
+    "store+https": "weightcast.transports.store:S3",
 }
 ENTRY_POINT_GROUP = "weightcast.transports"
 
-STORED_SOURCES = dict.fromkeys(("file", "s3"), "weightcast.sources.store:StoreSource")
+STORED_SOURCES = dict.fromkeys(("file", "s3", "store+http", "store+https"), "weightcast.sources.store:StoreSource")
 """For transports that keep versions: a `Source` of the newest one, created from the transport's URL."""
 
 HTTP_CLIENT = "weightcast.control.client:HttpEngine"
