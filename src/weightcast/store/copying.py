@@ -35,10 +35,10 @@ from weightcast.format.bucket import (
 )
 from weightcast.format.manifest import Manifest, encode
 from weightcast.host.closing import ClosedOnExit, on_failure
-from weightcast.store.address import RemoteAddress, StoreAddress
+from weightcast.store.address import StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader, stored_bytes
 from weightcast.store.records import Stored
-from weightcast.store.remote import BucketAnswer, CopyAnswer, CopyRequest, RemoteCalls
+from weightcast.store.remote import BucketAnswer, CopyAnswer, CopyRequest, RemoteCalls, RemoteStorage
 from weightcast.store.storage import BucketReader
 from weightcast.store.writing import StoreWriter
 
@@ -154,7 +154,7 @@ class LocalCopy(ClosedOnExit):
     def write(self, index: int, data: memoryview) -> None:
         buffer, num_bytes = self._read(self._read_from(_Arrived(data)), index), self.raw_bytes(index)
         if self._is_delta:
-            first = torch.frombuffer(data[:HEADER_BYTES], dtype=torch.uint8)
+            first = torch.frombuffer(bytearray(data[:HEADER_BYTES]), dtype=torch.uint8)
             data = data[: stored_bytes(first, num_bytes)]
         else:
             data = buffer.flat(HEADER_BYTES + num_bytes).numpy().data
@@ -208,13 +208,12 @@ class LocalCopy(ClosedOnExit):
 class RemoteCopy(ClosedOnExit):
     """See `VersionCopy`: the server of the store writes the version, and checks it."""
 
-    def __init__(self, address: RemoteAddress, stored: Stored, manifest: Manifest, *, deadline_seconds: float) -> None:
+    def __init__(self, calls: RemoteCalls, stored: Stored, manifest: Manifest) -> None:
         """Begin the version `stored` of another store. Raises the server's error, PeerError."""
-        self._calls = RemoteCalls(address, deadline_seconds)
+        self._calls = calls
         self._path = f"/store/copies/{uuid.uuid4().hex}"
         request = CopyRequest(stored, msgspec.Raw(manifest.encode()))
-        with on_failure(self._calls.close):
-            answer = self._calls.ask("PUT", self._path, CopyAnswer, encode(request))
+        answer = self._calls.ask("PUT", self._path, CopyAnswer, encode(request))
         self.accepts_deltas, self._left = answer.accepts_deltas, set(answer.left)
 
     def has(self, index: int) -> bool:
@@ -233,7 +232,6 @@ class RemoteCopy(ClosedOnExit):
             path, self._path = self._path, ""
             with contextlib.suppress(WeightcastError):
                 self._calls.call("DELETE", path, once=True)
-            self._calls.close()
 
 
 def copy_newest(
@@ -258,15 +256,15 @@ def copy_newest(
     try:
         there = target_reader.commit()
         pinned = reader.pin_newest(None if there is None else there.newest.version)
-        if pinned is None and there is None:
-            raise VersionNotFoundError(f"the store {reader.storage.path('')} has no version yet: publish one first")
         if pinned is None:
+            if reader.commit() is None:
+                raise VersionNotFoundError(f"the store {reader.storage.path('')} has no version yet: publish one first")
             return None
         with pinned:
             stored, manifest = pinned.stored, pinned.manifest
             begun: LocalCopy | RemoteCopy
-            if isinstance(target, RemoteAddress):
-                begun = RemoteCopy(target, stored, manifest, deadline_seconds=deadline_seconds)
+            if isinstance(target_reader.storage, RemoteStorage):
+                begun = RemoteCopy(target_reader.storage.calls, stored, manifest)
             else:
                 begun = LocalCopy(target, stored, manifest, deadline_seconds=deadline_seconds)
             with begun as copy:

@@ -25,7 +25,7 @@ from weightcast.format.bucket import (
 )
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
 from weightcast.format.packed_base import add_delta, word_sizes
-from weightcast.host.closing import ClosedOnExit, on_failure
+from weightcast.host.closing import Closeable, ClosedOnExit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline
 from weightcast.store import files
 from weightcast.store.address import DirectoryAddress, ObjectStoreAddress, RemoteAddress, StoreAddress
@@ -83,16 +83,18 @@ def pinned(
     Raises VersionNotFoundError if the store lacks it, IntegrityError.
     """
     reader = StoreReader(address, label=label)
-    if previous:
-        found, what = reader.pin_previous(), _PREVIOUS
-    elif isinstance(version, int):
-        found, held = reader.pin_number(version), [str(stored.number) for stored in reader.complete_versions()]
-        what = f"version {version}: it has {', '.join(held)}" if held else _ANY
-    else:
-        found = reader.pin(version)
-        what = _ANY if version is None else f"version {version.number} of run {version.run}"
-    if found is None:
-        raise _not_found(reader.storage, what)
+    with on_failure(reader.close):
+        if previous:
+            found, what = reader.pin_previous(), _PREVIOUS
+        elif isinstance(version, int):
+            found, held = reader.pin_number(version), [str(stored.number) for stored in reader.complete_versions()]
+            what = f"version {version}: it has {', '.join(held)}" if held else _ANY
+        else:
+            found = reader.pin(version)
+            what = _ANY if version is None else f"version {version.number} of run {version.run}"
+        if found is None:
+            raise _not_found(reader.storage, what)
+    found.parts.append(reader)
     return found
 
 
@@ -257,13 +259,13 @@ class PinnedVersion(ClosedOnExit):
         lock: Pin | None = None,
         base: PinnedVersion | None = None,
     ) -> None:
-        """`base`: the version on which it is a delta. `data`, `lock` and `base` are closed by `close`."""
+        """`base`: the version on which it is a delta. `close` closes `data`, `lock` and `base`: the `parts`."""
         self._base = base
         self._word_bytes = [] if base is None else word_sizes(manifest)
         self.stored = stored
         self.manifest = manifest
-        self._lock = lock
         self._data = data
+        self.parts: list[Closeable] = [part for part in (data, lock, base) if part is not None]
 
     def read(self, index: int, buffer: BucketBuffer, *, only_header: bool = False) -> None:
         """Read header and payload of bucket `index` into `buffer`, unchecked. Raises IntegrityError."""
@@ -328,9 +330,8 @@ class PinnedVersion(ClosedOnExit):
 
     def close(self) -> None:
         """Close its files and release its lock. Idempotent."""
-        for part in (self._data, self._lock, self._base):
-            if part is not None:
-                part.close()
+        for part in self.parts:
+            part.close()
 
 
 def manifest_of(stored: Stored, data: bytes, path: object) -> Manifest:
@@ -359,11 +360,11 @@ def store_status(address: StoreAddress) -> StoreInfo:
 
     Raises VersionNotFoundError if there is no version, IntegrityError if a record is damaged.
     """
-    reader = StoreReader(address)
-    storage, commit, writer = reader.storage, reader.commit(), reader.writer()
-    if commit is None:
-        raise _not_found(storage, _ANY)
-    slots = [storage.slot_info(number) for number in sorted(storage.slot_numbers())]
+    with contextlib.closing(StoreReader(address)) as reader:
+        storage, commit, writer = reader.storage, reader.commit(), reader.writer()
+        if commit is None:
+            raise _not_found(storage, _ANY)
+        slots = [storage.slot_info(number) for number in sorted(storage.slot_numbers())]
     name = "unknown" if writer.record is None else writer.record.describe()
     return StoreInfo(commit.newest, commit.previous, name, bool(writer.is_alive), slots)
 

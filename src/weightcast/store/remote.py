@@ -308,12 +308,12 @@ class RemoteStorage:
 
     def __init__(self, address: RemoteAddress, deadline_seconds: float) -> None:
         """Raises ValueError if the token can't be read."""
-        self._calls = RemoteCalls(address, deadline_seconds)
+        self.calls = RemoteCalls(address, deadline_seconds)
         self._client = uuid.uuid4().hex
         self._num_pins = collections.Counter[int]()
 
     def path(self, name: str, slot: int | None = None) -> str:
-        folder = self._calls.where if slot is None else f"{self._calls.where}/{files.SLOTS}/{slot}"
+        folder = self.calls.where if slot is None else f"{self.calls.where}/{files.SLOTS}/{slot}"
         return f"{folder}/{name}" if name else folder
 
     def exists(self) -> bool:
@@ -321,7 +321,7 @@ class RemoteStorage:
 
     def read(self, name: str, max_bytes: int, slot: int | None = None) -> bytes | None:
         query = "" if slot is None else f"?slot={slot}"
-        return self._calls.call("GET", f"/store/records/{name}{query}", max_bytes=max_bytes)
+        return self.calls.call("GET", f"/store/records/{name}{query}", max_bytes=max_bytes)
 
     def slot_numbers(self) -> set[int]:
         return {slot.number for slot in self._slots().slots}
@@ -333,10 +333,10 @@ class RemoteStorage:
         return self._slots().has_writer
 
     def _slots(self) -> RemoteSlots:
-        return self._calls.ask("GET", "/store/slots", RemoteSlots)
+        return self.calls.ask("GET", "/store/slots", RemoteSlots)
 
     def pin(self, slot: int, reader: ReaderRecord) -> RemotePin | None:
-        if not self._num_pins[slot] and self._calls.call("PUT", self._pin(slot), encode(PinRequest(reader))) is None:
+        if not self._num_pins[slot] and self.calls.call("PUT", self._pin(slot), encode(PinRequest(reader))) is None:
             return None
         self._num_pins[slot] += 1
         return RemotePin(self, slot)
@@ -346,16 +346,16 @@ class RemoteStorage:
         self._num_pins[slot] -= 1
         if not self._num_pins[slot]:
             with contextlib.suppress(WeightcastError):
-                self._calls.call("DELETE", self._pin(slot), timeout_seconds=GRACE_SECONDS, once=True)
+                self.calls.call("DELETE", self._pin(slot), timeout_seconds=GRACE_SECONDS, once=True)
 
     def _pin(self, slot: int) -> str:
         return f"/store/pins/{self._client}/{slot}"
 
     def open_slot(self, stored: Stored, manifest: Manifest) -> RemoteBuckets:
-        return RemoteBuckets(self._calls, self._pin(stored.slot))
+        return RemoteBuckets(self.calls, self._pin(stored.slot))
 
     def close(self) -> None:
-        self._calls.close()
+        self.calls.close()
 
 
 def _parts_of(body: bytes | memoryview) -> Iterable[memoryview]:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -263,7 +262,7 @@ class StoreServer:
             with self._used(name, _PinnedSlot) as pinned:
                 if pinned.data is None or not (first <= last < pinned.max_bytes and index < pinned.num_buckets):
                     raise ManifestError(f"bytes {first}-{last} of bucket {index} are not there", fault="bounds")
-                memory = torch.empty(last + 1 - first, dtype=torch.uint8).numpy().data
+                memory = memoryview(bytearray(last + 1 - first))
                 pinned.data.read(index, [memory], first)
                 return memory
 
