@@ -244,8 +244,8 @@ def copy_newest(
     """Copy the newest version of a store into another one; return None if that has it as its newest version.
 
     `deadline_seconds`: of each wait for a server, or for readers of the target. `on_progress` gets the raw bytes of
-    the buckets that are there, and of all. Memory: two buckets for each request at once, `num_threads` of
-    the addresses. What is in the target after a failure is kept for the next copy of that version.
+    the buckets that are there, and of all. Memory: two buckets for each request at once, `num_threads` of the
+    addresses. Buckets that came before a failure are kept for the next copy of that version.
 
     Raises VersionNotFoundError if there is no version yet, IntegrityError if a bucket is damaged or the version is not
     whole, StaleVersionError if the target has a newer version of the run, EngineBusyError if a publisher has the target

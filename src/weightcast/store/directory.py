@@ -107,8 +107,8 @@ class LockedSlot:
     def prepare(self, manifest: Manifest, *, is_delta: bool) -> int:
         """Create and allocate the slot's files.
 
-        The files of a delta have the size of a full version's, and holes where nothing is written. What a writer that
-        died or aborted has written of a version stays, so that the same version can be continued.
+        The files of a delta have the size of a full version's, and holes where nothing is written. Bytes of a writer
+        that died or aborted stay, so that the same version can be continued.
         """
         layout = _layout(manifest, self._address)
         self.is_left = not os.path.lexists(self._path / files.SEAL)

@@ -66,7 +66,7 @@ P = TypeVar("P", _PinnedSlot, LocalCopy)
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Lease:
-    """What a client has of the store. It is closed when it has ended and no request uses it."""
+    """A client's claim on the store. It is closed when it has ended and no request uses it."""
 
     thing: _PinnedSlot | LocalCopy
     used_at: float
@@ -138,7 +138,7 @@ class StoreServer:
         return uvicorn.Server(config)
 
     def close(self) -> None:
-        """Release every pin, and the store. What was pushed of a version stays for the next push. Idempotent."""
+        """Release every pin, and the store. A push that is under way can be continued later. Idempotent."""
         with self._condition:
             self._is_closed = True
             names = list(self._leases)
