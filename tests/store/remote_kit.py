@@ -13,13 +13,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from store.object_server import Proxy, Request, Spoil, Target
-from store.store_kit import LONG_SECONDS, Holder, number_in, url
+from store.store_kit import Holder, number_in, url
 
 from weightcast.control.server.store import StoreServer
 from weightcast.serving.follower import Follower
 from weightcast.store.address import StoreAddress
 from weightcast.store.reading import store_status
 from weightcast.store.records import Stored
+
+PATIENCE_SECONDS = 120.0
+"""Limit for processes that import torch, on a machine that is busy."""
 
 
 class StoreProcess:
@@ -48,13 +51,13 @@ class StoreProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(LONG_SECONDS)
+        self.process.wait(PATIENCE_SECONDS)
 
     def close(self) -> str:
         """End it by SIGTERM, which must be its end with status 0 unless it was killed; return its stderr."""
         was_killed = self.process.poll() is not None
         self.process.terminate()
-        errors = self.process.communicate(timeout=LONG_SECONDS)[1]
+        errors = self.process.communicate(timeout=PATIENCE_SECONDS)[1]
         assert was_killed or self.process.returncode == 0, errors
         return errors
 
@@ -150,7 +153,7 @@ def copying(command: str, source: str, target: str, environment: Mapping[str, st
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, dict[str, object] | None, str]:
     """Return the status, the object on stdout, and stderr of a command."""
-    out, errors = process.communicate(timeout=LONG_SECONDS)
+    out, errors = process.communicate(timeout=PATIENCE_SECONDS)
     return process.returncode, json.loads(out) if out.strip() else None, errors
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from store.object_server import Request
 from store.remote_kit import (
+    PATIENCE_SECONDS,
     StoreProcess,
     StoreThread,
     Wire,
@@ -483,12 +484,12 @@ def die_and_go_on(server: StoreProcess, wire: Wire, near: str, is_push: bool, di
 
     def hang(request: Request) -> bool:
         reached.set()
-        go_on.wait(LONG_SECONDS)
+        go_on.wait(PATIENCE_SECONDS)
         return cut(request)
 
     with wire.spoilt("PUT" if is_push else "GET", "/buckets/4", hang):
         process = copying(*ends)
-        assert reached.wait(LONG_SECONDS)
+        assert reached.wait(PATIENCE_SECONDS)
         if dies == "client":
             process.kill()
             go_on.set()
@@ -529,7 +530,8 @@ def test_a_full_disk_at_the_target(tmp_path: Path, is_push: bool) -> None:
 
 
 @pytest.mark.parametrize("is_push", [False, True])
-def test_killed_at_any_moment_and_run_again(tmp_path: Path, near: str, is_push: bool) -> None:
+@pytest.mark.parametrize("num_rounds", [2, pytest.param(12, marks=pytest.mark.full)])
+def test_killed_at_any_moment_and_run_again(tmp_path: Path, near: str, is_push: bool, num_rounds: int) -> None:
     """The seconds at which a process is killed are those of a whole copy, in steps."""
     far, source = tmp_path / "far", tmp_path / ("near" if is_push else "far")
     target = far if is_push else tmp_path / "near"
@@ -540,10 +542,10 @@ def test_killed_at_any_moment_and_run_again(tmp_path: Path, near: str, is_push: 
         assert ended(copying(*ends))[0] == 0
         seconds = time.monotonic() - start
         with Follower(url(target), engine := Holder()) as follower:
-            for number in range(2, 6):
+            for number in range(2, 2 + num_rounds):
                 write(source, number)
                 process = copying(*ends)
-                time.sleep(seconds * (0.6 + 0.1 * number))
+                time.sleep(seconds * (0.6 + 0.4 * (number - 1) / num_rounds))
                 if number % 2:
                     server.kill()
                     server.restart()
@@ -577,7 +579,7 @@ def test_following_goes_on_until_sigterm(server: StoreThread, tmp_path: Path, ne
         write(source, number)
         assert json.loads(process.stdout.readline())["version"] == number
     process.terminate()
-    assert process.communicate(timeout=LONG_SECONDS) == ("", "")
+    assert process.communicate(timeout=PATIENCE_SECONDS) == ("", "")
     assert process.returncode == 0
 
 
