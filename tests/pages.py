@@ -85,6 +85,8 @@ def in_shell(command: str) -> str:
         echo {shlex.quote(PACKAGES)} >$(echo .venv/lib/python*/site-packages)/packages.pth"""
     if "sglang.launch_server" in command:
         return f"serve http://127.0.0.1:30000/model_info env {command}"
+    if "serve-store" in command:
+        return f"serve http://127.0.0.1:8200/health {command}"
     if " serve " in command:
         return f"serve http://127.0.0.1:8000/health env {command.removesuffix('&')}"
     if command.startswith("weightcast dashboard"):

@@ -72,10 +72,13 @@ PERMITTED: dict[tuple[str, str], str] = {
     ("checkpoint.conversion", "torch.utils._python_dispatch.TorchDispatchMode"): (
         "for a `with` around transformers' own conversion; torch compiles nothing in the process meanwhile"
     ),
+    ("cli.copies", "signal.signal"): PROGRAM,
     ("cli.follow", "signal.signal"): PROGRAM,
     ("cli.serve", "logging.basicConfig"): PROGRAM,
     ("cli.dashboard", "signal.signal"): PROGRAM,
     ("cli.serve", "signal.signal"): PROGRAM,
+    ("cli.serve_store", "logging.basicConfig"): PROGRAM,
+    ("cli.serve_store", "signal.signal"): PROGRAM,
     ("cli.serve", "torch.set_num_threads"): PROGRAM,
     ("cli.serve", "torch.manual_seed"): PROGRAM,
     ("control.server.app", "signal.signal"): "EngineServer.run serves until a signal; put back in a finally",

@@ -25,10 +25,15 @@ TRANSPORTS = {
     "nccl": "weightcast.transports.collective:NCCL",
     "file": "weightcast.transports.store:TRANSPORT",
     "s3": "weightcast.transports.store:S3",
+    "store+http": "weightcast.transports.store:S3",
+    "store+https": "weightcast.transports.store:S3",
 }
 ENTRY_POINT_GROUP = "weightcast.transports"
 
-STORED_SOURCES = dict.fromkeys(("file", "s3"), "weightcast.sources.store:StoreSource")
+_ELSEWHERE = ("s3", "store+http", "store+https")
+"""Schemes of stores whose URL names another host than that of the publisher."""
+
+STORED_SOURCES = dict.fromkeys(("file", "s3", "store+http", "store+https"), "weightcast.sources.store:StoreSource")
 """For transports that keep versions: a `Source` of the newest one, created from the transport's URL."""
 
 HTTP_CLIENT = "weightcast.control.client:HttpEngine"
@@ -136,17 +141,17 @@ def _load(target: str) -> Any:
 
 
 def host(url: str) -> str:
-    """Return the host of a transport's URL, without the port; of s3://bucket the option `host`."""
-    if scheme(url) == "s3":
+    """Return the host of a transport's URL, without the port; of a store on another host the option `host`."""
+    if scheme(url) in _ELSEWHERE:
         query = urllib.parse.parse_qs(urllib.parse.urlsplit(url).query)
         return query.get("host", ["127.0.0.1"])[0]
     return urllib.parse.urlsplit(url).hostname or "127.0.0.1"
 
 
 def endpoint(url: str) -> tuple[str, int]:
-    """Host and port that `scheme://HOST:PORT` listens at; port 0 or none for a free one. Raises ValueError."""
+    """Host and port that `scheme://HOST:PORT` listens at; port 0 for a free one. Raises ValueError."""
     try:
-        port = urllib.parse.urlsplit(url).port or 0
+        port = 0 if scheme(url) in _ELSEWHERE else urllib.parse.urlsplit(url).port or 0
     except ValueError as exc:
         raise ValueError(f"{url!r}: {exc}") from exc
     if host(url) in ("0.0.0.0", "::"):

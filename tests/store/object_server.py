@@ -13,12 +13,19 @@ import sys
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import pytest
 
 BUCKET = "weights"
 _HEADERS = {"Authorization": "AWS4-HMAC-SHA256 Credential=x/20260101/us-east-1/s3/aws4_request, Signature=0"}
 _START_SECONDS = 30.0
+
+
+class Target(Protocol):
+    """A server on this host."""
+
+    port: int
 
 
 class ObjectServer:
@@ -125,7 +132,7 @@ class Proxy(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, target: ObjectServer) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__(("127.0.0.1", 0), Request)
         self.target = target
         self.spoil: Spoil = lambda request: False

@@ -21,6 +21,9 @@ COMMANDS = {
     "serve": "serve a model directory as an engine whose weights can be updated while it generates",
     "publish": "publish a safetensors checkpoint to running engines, or into a store",
     "follow": "publish each new version of a store, or of a directory of checkpoints, to running engines",
+    "pull": "copy the newest version of a store elsewhere into a store of this host",
+    "push": "copy the newest version of a store into a store elsewhere",
+    "serve-store": "serve a store over HTTP, for readers and copies on other machines",
     "rollback": "make an earlier version of a store the newest again, as a new version",
     "export": "write a store's newest version as a checkpoint directory",
     "status": "show which version each engine of a fleet serves, and which are behind",
@@ -88,7 +91,7 @@ def _run(argv: Sequence[str]) -> int:
         subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name == chosen:
             with output.stage(output.IMPORTING):
-                command: Subcommand = importlib.import_module(f"weightcast.cli.{name}")
+                command: Subcommand = importlib.import_module(f"weightcast.cli.{name.replace('-', '_')}")
             subparser.epilog = f"{command.EPILOG.strip()}\n\nexit status:\n{exits.TABLE}"
             command.add_arguments(subparser)
     args = parser.parse_args(argv)

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from weightcast.cli import values
 from weightcast.errors import printable
+from weightcast.store import address as store_address
 
 IMPORTING = "importing torch"
 """Text that a command shows on a terminal during its imports, which take seconds."""
@@ -62,16 +63,8 @@ def add_update(parser: argparse.ArgumentParser, *, transport_help: str) -> None:
 
 
 def read_token(path: Path | None) -> str | None:
-    """Read a file's token, without the line end. Raises ValueError if it can't be read or has no token."""
-    if path is None:
-        return None
-    try:
-        token = path.read_bytes().decode("ascii", "replace").strip()
-    except OSError as exc:
-        raise ValueError(f"--token-file {path} can't be read: {exc.strerror}") from exc
-    if len(token.split()) != 1 or not token.isascii():
-        raise ValueError(f"--token-file {path} must contain one token, in ASCII, and nothing else")
-    return token
+    """Read the token of --token-file; None without that option. Raises ValueError."""
+    return None if path is None else store_address.read_token(path, "--token-file")
 
 
 def show(result: object, as_json: bool, view: Callable[[], Iterable[str | Table]]) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from weightcast.host.deadline import MAX_SECONDS
-from weightcast.store.address import StoreAddress
+from weightcast.store.address import SCHEMES, StoreAddress
 
 DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes that a checkpoint can be cast to when it is published."""
@@ -53,7 +53,7 @@ def seconds(text: str) -> float:
 
 def is_store(target: str) -> bool:
     """Return whether a target or transport is a store's URL."""
-    return target.startswith(("file://", "s3://"))
+    return target.partition("://")[0] in SCHEMES and "://" in target
 
 
 def store(url: str) -> str:

@@ -1,8 +1,8 @@
 """A store: weight versions in a directory, or in an object store, with one writer and many readers.
 
 `address`: its URL. `records`: the small files. `reading`, `writing`: the two sides, which have the rules. `storage`:
-the seam to where the bytes lie: `directory` (with `locks` and `files`), or `objects`. The guarantees are in
-`docs/store.md`.
+the seam to where the bytes lie: `directory` (with `locks` and `files`), `objects`, or `remote`, which is only read.
+`copying`: versions from one store into another. The guarantees are in `docs/store.md`.
 
 Records are JSON in the encoding of `docs/wire-format.md`, which defines buckets too. The files:
 

@@ -1,4 +1,7 @@
-"""The URL of a store: `file:///dir?num_slots=3`, `s3://bucket/prefix`. Both sides get all options from it."""
+"""The URL of a store: `file:///dir?num_slots=3`, `s3://bucket/prefix`, `store+https://HOST`.
+
+Both sides get all options from it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import urllib.parse
 from pathlib import Path
 
+SCHEMES = ("file", "s3", "store+http", "store+https")
 MAX_SLOTS = 64
 MAX_THREADS = 256
 MAX_BUFFERS = 8
@@ -35,9 +39,13 @@ class StoreAddress:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme == "s3":
             return ObjectStoreAddress.parsed(url, parts)
+        if parts.scheme in ("store+http", "store+https"):
+            return RemoteAddress.parsed(url, parts)
         if parts.scheme != "file" or not parts.path.startswith("/") or parts.fragment:
             known = f"file://{os.path.abspath(url)}" if url and not parts.scheme else "file:///absolute/directory"
-            raise ValueError(f"{url!r} is not the URL of a store; write {known}, or s3://bucket/prefix")
+            raise ValueError(
+                f"{url!r} is not the URL of a store; write {known}, s3://bucket/prefix or store+https://HOST"
+            )
         return DirectoryAddress.parsed(url, parts)
 
 
@@ -112,6 +120,40 @@ class ObjectStoreAddress(StoreAddress):
             region=options.get("region", ""),
             keep_seconds=keep_seconds,
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RemoteAddress(StoreAddress):
+    """A store behind `weightcast serve-store`, which is only read. `num_threads`: number of requests at once.
+
+    `url`: of the server, http:// or https://. `token_file`: path of a file with the server's token; empty for none.
+    """
+
+    url: str
+    token_file: str = dataclasses.field(default="", kw_only=True)
+
+    @classmethod
+    def parsed(cls, url: str, parts: urllib.parse.SplitResult) -> RemoteAddress:
+        if not parts.hostname or parts.fragment or "@" in parts.netloc:
+            raise ValueError(
+                f"{url!r} is not the URL of a store; write store+https://HOST:PORT, with the path of a file that has "
+                "the server's token in ?token_file="
+            )
+        options = _options(url, parts, "num_threads", texts=("token_file",))
+        _, _, num_threads = _common(url, options, default_num_threads=4)
+        server = f"{parts.scheme.removeprefix('store+')}://{parts.netloc}{parts.path.rstrip('/')}"
+        return cls(server, num_threads=num_threads, token_file=options.get("token_file", ""))
+
+
+def read_token(path: Path, option: str) -> str:
+    """Read a file's token, without the line end. Raises ValueError if it can't be read or has no token."""
+    try:
+        token = path.read_bytes().decode("ascii", "replace").strip()
+    except OSError as exc:
+        raise ValueError(f"{option} {path} can't be read: {exc.strerror}") from exc
+    if len(token.split()) != 1 or not token.isascii():
+        raise ValueError(f"{option} {path} must contain one token, in ASCII, and nothing else")
+    return token
 
 
 def _options(url: str, parts: urllib.parse.SplitResult, *numbers: str, texts: tuple[str, ...] = ()) -> dict[str, str]:

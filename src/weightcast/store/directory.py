@@ -95,6 +95,7 @@ class LockedSlot:
 
     def __init__(self, number: int, path: Path, lock: LockFile, address: DirectoryAddress) -> None:
         self.number = number
+        self.is_left = False
         self._path = path
         self._lock = lock
         self._address = address
@@ -106,9 +107,11 @@ class LockedSlot:
     def prepare(self, manifest: Manifest, *, is_delta: bool) -> int:
         """Create and allocate the slot's files.
 
-        The files of a delta have the size of a full version's, and holes where nothing is written.
+        The files of a delta have the size of a full version's, and holes where nothing is written. Bytes of a writer
+        that died or aborted stay, so that the same version can be continued.
         """
         layout = _layout(manifest, self._address)
+        self.is_left = not os.path.lexists(self._path / files.SEAL)
         files.remove(self._path / files.SEAL)
         paths = [self._path / files.data_name(file) for file in range(layout.num_files)]
         for path in set(self._path.glob(files.data_name("*"))).difference(paths):
@@ -120,7 +123,8 @@ class LockedSlot:
                 stack.callback(os.close, descriptors[-1])
             if is_delta:
                 for descriptor, size in zip(descriptors, layout.sizes_bytes, strict=True):
-                    os.ftruncate(descriptor, 0)
+                    if not self.is_left:
+                        os.ftruncate(descriptor, 0)
                     os.ftruncate(descriptor, size)
                 files.grow([self._path / files.PINS], [self._lock.descriptor], [locks.PINS_BYTES])
                 return layout.num_files
@@ -261,19 +265,22 @@ class DirectoryStorage:
             files.sync_directory(self._directory)
 
     def free_slot(self, newest: set[int], previous: set[int], attempt: int) -> LockedSlot:
-        """Return a slot that no reader has pinned: a new one up to `num_slots`, else the oldest, else a new one."""
+        """Return a slot that no reader has pinned: one without a version, or a new one up to `num_slots`, else the
+        oldest, else a new one.
+        """
         for _ in Deadline(self._deadline_seconds).polls():
             known = self._made_slots()
             by_age = self._by_age(known - newest, previous)
-            if len(known) >= self._address.num_slots:
-                for number in by_age:
-                    # With more than two slots, keep the version before the newest while the next one is written.
-                    is_kept = number in previous and self._address.num_slots > 2
-                    if is_kept and len(known) < self._address.max_slots:
-                        continue
-                    slot = self._try_slot(number)
-                    if slot is not None:
-                        return slot
+            for number in by_age:
+                if len(known) < self._address.num_slots and self._sealed_at(number):
+                    continue
+                # With more than two slots, keep the version before the newest while the next one is written.
+                is_kept = number in previous and self._address.num_slots > 2
+                if is_kept and len(known) < self._address.max_slots:
+                    continue
+                slot = self._try_slot(number)
+                if slot is not None:
+                    return slot
             if len(known) < self._address.max_slots:
                 # Not the newest version's number, whose directory may have been removed.
                 taken = known | newest

@@ -116,6 +116,8 @@ class ObjectWriter:
 class AttemptSlot:
     """The slot of one attempt to write a version; see `Slot`."""
 
+    is_left = False
+
     def __init__(self, number: int, storage: ObjectStorage) -> None:
         self.number = number
         self._storage = storage

@@ -10,11 +10,11 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from weightcast.errors import IntegrityError, VersionNotFoundError, with_extra
+from weightcast.errors import IntegrityError, UnsupportedError, VersionNotFoundError, with_extra
 from weightcast.format.bucket import (
     HEADER_BYTES,
     BucketBuffer,
@@ -25,13 +25,14 @@ from weightcast.format.bucket import (
 )
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
 from weightcast.format.packed_base import add_delta, word_sizes
-from weightcast.host.closing import ClosedOnExit, on_failure
+from weightcast.host.closing import Closeable, ClosedOnExit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline
 from weightcast.store import files
-from weightcast.store.address import DirectoryAddress, ObjectStoreAddress, StoreAddress
+from weightcast.store.address import DirectoryAddress, ObjectStoreAddress, RemoteAddress, StoreAddress
 from weightcast.store.directory import DirectoryStorage
 from weightcast.store.records import Commit, Stored, StoreInfo, WriterRecord, this_reader
-from weightcast.store.storage import Pin, Storage, base_of, read_record, slots_of
+from weightcast.store.remote import RemoteStorage
+from weightcast.store.storage import BucketReader, Pin, ReadStorage, Storage, base_of, read_record, slots_of
 
 _ANY = "any version yet: publish one first"
 _PREVIOUS = "the version before the newest: only one was published, or it was overwritten"
@@ -45,12 +46,24 @@ class WriterState:
     is_alive: bool | None
 
 
-def storage_of(address: StoreAddress, *, deadline_seconds: float = 60.0) -> Storage:
+def readable(address: StoreAddress, *, deadline_seconds: float = 60.0) -> ReadStorage:
+    """Return where a store lies, for reading. Raises as `writable`, ValueError if a token can't be read."""
+    if isinstance(address, RemoteAddress):
+        return RemoteStorage(address, deadline_seconds)
+    return writable(address, deadline_seconds=deadline_seconds)
+
+
+def writable(address: StoreAddress, *, deadline_seconds: float = 60.0) -> Storage:
     """Return where a store lies. `deadline_seconds`: limit of each wait for a server.
 
-    Raises ModuleNotFoundError if the package for it is not installed.
+    Raises ModuleNotFoundError if the package for it is not installed, UnsupportedError if it is only read.
     """
     match address:
+        case RemoteAddress():
+            raise UnsupportedError(
+                f"the store at {address.url} is only read by this call: publish into a store of this host, "
+                "file:///DIR, and copy its versions with `weightcast push`"
+            )
         case DirectoryAddress():
             return DirectoryStorage(address, deadline_seconds)
         case ObjectStoreAddress():
@@ -70,16 +83,18 @@ def pinned(
     Raises VersionNotFoundError if the store lacks it, IntegrityError.
     """
     reader = StoreReader(address, label=label)
-    if previous:
-        found, what = reader.pin_previous(), _PREVIOUS
-    elif isinstance(version, int):
-        found, held = reader.pin_number(version), [str(stored.number) for stored in reader.complete_versions()]
-        what = f"version {version}: it has {', '.join(held)}" if held else _ANY
-    else:
-        found = reader.pin(version)
-        what = _ANY if version is None else f"version {version.number} of run {version.run}"
-    if found is None:
-        raise _not_found(reader.storage, what)
+    with on_failure(reader.close):
+        if previous:
+            found, what = reader.pin_previous(), _PREVIOUS
+        elif isinstance(version, int):
+            found, held = reader.pin_number(version), [str(stored.number) for stored in reader.complete_versions()]
+            what = f"version {version}: it has {', '.join(held)}" if held else _ANY
+        else:
+            found = reader.pin(version)
+            what = _ANY if version is None else f"version {version.number} of run {version.run}"
+        if found is None:
+            raise _not_found(reader.storage, what)
+    found.parts.append(reader)
     return found
 
 
@@ -88,7 +103,7 @@ class StoreReader:
 
     def __init__(self, address: StoreAddress, *, label: str = "", deadline_seconds: float = 60.0) -> None:
         """`deadline_seconds`: limit of each wait for a server that has the store."""
-        self.storage = storage_of(address, deadline_seconds=deadline_seconds)
+        self.storage = readable(address, deadline_seconds=deadline_seconds)
         self._label = label
         self._manifests: dict[str, Manifest] = {}
 
@@ -184,10 +199,12 @@ class StoreReader:
             with on_failure(lock.close):
                 sealed = read_record(self.storage, files.SEAL, Commit, stored.slot)
                 if sealed is not None and sealed.newest == stored:
-                    manifest, base = self._manifest(stored), self._pin_base(stored)
+                    manifest, base = self.manifest(stored), self._pin_base(stored)
                     if stored.base is None or base is not None:
                         with on_failure(lock.close if base is None else base.close):
-                            return PinnedVersion(self.storage, stored, manifest, lock, base)
+                            return PinnedVersion(
+                                stored, manifest, self.storage.open_slot(stored, manifest), lock=lock, base=base
+                            )
             lock.close()
             found = "no whole version"
             if sealed is not None and sealed.newest == stored:
@@ -204,7 +221,20 @@ class StoreReader:
         base = base_of(self.storage, stored)
         return None if base is None else self._pin(base, must_hold=False)
 
-    def _manifest(self, stored: Stored) -> Manifest:
+    def pin_base(self, stored: Stored) -> PinnedVersion | None:
+        """Pin the version on which `stored`, a version of another store, is a delta; None if this store lacks it."""
+        base = stored.base
+        if base is None:
+            return None
+        wanted = stored.run, base.number, base.root, stored.manifest_digest
+        for found in self.complete_versions():
+            is_wanted = (found.run, found.number, found.root, found.manifest_digest) == wanted
+            if is_wanted and (pinned := self._pin(found, must_hold=False)) is not None:
+                return pinned
+        return None
+
+    def manifest(self, stored: Stored) -> Manifest:
+        """Return the manifest of a version. Raises IntegrityError if it is missing, or another one."""
         known = self._manifests.get(stored.manifest_digest)
         if known is not None:
             return known
@@ -212,16 +242,7 @@ class StoreReader:
         data = self.storage.read(files.MANIFEST, MAX_MESSAGE_BYTES, stored.slot)
         if data is None:
             raise files.missing(path)
-        found = hashlib.sha256(data).hexdigest()
-        if found != stored.manifest_digest:
-            raise IntegrityError(
-                f"the digest of {path} is {found}, the pointer says {stored.manifest_digest}: publish again"
-            )
-        manifest = Manifest.decode(data)
-        if len(manifest.buckets) != stored.num_buckets:
-            raise IntegrityError(
-                f"{path} has {len(manifest.buckets)} buckets, the pointer says {stored.num_buckets}: publish again"
-            )
+        manifest = manifest_of(stored, data, path)
         self._manifests = {stored.manifest_digest: manifest}
         return manifest
 
@@ -230,42 +251,63 @@ class PinnedVersion(ClosedOnExit):
     """A version that no writer overwrites until `close`, or the end of this process. `read` is thread-safe."""
 
     def __init__(
-        self, storage: Storage, stored: Stored, manifest: Manifest, lock: Pin, base: PinnedVersion | None = None
+        self,
+        stored: Stored,
+        manifest: Manifest,
+        data: BucketReader,
+        *,
+        lock: Pin | None = None,
+        base: PinnedVersion | None = None,
     ) -> None:
-        """`base`: the version on which it is a delta, which this closes, too."""
+        """`base`: the version on which it is a delta. `close` closes `data`, `lock` and `base`: the `parts`."""
         self._base = base
         self._word_bytes = [] if base is None else word_sizes(manifest)
         self.stored = stored
         self.manifest = manifest
-        self._lock = lock
-        self._data = storage.open_slot(stored, manifest)
+        self._data = data
+        self.parts: list[Closeable] = [part for part in (data, lock, base) if part is not None]
 
     def read(self, index: int, buffer: BucketBuffer, *, only_header: bool = False) -> None:
         """Read header and payload of bucket `index` into `buffer`, unchecked. Raises IntegrityError."""
         header, raw_bytes = buffer.header.numpy().data, self.manifest.buckets[index]
         payload = [] if only_header else [buffer.payload.numpy().data[:raw_bytes]]
         if self._base is None:
-            self._read(index, [header, *payload])
+            self._data.read(index, [header, *payload], 0)
             return
-        self._read(index, [header])
+        self._data.read(index, [header], 0)
         length = delta_length(buffer.header)
         if length is None:
-            self._read(index, payload, start=HEADER_BYTES)
+            self._data.read(index, payload, HEADER_BYTES)
             return
         # Behind the delta's header are that of the raw payload, and the delta.
-        memory = torch.empty(HEADER_BYTES + min(length, raw_bytes), dtype=torch.uint8)
-        self._read(index, [memory.numpy().data], start=HEADER_BYTES)
+        length = 0 if only_header else min(length, raw_bytes)
+        memory = torch.empty(HEADER_BYTES + length, dtype=torch.uint8)
+        self._data.read(index, [memory.numpy().data], HEADER_BYTES)
         if not only_header:
             delta = BucketBuffer(buffer.header.clone(), memory[HEADER_BYTES:])
             origin = self.manifest.bucket_origins[index]
-            check_bucket(delta, raw_bytes, self.stored.version, index, origin, encoded_bytes=min(length, raw_bytes))
+            check_bucket(delta, raw_bytes, self.stored.version, index, origin, encoded_bytes=length)
             self._base.read(index, buffer)
             add_delta(buffer.payload[:raw_bytes], delta.payload, self._word_bytes[index])
         buffer.header.copy_(memory[:HEADER_BYTES])
 
-    def _read(self, index: int, parts: Sequence[memoryview], *, start: int = 0) -> None:
-        """Fill `parts` from byte `start` of what is stored of bucket `index`."""
-        self._data.read(index, parts, start)
+    def read_stored(self, index: int) -> memoryview:
+        """Return what is stored of bucket `index`, unchecked: headers, and the raw payload or a delta."""
+        if self._base is None:
+            return self.read_raw(index)
+        raw_bytes = self.manifest.buckets[index]
+        buffer = BucketBuffer.of(torch.empty(HEADER_BYTES + raw_bytes, dtype=torch.uint8))
+        self._data.read(index, [buffer.header.numpy().data], 0)
+        data = buffer.flat(stored_bytes(buffer.header, raw_bytes)).numpy().data
+        self._data.read(index, [data[HEADER_BYTES:]], HEADER_BYTES)
+        return data
+
+    def read_raw(self, index: int) -> memoryview:
+        """Return header and raw payload of bucket `index`, unchecked."""
+        num_bytes = HEADER_BYTES + self.manifest.buckets[index]
+        buffer = BucketBuffer.of(torch.empty(num_bytes, dtype=torch.uint8))
+        self.read(index, buffer)
+        return buffer.flat(num_bytes).numpy().data
 
     def payloads(self) -> Iterator[torch.Tensor]:
         """Yield each bucket's payload, read, checked and decoded, valid until the next. Memory: one bucket.
@@ -288,10 +330,29 @@ class PinnedVersion(ClosedOnExit):
 
     def close(self) -> None:
         """Close its files and release its lock. Idempotent."""
-        self._data.close()
-        self._lock.close()
-        if self._base is not None:
-            self._base.close()
+        for part in self.parts:
+            part.close()
+
+
+def manifest_of(stored: Stored, data: bytes, path: object) -> Manifest:
+    """Decode the manifest of a version, from the file `path`. Raises IntegrityError if it is another one."""
+    found = hashlib.sha256(data).hexdigest()
+    if found != stored.manifest_digest:
+        raise IntegrityError(
+            f"the digest of {path} is {found}, the pointer says {stored.manifest_digest}: publish again"
+        )
+    manifest = Manifest.decode(data)
+    if len(manifest.buckets) != stored.num_buckets:
+        raise IntegrityError(
+            f"{path} has {len(manifest.buckets)} buckets, the pointer says {stored.num_buckets}: publish again"
+        )
+    return manifest
+
+
+def stored_bytes(header: torch.Tensor, raw_bytes: int) -> int:
+    """Return how long what is stored of a bucket is, by its first header; at most a raw bucket's length."""
+    length = delta_length(header)
+    return HEADER_BYTES + (raw_bytes if length is None else min(HEADER_BYTES + length, raw_bytes))
 
 
 def store_status(address: StoreAddress) -> StoreInfo:
@@ -299,16 +360,16 @@ def store_status(address: StoreAddress) -> StoreInfo:
 
     Raises VersionNotFoundError if there is no version, IntegrityError if a record is damaged.
     """
-    reader = StoreReader(address)
-    storage, commit, writer = reader.storage, reader.commit(), reader.writer()
-    if commit is None:
-        raise _not_found(storage, _ANY)
-    slots = [storage.slot_info(number) for number in sorted(storage.slot_numbers())]
+    with contextlib.closing(StoreReader(address)) as reader:
+        storage, commit, writer = reader.storage, reader.commit(), reader.writer()
+        if commit is None:
+            raise _not_found(storage, _ANY)
+        slots = [storage.slot_info(number) for number in sorted(storage.slot_numbers())]
     name = "unknown" if writer.record is None else writer.record.describe()
     return StoreInfo(commit.newest, commit.previous, name, bool(writer.is_alive), slots)
 
 
-def _not_found(storage: Storage, what: str) -> VersionNotFoundError:
+def _not_found(storage: ReadStorage, what: str) -> VersionNotFoundError:
     where = storage.path("")
     if not storage.exists():
         return VersionNotFoundError(

@@ -57,6 +57,9 @@ class Slot(Protocol):
 
     number: int
 
+    is_left: bool
+    """After `prepare`: the slot may have buckets of a version that was not completed."""
+
     def prepare(self, manifest: Manifest, *, is_delta: bool) -> int:
         """Remove the former version's seal, and make room for another; return `num_files` of its seal.
 
@@ -77,8 +80,8 @@ class Slot(Protocol):
         """Idempotent."""
 
 
-class Storage(Protocol):
-    """The files of one store, which may not exist yet. `slot`: the slot that a file is in; None for the top."""
+class ReadStorage(Protocol):
+    """The files of one store, for readers. It may not exist yet. `slot`: that of a file; None for the top."""
 
     def path(self, name: str, slot: int | None = None) -> Path | str:
         """Return where a file lies, for messages; with an empty name the folder."""
@@ -107,7 +110,9 @@ class Storage(Protocol):
     def close(self) -> None:
         """Close connections, after `unlock`. Calls that are under way go on. Idempotent."""
 
-    # --- for writers ---
+
+class Storage(ReadStorage, Protocol):
+    """The files of one store, for writers."""
 
     def lock(self, run: str) -> None:
         """Open the store for writing, and create it. Raises EngineBusyError, ValueError, UnsupportedError."""
@@ -159,13 +164,13 @@ class Storage(Protocol):
 R = TypeVar("R", Commit, WriterRecord)
 
 
-def read_record(storage: Storage, name: str, kind: type[R], slot: int | None = None) -> R | None:
+def read_record(storage: ReadStorage, name: str, kind: type[R], slot: int | None = None) -> R | None:
     """Read a file's record; None if there is no file. Raises IntegrityError."""
     data = storage.read(name, MAX_RECORD_BYTES, slot)
     return None if data is None else unseal(data, kind, storage.path(name, slot))
 
 
-def base_of(storage: Storage, stored: Stored) -> Stored | None:
+def base_of(storage: ReadStorage, stored: Stored) -> Stored | None:
     """Return the version on which `stored` is a delta, if its slot has it still. Raises IntegrityError."""
     if stored.base is None:
         return None
@@ -176,7 +181,7 @@ def base_of(storage: Storage, stored: Stored) -> Stored | None:
     return found if has_it else None
 
 
-def slots_of(storage: Storage, stored: Stored) -> list[int] | None:
+def slots_of(storage: ReadStorage, stored: Stored) -> list[int] | None:
     """Return the slots that `stored` needs: its own, and those back to a full version; None if one is not there."""
     slots = [stored.slot]
     while stored.base is not None:

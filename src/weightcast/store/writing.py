@@ -30,12 +30,11 @@ from weightcast.errors import (
 )
 from weightcast.format.bucket import root_digest
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, MAX_VERSION, Manifest, WeightVersion, decode, encode
-from weightcast.format.packed_base import PackedBase
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import Deadline
 from weightcast.store import files
 from weightcast.store.address import StoreAddress
-from weightcast.store.reading import storage_of
+from weightcast.store.reading import writable
 from weightcast.store.records import (
     FORMAT,
     MAX_REASON_CHARACTERS,
@@ -49,7 +48,7 @@ from weightcast.store.records import (
     seal,
     unseal,
 )
-from weightcast.store.storage import BucketWriter, Slot, read_record, slots_of
+from weightcast.store.storage import BucketReader, BucketWriter, Slot, read_record, slots_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class _SlotWriter:
         self._address = address
         self._run = run
         self._deadline_seconds = deadline_seconds
-        self._storage = storage_of(address, deadline_seconds=deadline_seconds)
+        self._storage = writable(address, deadline_seconds=deadline_seconds)
         self._buckets: BucketWriter | None = None
         self._slot: Slot | None = None
 
@@ -208,6 +207,13 @@ class StoreWriter(_SlotWriter):
             self._attempt = _Attempt(version, digest, num_files, slot.number, base)
         return encode(SlotAttempt(slot.number, number)).decode()
 
+    def left(self, stored: Stored, manifest: Manifest) -> BucketReader | None:
+        """Return what the slot may have of this version, which was begun, from a writer that did not complete it."""
+        if self._attempt is None or self._slot is None or not self._slot.is_left:
+            return None
+        here = msgspec.structs.replace(stored, slot=self._attempt.slot, num_files=self._attempt.num_files)
+        return self._storage.open_slot(here, manifest)
+
     def seal(self, digests: list[bytes]) -> Stored:
         """Seal the version, after the files of all origins are finished: readers can read it by its number.
 
@@ -321,13 +327,13 @@ class StoreWriter(_SlotWriter):
             return set(slots_of(self._storage, stored) or [stored.slot])
         return {stored.slot}
 
-    def base_for(self, base: PackedBase) -> StoredBase | None:
-        """Return the newest version, if `base` has its packed buckets and the next version may be a delta on it."""
+    def base_for(self, number: int, root: str, manifest_digest: str) -> StoredBase | None:
+        """Return the newest version, if it is this one of this run, and the next version may be a delta on it."""
         newest = self.newest
-        if newest is None or newest.run != self._run or newest.manifest_digest != base.manifest_digest:
+        if newest is None or newest.run != self._run or newest.manifest_digest != manifest_digest:
             return None
         slots = slots_of(self._storage, newest)
-        if (newest.number, newest.root) != (base.number, base.root) or slots is None:
+        if (newest.number, newest.root) != (number, root) or slots is None:
             return None
         is_due = len(slots) >= self._address.full_every
         return None if is_due else StoredBase(newest.number, newest.slot, newest.root)

@@ -269,7 +269,8 @@ class StoreSender(_BufferedSender[StoreWriter]):
             self._version, self._delta_of = version, None
             self._base = self._base_of(manifest, is_alone=len(span) == len(manifest.buckets))
             if self._base is not None:
-                self._delta_of = self._writer.base_for(self._base)
+                base = self._base
+                self._delta_of = self._writer.base_for(base.number, base.root, base.manifest_digest)
                 self._base.begin()
             return self._writer.begin(manifest, version, span, base=self._delta_of)
 

@@ -66,7 +66,7 @@ class EngineServer:
         worker: Worker | None = None,
     ) -> None:
         _check_port(port)
-        _check_exposure(host, token)
+        check_exposure(host, token)
         gates = [] if gate is None else [gate]
         gates += [owner.gate for owner in (generator, worker) if owner is not None]
         if any(other is not gates[0] for other in gates):
@@ -244,7 +244,7 @@ def _check_port(port: object) -> None:
         raise ValueError(f"port is {port!r}; it must be a number from 0 to 65535 (0: any free port)")
 
 
-def _check_exposure(host: str, token: Any) -> None:
+def check_exposure(host: str, token: Any) -> None:
     """Raise ValueError for a token that can't be sent in a header, and for a reachable host without a token."""
     if token is not None:
         if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable() or " " in token:

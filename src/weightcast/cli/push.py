@@ -1,0 +1,28 @@
+"""`weightcast push`: copy the newest version of a store into a store elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+
+from weightcast.cli import copies, values
+
+EPILOG = """
+examples:
+  weightcast push file:///mnt/weights store+https://HOST
+  weightcast push file:///mnt/weights 'store+https://HOST?token_file=/etc/token'
+  weightcast push file:///mnt/weights store+http://127.0.0.1:8200 --follow --json
+
+The target is a store that `weightcast serve-store --allow-push` serves. The version keeps its run and number. It
+becomes the newest one there when every bucket has come and was checked there. Of an interrupted push the buckets that
+came are kept: do the same again. With --follow every newer version is pushed, too, until Ctrl-C or SIGTERM.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=values.store, metavar="STORE", help="the store to copy from")
+    parser.add_argument("target", type=values.store, metavar="TARGET", help="the store to copy into")
+    copies.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return copies.run(args)

@@ -1,0 +1,351 @@
+"""HTTP server of a store: readers elsewhere follow and pull its versions, and may push theirs, if that is allowed.
+
+Invariants: all routes but /health require the token, if there is one; a slot stays pinned for a reader, and the store
+locked for a version that is pushed, until they are released or nothing was asked of them for `IDLE_SECONDS`; only the
+last push is under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from weightcast.control.routes import Handler, guarded, natural_number, read_body, refusal, reply
+from weightcast.control.server.connections import KEEP_ALIVE_SECONDS
+from weightcast.errors import IntegrityError, ManifestError, StaleVersionError, UnsupportedError
+from weightcast.format.bucket import HEADER_BYTES, slot_size_bytes
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
+from weightcast.host.closing import on_failure
+from weightcast.host.deadline import GRACE_SECONDS
+from weightcast.store import files
+from weightcast.store.address import RemoteAddress, StoreAddress
+from weightcast.store.copying import LocalCopy
+from weightcast.store.reading import StoreReader, manifest_of
+from weightcast.store.records import MAX_RECORD_BYTES, Commit, ReaderRecord
+from weightcast.store.remote import BucketAnswer, CopyAnswer, CopyRequest, PinRequest, RemoteSlots
+from weightcast.store.storage import BucketReader, Pin, read_record
+
+IDLE_SECONDS = 60.0
+"""Time without a request after which a reader's pin, or a push, ends."""
+_MAX_BODY_BYTES = MAX_MESSAGE_BYTES + MAX_RECORD_BYTES
+_RECORDS = {files.POINTER, files.NEXT, files.WRITER}
+_SLOT_RECORDS = {files.SEAL, files.MANIFEST}
+_RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _PinnedSlot:
+    """A slot that is pinned for a reader. `data`: the buckets of its version, if it has one; `max_bytes`: of one."""
+
+    pin: Pin
+    data: BucketReader | None = None
+    max_bytes: int = 0
+    num_buckets: int = 0
+
+    def close(self) -> None:
+        if self.data is not None:
+            self.data.close()
+        self.pin.close()
+
+
+P = TypeVar("P", _PinnedSlot, LocalCopy)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Lease:
+    """A client's claim on the store. It is closed when it has ended and no request uses it."""
+
+    thing: _PinnedSlot | LocalCopy
+    used_at: float
+    num_uses: int = 0
+    has_ended: bool = False
+
+
+class StoreServer:
+    """The routes of a store, as the ASGI application `app`."""
+
+    def __init__(
+        self,
+        address: StoreAddress,
+        *,
+        token: str | None = None,
+        allow_push: bool = False,
+        deadline_seconds: float = 60.0,
+    ) -> None:
+        """`allow_push`: also write versions into the store. `deadline_seconds`: of a push's wait for other readers."""
+        if isinstance(address, RemoteAddress):
+            raise ValueError(f"{address.url} is a store that another server serves: name a directory, or s3://")
+        self._address = address
+        self._reader = StoreReader(address, label="serve-store", deadline_seconds=deadline_seconds)
+        self._allow_push = allow_push
+        self._deadline_seconds = deadline_seconds
+        self._condition = threading.Condition()
+        self._leases: dict[str, _Lease] = {}
+        self._is_closed = False
+        routes: list[tuple[str, str, Handler]] = [
+            ("GET", "/store/records/{name}", self._record),
+            ("GET", "/store/slots", self._slots),
+            ("PUT", "/store/pins/{client}/{slot}", self._pin),
+            ("GET", "/store/pins/{client}/{slot}/buckets/{index}", self._read_bucket),
+            ("DELETE", "/store/pins/{client}/{slot}", self._end_pin),
+            ("PUT", "/store/copies/{copy}", self._begin_copy),
+            ("GET", "/store/copies/{copy}/buckets/{index}", self._has_bucket),
+            ("PUT", "/store/copies/{copy}/buckets/{index}", self._write_bucket),
+            ("POST", "/store/copies/{copy}", self._commit_copy),
+            ("DELETE", "/store/copies/{copy}", self._end_copy),
+        ]
+        ignored: Callable[[Exception], None] = lambda error: None  # noqa: E731
+        self.app = Starlette(
+            routes=[
+                Route("/health", self._health),
+                *(
+                    Route(path, guarded(handler, token=token, on_error=ignored), methods=[method])
+                    for method, path, handler in routes
+                ),
+            ]
+        )
+        self._sweeper = threading.Thread(target=self._sweep, name="weightcast-store-server", daemon=True)
+        self._sweeper.start()
+
+    def server(self) -> uvicorn.Server:
+        """Return a server of `app`, without logs, to be given a socket."""
+        config = uvicorn.Config(
+            self.app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=2,
+        )
+        return uvicorn.Server(config)
+
+    def close(self) -> None:
+        """Release every pin, and the store. A push that is under way can be continued later. Idempotent."""
+        with self._condition:
+            self._is_closed = True
+            names = list(self._leases)
+            self._condition.notify_all()
+        for name in names:
+            self._end(name)
+        self._sweeper.join(GRACE_SECONDS)
+        self._reader.close()
+
+    # --- leases ---
+
+    def _add(self, name: str, thing: _PinnedSlot | LocalCopy) -> None:
+        with self._condition:
+            is_new = name not in self._leases and not self._is_closed
+            if is_new:
+                self._leases[name] = _Lease(thing, time.monotonic())
+        if not is_new:
+            thing.close()
+
+    @contextlib.contextmanager
+    def _used(self, name: str, kind: type[P]) -> Iterator[P]:
+        with self._condition:
+            lease = self._leases.get(name)
+            thing = None if lease is None else lease.thing
+            if lease is None or not isinstance(thing, kind):
+                if kind is LocalCopy:
+                    raise StaleVersionError(
+                        "this push has ended: another one has begun, the server was started again, or it was idle for "
+                        f"{IDLE_SECONDS:g} s; push again, what has come is kept"
+                    )
+                raise IntegrityError(
+                    f"this reader's pin has ended: the server was started again, or asked for nothing for "
+                    f"{IDLE_SECONDS:g} s, so that a newer version may have replaced this one; read the newest one"
+                )
+            lease.num_uses += 1
+        try:
+            yield thing
+        finally:
+            with self._condition:
+                lease.num_uses -= 1
+                lease.used_at = time.monotonic()
+                is_last = lease.has_ended and not lease.num_uses
+                self._condition.notify_all()
+            if is_last:
+                thing.close()
+
+    def _end(self, name: str) -> None:
+        """End what a client has. It is closed now, or by the last request that uses it."""
+        with self._condition:
+            lease = self._leases.pop(name, None)
+            if lease is None:
+                return
+            lease.has_ended = True
+            is_used = lease.num_uses > 0
+        if not is_used:
+            lease.thing.close()
+
+    def _sweep(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._is_closed, GRACE_SECONDS)
+                if self._is_closed:
+                    return
+                oldest = time.monotonic() - IDLE_SECONDS
+                idle = [name for name, each in self._leases.items() if not each.num_uses and each.used_at < oldest]
+            for name in idle:
+                self._end(name)
+
+    # --- routes of readers ---
+
+    async def _health(self, request: Request) -> Response:
+        return reply({"status": "ok"})
+
+    async def _record(self, request: Request) -> Response:
+        name, given = request.path_params["name"], request.query_params.get("slot")
+        slot = None if given is None else natural_number("slot", given)
+        if name not in (_RECORDS if slot is None else _SLOT_RECORDS):
+            return refusal(f"a store has no record {name[:40]!r}", "not_found", 404)
+        limit = MAX_MESSAGE_BYTES if name == files.MANIFEST else MAX_RECORD_BYTES
+        data = await run_in_threadpool(self._reader.storage.read, name, limit, slot)
+        return Response(status_code=204) if data is None else Response(data, media_type="application/json")
+
+    async def _slots(self, request: Request) -> Response:
+        def find() -> RemoteSlots:
+            storage = self._reader.storage
+            slots = [storage.slot_info(number) for number in sorted(storage.slot_numbers())]
+            return RemoteSlots(slots, self._reader.writer().is_alive)
+
+        return reply(await run_in_threadpool(find))
+
+    async def _pin(self, request: Request) -> Response:
+        name, slot = _pin_name(request)
+        body: PinRequest = decode(await read_body(request, MAX_RECORD_BYTES), PinRequest)
+
+        def pin(reader: ReaderRecord) -> bool:
+            storage = self._reader.storage
+            found = storage.pin(slot, reader)
+            if found is None:
+                return False
+            pinned = _PinnedSlot(found)
+            # Without a version here the reader finds no seal, and says what is wrong.
+            with on_failure(found.close), contextlib.suppress(IntegrityError):
+                sealed = read_record(storage, files.SEAL, Commit, slot)
+                if sealed is not None:
+                    manifest = self._reader.manifest(sealed.newest)
+                    pinned.data = storage.open_slot(sealed.newest, manifest)
+                    pinned.max_bytes, pinned.num_buckets = slot_size_bytes(manifest), len(manifest.buckets)
+            self._add(name, pinned)
+            return True
+
+        return reply({}) if await run_in_threadpool(pin, body.reader) else Response(status_code=204)
+
+    async def _read_bucket(self, request: Request) -> Response:
+        (name, _), index = _pin_name(request), _index(request)
+        wanted = _RANGE.fullmatch(request.headers.get("range", ""))
+        if wanted is None:
+            raise ManifestError("a bucket is read by a header such as `Range: bytes=0-255`", fault="type")
+        first, last = int(wanted[1]), int(wanted[2])
+
+        def read() -> memoryview:
+            with self._used(name, _PinnedSlot) as pinned:
+                if pinned.data is None or not (first <= last < pinned.max_bytes and index < pinned.num_buckets):
+                    raise ManifestError(f"bytes {first}-{last} of bucket {index} are not there", fault="bounds")
+                memory = memoryview(bytearray(last + 1 - first))
+                pinned.data.read(index, [memory], first)
+                return memory
+
+        headers = {"content-range": f"bytes {first}-{last}/*"}
+        return Response(await run_in_threadpool(read), 206, headers, media_type="application/octet-stream")
+
+    async def _end_pin(self, request: Request) -> Response:
+        await run_in_threadpool(self._end, _pin_name(request)[0])
+        return Response(status_code=204)
+
+    # --- routes of a push ---
+
+    async def _begin_copy(self, request: Request) -> Response:
+        if not self._allow_push:
+            raise UnsupportedError("this server only lets versions be read: start it with --allow-push")
+        name = _copy_name(request)
+        body: CopyRequest = decode(await read_body(request, _MAX_BODY_BYTES), CopyRequest)
+
+        def begin() -> CopyAnswer:
+            manifest = manifest_of(body.stored, bytes(body.manifest), "the manifest that was sent")
+            self._end_other_copies()
+            copy = LocalCopy(self._address, body.stored, manifest, deadline_seconds=self._deadline_seconds)
+            with on_failure(copy.close):
+                answer = CopyAnswer(copy.accepts_deltas, sorted(copy.left))
+            self._add(name, copy)
+            return answer
+
+        return reply(await run_in_threadpool(begin))
+
+    def _end_other_copies(self) -> None:
+        """End the push that is under way, if there is one, and wait for its requests."""
+        with self._condition:
+            others = [(name, each) for name, each in self._leases.items() if isinstance(each.thing, LocalCopy)]
+        for name, lease in others:
+            self._end(name)
+            with self._condition:
+                self._condition.wait_for(lambda lease=lease: not lease.num_uses, self._deadline_seconds)  # type: ignore[misc]
+
+    async def _has_bucket(self, request: Request) -> Response:
+        name, index = _copy_name(request), _index(request)
+
+        def has() -> BucketAnswer:
+            with self._used(name, LocalCopy) as copy:
+                return BucketAnswer(copy.has(index))
+
+        return reply(await run_in_threadpool(has))
+
+    async def _write_bucket(self, request: Request) -> Response:
+        name, index = _copy_name(request), _index(request)
+        with self._used(name, LocalCopy) as copy:
+            body = await read_body(request, HEADER_BYTES + copy.raw_bytes(index))
+            await run_in_threadpool(copy.write, index, memoryview(body))
+        return Response(status_code=204)
+
+    async def _commit_copy(self, request: Request) -> Response:
+        name = _copy_name(request)
+
+        def commit() -> None:
+            with self._used(name, LocalCopy) as copy:
+                copy.commit()
+
+        await run_in_threadpool(commit)
+        return Response(status_code=204)
+
+    async def _end_copy(self, request: Request) -> Response:
+        await run_in_threadpool(self._end, _copy_name(request))
+        return Response(status_code=204)
+
+
+def _index(request: Request) -> int:
+    return natural_number("a bucket's number", request.path_params["index"])
+
+
+def _pin_name(request: Request) -> tuple[str, int]:
+    slot = natural_number("a slot's number", request.path_params["slot"])
+    return f"pin {_id(request.path_params['client'])} {slot}", slot
+
+
+def _copy_name(request: Request) -> str:
+    return f"copy {_id(request.path_params['copy'])}"
+
+
+def _id(text: str) -> str:
+    if _ID.fullmatch(text) is None:
+        raise ManifestError(f"{text[:40]!r} must be 32 hex digits", fault="type")
+    return text
