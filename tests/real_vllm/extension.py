@@ -21,14 +21,16 @@ read_expert_maps()
 class Extension(Workers):
     """Reached by `/collective_rpc`. Method names carry a prefix, since they are mixed into vLLM's own class."""
 
-    def test_fail_load(self, after: int, rank: int = -1, times: int = 1) -> None:
+    def test_fail_load(self, after: int, rank: int = -1, times: int = 1, of_draft: bool = False) -> None:
         """Let the model's loader raise once it has taken `after` real tensors, in the next `times` loads.
 
         At its end, if it is given fewer, the others being copied to where they belong.
-        `rank`: only on that rank of the world; -1: on every rank. A dry run on meta tensors is left alone.
+        `rank`: only on that rank of the world; -1: on every rank. `of_draft`: the draft model's loader. A dry run on
+        meta tensors is left alone.
         """
         if rank in (-1, _world_rank(self)):
-            _faults(self.model_runner.get_model()).append([after, times])  # type: ignore[attr-defined]
+            runner = self.model_runner  # type: ignore[attr-defined]
+            _faults(runner.get_draft_model() if of_draft else runner.get_model()).append([after, times])
 
     def test_clear_faults(self) -> None:
         _faults(self.model_runner.get_model()).clear()  # type: ignore[attr-defined]

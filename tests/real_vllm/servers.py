@@ -45,7 +45,7 @@ class Setup:
     """How a server is started. `endpoints`: with weightcast's own routes, which vLLM loads only when they are named.
 
     `backend`: the weight transfer backend; None: a server that was started without one. `speculation`: vLLM's method of
-    proposing tokens by what came before in a request; "": it proposes none. `max_adapters`: how many LoRA adapters it
+    proposing tokens, "": it proposes none; `keeps_draft`: only its main model is updated. `max_adapters`: how many LoRA adapters it
     keeps, of which four fit in one batch; 0: it was started without LoRA. `ep`: its ranks share out the experts.
     `quantization`: vLLM's name of how it quantises while it loads.
     """
@@ -62,11 +62,12 @@ class Setup:
     pp: int = 1
     ep: bool = False
     quantization: str = ""
+    keeps_draft: bool = False
 
     def __str__(self) -> str:
         words = [self.family, str(self.dtype).removeprefix("torch."), f"tp{self.tp}", f"dp{self.dp}"]
         words += ["endpoints" if self.endpoints else "stock-routes"] if self.backend else ["no-backend"]
-        words += [self.speculation] if self.speculation else []
+        words += [self.speculation + "-kept" * self.keeps_draft] if self.speculation else []
         words += [f"lora{self.max_adapters}"] if self.max_adapters else []
         words += [f"pp{self.pp}"] if self.pp > 1 else []
         words += ["ep"] if self.ep else []
@@ -124,6 +125,7 @@ class Server(ServerProcess):
 
     `extension`: a class mixed into vLLM's workers, for what only a test does to them. `cold`: what its answers are
     held against. `is_forked`: see `ServerProcess`. `adapters`: that it starts with, by name, each from a directory.
+    `draft`: the checkpoint of its draft model, if that is not the model's own.
     """
 
     def __init__(
@@ -136,8 +138,10 @@ class Server(ServerProcess):
         cold: Cold | None = None,
         is_forked: bool = True,
         adapters: Mapping[str, Path] | None = None,
+        draft: Path | None = None,
     ):
         super().__init__("vllm", port=port, is_forked=is_forked)
+        self._draft = draft
         self._adapters = adapters or {}
         self.setup = setup
         self.cold = cold
@@ -165,8 +169,13 @@ class Server(ServerProcess):
         if setup.speculation:
             # Of the request alone, so that a server that has answered others proposes the same.
             alone = {"ngram": {"prompt_lookup_min": 1}, "suffix": {"suffix_decoding_max_cached_requests": 0}}
-            speculation = {"method": setup.speculation, "num_speculative_tokens": 3, **alone[setup.speculation]}
+            num_tokens = 1 if setup.speculation == "mtp" else 3
+            speculation = {"method": setup.speculation, "num_speculative_tokens": num_tokens}
+            speculation |= alone.get(setup.speculation, {})
+            speculation |= {} if self._draft is None else {"model": str(self._draft)}
             command += ["--speculative-config", json.dumps(speculation)]
+        if setup.keeps_draft:
+            command += ["--additional-config", json.dumps({"weightcast": {"draft": "keep"}})]
         if setup.max_adapters:
             command += ["--enable-lora", "--max-loras", "4", "--max-cpu-loras", str(setup.max_adapters)]
             command += ["--max-lora-rank", "16"]

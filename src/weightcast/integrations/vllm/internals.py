@@ -29,9 +29,15 @@ _INFO = (
 
 CHANGES = ("sleep", "discard", "reload_weights", "reset_weights")
 """The worker's methods by which vLLM changes the weights by itself, or frees their memory."""
+STARTED = "compile_or_warm_up_model"
+"""The worker's method that vLLM calls when it has loaded all models."""
 _LORA_MANAGER = ("add_adapter", "remove_adapter", "_pin_lora_in_cpu_cache")
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that need no draft model."""
+_DRAFTS = ("draft_model", "eagle", "mtp")
+"""Methods with a draft model of which an updated engine was compared with a cold start."""
+KEEP_DRAFT = """--additional-config '{"weightcast": {"draft": "keep"}}'"""
+"""The option with which only the main model of an engine is updated."""
 _QUANTISED = {
     "CompressedTensorsW8A8Fp8": "compressed-tensors fp8",
     "CompressedTensorsW8A8Int8": "compressed-tensors int8",
@@ -63,6 +69,10 @@ class Internals:
     embedding_method: Annotated[type, f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod"]
     is_attention: Annotated[Callable[[nn.Module], bool], f"{_LAYERS}.attention:is_deferred_attention_layer"]
     quant_method: Annotated[type, f"{_LAYERS}.quantization.base_config:QuantizeMethodBase"]
+    any_mtp_layers: Annotated[
+        Callable[[], AbstractContextManager[None]],
+        "vllm.model_executor.model_loader.mtp_validation:disable_mtp_completeness_check",
+    ]
     worker: Annotated[Any, "vllm.v1.worker.gpu_worker:Worker"]
     lora_model: Annotated[Any, "vllm.lora.lora_model:LoRAModel"]
     lora_settings: Annotated[Any, "vllm.lora.peft_helper:PEFTHelper"]
@@ -93,7 +103,8 @@ def require() -> Internals:
         problems += [f"{_RELOAD}.types:LayerReloadingInfo.{name}" for name in _INFO if name not in known]
     worker = found.get("worker")
     if worker is not None:
-        problems += [f"{worker.__name__}.{name}" for name in CHANGES if not hasattr(worker, name)]
+        names = (*CHANGES, STARTED, "get_draft_model")
+        problems += [f"{worker.__name__}.{name}" for name in names if not hasattr(worker, name)]
     manager = found.get("lora_manager")
     if manager is not None:
         problems += [f"{manager.__name__}.{name}" for name in _LORA_MANAGER if not hasattr(manager, name)]
@@ -122,7 +133,15 @@ def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
     # vLLM replaces weights that it hands to oneDNN by None.
     outside = any(layer._parameters.get("weight", layer) is None for layer in layers)
     is_static = any(_has_static_scales(layer) for layer in layers)
-    has_draft = speculation is not None and speculation.method not in _DRAFTS_WITHOUT_WEIGHTS
+    is_updated = updates_draft(vllm_config)
+    draft_with = {
+        "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
+        "data_parallel_size > 1": parallel.data_parallel_size > 1,
+        "enable_expert_parallel": parallel.enable_expert_parallel,
+        "enable_lora": lora is not None,
+        "quantization": config.quantization or (is_updated and speculation.draft_model_config.quantization),
+        "parallel_drafting": is_updated and speculation.parallel_drafting,
+    }
     found = {
         f"{quantization}: {', '.join(sorted(kinds))}": (
             is_static or not kinds <= _QUANTISED.keys(),
@@ -145,7 +164,18 @@ def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
         "enable_lora (a mixture of experts)": (lora is not None and config.is_moe, "not tried"),
         "fully_sharded_loras": (lora is not None and lora.fully_sharded_loras, "not tried"),
         "enable_tower_connector_lora": (lora is not None and lora.enable_tower_connector_lora, "not tried"),
-        "speculative_config (a draft model)": (has_draft, "the draft model would keep its weights"),
+        f"speculative_config (method={speculation.method!r})" if is_updated else "": (
+            is_updated and speculation.method not in _DRAFTS,
+            f"of draft models only {', '.join(_DRAFTS)} were tried; with {KEEP_DRAFT} the draft model keeps its weights",
+        ),
+        f"speculative_config (a draft model) with {', '.join(name for name, is_on in draft_with.items() if is_on)}": (
+            is_updated and any(draft_with.values()),
+            f"not tried; with {KEEP_DRAFT} the draft model keeps its weights",
+        ),
+        "speculative_config (a draft model that keeps its weights) with enable_sleep_mode": (
+            keeps_draft(vllm_config) and config.enable_sleep_mode,
+            "no update would bring the draft's weights back after a sleep of level 2",
+        ),
         f"sleep_mode_backend={sleeps_by!r}": (
             config.enable_sleep_mode and sleeps_by != "cumem",
             "vLLM would not say whether its weights are asleep",
@@ -158,6 +188,28 @@ def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
         "offload_group_size": (offload.prefetch.offload_group_size > 0, "vLLM's own reload does not support it"),
     }
     return [f"{name} ({why})" for name, (is_on, why) in found.items() if is_on]
+
+
+def updates_draft(vllm_config: Any) -> bool:
+    """Return whether the engine has a draft model, which is updated with its main model."""
+    return _has_draft(vllm_config) and not keeps_draft(vllm_config)
+
+
+def keeps_draft(vllm_config: Any) -> bool:
+    """Return whether the engine has a draft model, and was told to keep its weights (`KEEP_DRAFT`).
+
+    Raises UnsupportedError for other options of weightcast in vLLM's `additional_config`.
+    """
+    additional = vllm_config.additional_config
+    options = additional.get("weightcast", {}) if isinstance(additional, dict) else {}
+    if options not in ({}, {"draft": "keep"}):
+        raise UnsupportedError(f"unknown options {options!r} in vLLM's additional config: use {KEEP_DRAFT}, or none")
+    return _has_draft(vllm_config) and bool(options)
+
+
+def _has_draft(vllm_config: Any) -> bool:
+    speculation = vllm_config.speculative_config
+    return speculation is not None and speculation.method not in _DRAFTS_WITHOUT_WEIGHTS
 
 
 def is_quantised(layer: Any) -> bool:

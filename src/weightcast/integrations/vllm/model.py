@@ -26,6 +26,7 @@ from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.plugin.model import LoaderEngine, Tensors, has_own
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.adapters import VllmAdapters
+from weightcast.integrations.vllm.draft import PREFIX, ModelWithDraft
 from weightcast.integrations.vllm.layerwise_load import (
     Reload,
     has_packed_copy,
@@ -38,21 +39,26 @@ from weightcast.integrations.vllm.layerwise_load import (
 
 
 class VllmModel(LoaderEngine):
-    """The model of a vLLM worker, created once it is loaded.
+    """The model of a vLLM worker, created once it is loaded. `draft`: a draft model that is updated with it.
 
     Raises UnsupportedError if this vLLM lacks a required name, or if the model's loader fails in a dry run. With a
     feature of `internals.unsupported` every offer is refused.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, vllm_config: Any, device: torch.device, *, draft: nn.Module | None = None
+    ) -> None:
         internals.require()
         self.device = device
+        if draft is not None:
+            model = ModelWithDraft(model, draft)
         self._reload = Reload(model, vllm_config)
         started_with = weakref.WeakSet(model.modules())
 
         def reference() -> Sequence[TensorSpec] | None:
             started, load = vllm_config.model_config, vllm_config.load_config
-            return checkpoint_header.reference(started.model, revision=started.revision, cache_dir=load.download_dir)
+            specs = checkpoint_header.reference(started.model, revision=started.revision, cache_dir=load.download_dir)
+            return _with_draft(model, vllm_config, specs) if isinstance(model, ModelWithDraft) else specs
 
         has_adapters = vllm_config.lora_config is not None
         self.adapters = VllmAdapters(model, vllm_config, reference) if has_adapters else None
@@ -95,6 +101,44 @@ class VllmModel(LoaderEngine):
         self._reload.abort()
 
 
+def _with_draft(
+    model: ModelWithDraft, vllm_config: Any, specs: Sequence[TensorSpec] | None
+) -> Sequence[TensorSpec]:
+    """Set the names of the draft model's tensors; return the specs of both models, of which `specs` are the main one's.
+
+    MTP layers have their names in the main model's checkpoint; a draft model with its own has a prefix before each.
+    Raises UnsupportedError if a checkpoint can't be read, or has a tensor that vLLM has replaced by the model's.
+    """
+    started, load = vllm_config.speculative_config.draft_model_config, vllm_config.load_config
+    is_in_model = started.model == vllm_config.model_config.model and vllm_config.speculative_config.method == "mtp"
+    own = specs
+    if not is_in_model:
+        own = checkpoint_header.reference(started.model, revision=started.revision, cache_dir=load.download_dir)
+    if specs is None or own is None:
+        raise UnsupportedError(
+            f"the names of the draft model's tensors are not known, since checkpoint {started.model!r} or the model's "
+            f"has no safetensors files that can be read: save it as such, or start vLLM with {internals.KEEP_DRAFT}"
+        )
+    outcome = dry_run(model.draft, vllm_config, own)
+    if outcome.faults:
+        raise UnsupportedError(
+            f"the loader of {type(model.draft).__name__} fails in a dry run, so weightcast can't update it: "
+            f"{listed([f'{name}: {fault}' for name, fault in outcome.faults.items()])}"
+        )
+    shared = {copy.name for copy in outcome.copies if copy.target in model.shared}
+    if is_in_model:
+        model.names = {name: name for name, (num_used, _) in outcome.used.items() if num_used and name not in shared}
+        return specs
+    if shared:
+        raise UnsupportedError(
+            f"vLLM has replaced {listed(sorted(shared))} of the draft model's checkpoint by the main model's tensors, "
+            "which had the same values: leave them out of the draft model's checkpoint, so that vLLM always does, or "
+            f"start vLLM with {internals.KEEP_DRAFT}"
+        )
+    model.names = {f"{PREFIX}{spec.name}": spec.name for spec in own}
+    return [*specs, *(TensorSpec(f"{PREFIX}{spec.name}", spec.dtype, spec.shape) for spec in own)]
+
+
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:
     """Return the effect of vLLM's loader on tensors of these names, shapes and dtypes, in this order.
 
@@ -104,7 +148,7 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
     packed: dict[str, nn.Module] = {}
 
     def form(layer: nn.Module, name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        if layer is model:  # the first layer of each run
+        if not name:  # the first layer of each run
             calls.clear()
         return _checkpoint_form(layer, name, calls, packed)
 

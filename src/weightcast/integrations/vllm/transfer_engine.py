@@ -23,6 +23,7 @@ from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.rank_consensus import Attempt, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.integrations.vllm import internals
+from weightcast.integrations.vllm.internals import KEEP_DRAFT
 from weightcast.integrations.vllm.model import VllmModel
 from weightcast.integrations.vllm.plugin import PLUGINS
 
@@ -42,40 +43,52 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         parallel = vllm_config.parallel_config
-        # `world_size` is that of one data-parallel engine; for dense models vLLM keeps only the engine's index.
-        first_rank = parallel.data_parallel_index * parallel.world_size
-        groups = [get_tp_group().cpu_group, get_pp_group().cpu_group]
         self._is_last = parallel.rank == parallel.world_size - 1
         if self._is_last:
             warn_if_untested(logger, "vLLM", internals.version(), internals.TESTED_WITH)
-        are_asleep = functools.partial(internals.weights_sleep, vllm_config, device)
+            if internals.keeps_draft(vllm_config):
+                logger.warning("the draft model keeps its weights (%s): only the main model is updated", KEEP_DRAFT)
+        _hear_of_changes(internals.require().worker)
+        self._model: VllmModel | None = None
+        self._rank: RankWorker | None = None
+        if not internals.updates_draft(vllm_config):
+            self.start(None)
+
+    def start(self, draft: torch.nn.Module | None) -> None:
+        """Take updates from now on. `draft`: the draft model, which vLLM's worker has, but not this engine."""
+        if self._rank is not None:
+            return
+        config, device, parallel = self.vllm_config, self.device, self.vllm_config.parallel_config
+        # `world_size` is that of one data-parallel engine; for dense models vLLM keeps only the engine's index.
+        first_rank = parallel.data_parallel_index * parallel.world_size
+        groups = [get_tp_group().cpu_group, get_pp_group().cpu_group]
+        are_asleep = functools.partial(internals.weights_sleep, config, device)
 
         def require_awake() -> None:
             if are_asleep():
                 raise ClosedError("the weights' memory is asleep: send /wake_up?tags=weights before the install")
 
-        self._model = VllmModel(model, vllm_config, device)
+        self._model = VllmModel(self.model, config, device, draft=draft)
         self._rank = RankWorker(
             self._model,
             RankConsensus(groups, first_rank=first_rank),
             engine_rank=first_rank + parallel.rank,
             world_size=parallel.world_size_across_dp,
             token=os.environ.get(TOKEN_VARIABLE, ""),
-            unsupported=tuple(internals.unsupported(vllm_config, model)),
+            unsupported=tuple(internals.unsupported(config, self.model)),
             require_ready=require_awake,
             weights_asleep=are_asleep,
         )
-        _hear_of_changes(internals.require().worker)
 
     def answer(self, values: object) -> Any:
         """Answer a call of `control.worker_rpc`."""
         with set_current_vllm_config(self.vllm_config):
-            return self._rank.answer(values)
+            return self._require_rank().answer(values)
 
     @contextlib.contextmanager
     def changing(self, name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Context of a call of one of `internals.CHANGES` with these arguments."""
-        rank = self._rank
+        rank = self._require_rank()
         if name == "sleep":
             level = kwargs.get("level", *args[:1] or (1,))
             rank.interrupt(f"the engine was put to sleep (level {level})", loses_weights=level > 1)
@@ -89,10 +102,11 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
         elif name == "reload_weights":
             rank.interrupt("vLLM reloads the weights by itself", loses_weights=True)
             yield
-            if self._model.adapters is not None:
+            if self._model is not None and self._model.adapters is not None:
                 # vLLM has removed all adapters, also those that running requests name.
                 self._model.adapters.put_back()
-            rank.changed(is_whole=True)
+            if not internals.updates_draft(self.vllm_config):  # vLLM does not reload that one
+                rank.changed(is_whole=True)
         else:
             rank.interrupt("vLLM resets the weights")
             try:
@@ -124,13 +138,18 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
 
     def shutdown(self) -> None:
         """End the present run's session, with its threads, sockets and mapped memory. The engine goes on serving."""
-        with Attempt():
-            self._rank.do(Leave())
+        if self._rank is not None:
+            with Attempt():
+                self._rank.do(Leave())
+
+    def _require_rank(self) -> RankWorker:
+        assert self._rank is not None, "vLLM has not started yet"
+        return self._rank
 
 
 @functools.cache
 def _hear_of_changes(worker_class: Any) -> None:
-    """Wrap the methods of vLLM's workers that change the weights, for every platform that is loaded."""
+    """Wrap the methods of vLLM's workers that end the start or change the weights, for every platform that is loaded."""
 
     def hearing(name: str, stock: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(stock)
@@ -142,7 +161,19 @@ def _hear_of_changes(worker_class: Any) -> None:
 
         return call
 
+    def starting(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
+            result = stock(worker, *args, **kwargs)
+            if isinstance(engine := worker.weight_transfer_engine, WeightcastTransferEngine):
+                engine.start(worker.get_draft_model())
+            return result
+
+        return call
+
     for each in (worker_class, *worker_class.__subclasses__()):
         for name in internals.CHANGES:
             if name in vars(each):
                 setattr(each, name, hearing(name, vars(each)[name]))
+        if internals.STARTED in vars(each):
+            setattr(each, internals.STARTED, starting(vars(each)[internals.STARTED]))
