@@ -58,6 +58,7 @@ _ACCEPTANCE, _MODEL, _QUANTISED = (f"real_vllm/test_{name}.py" for name in ("acc
 _SGLANG = "real_sglang/test_transactional.py"
 _OLD_SCALES = "its scales belong to the weights that {} was started with"
 _DRAFT = "the draft model would keep its weights"
+_DRAFT_NOT_TRIED = """not tried, unless it keeps its weights: --additional-config '{"weightcast": {"draft": "keep"}}'"""
 _MOVED = "{} moves experts between ranks while it serves"
 _OFFLOAD = "vLLM's own reload does not support it"
 _NOT_TRIED = "not tried"
@@ -80,6 +81,11 @@ class Namespace:
 def lora(**options: bool) -> Namespace:
     off = {"fully_sharded_loras": False, "enable_tower_connector_lora": False}
     return Namespace(max_lora_rank=16, max_cpu_loras=4, **off | options)
+
+
+def speculation(method: str, quantization: str | None = None, **options: bool) -> Namespace:
+    options = {"parallel_drafting": False} | options
+    return Namespace(method=method, draft_model_config=Namespace(quantization=quantization), **options)
 
 
 FEATURES = [
@@ -152,12 +158,18 @@ FEATURES = [
     Feature("experts quantised while loading, with tensor parallelism", (SCALES_TOGETHER,)),
     Feature("speculation by n-grams", (Run(_ACCEPTANCE, "SPECULATING"),)),
     Feature(
-        "draft models",
-        (
-            Refused(_DRAFT, "speculative_config", Namespace(method="eagle")),
-            Refused(_DRAFT, "speculative_config", Namespace(method="draft_model")),
-        ),
+        "draft models: MTP layers, EAGLE heads, small models",
+        (Run("real_vllm/test_draft_models.py", "MTP, SMALL, EAGLE"),),
         (Refused(_DRAFT, "speculative_algorithm", "EAGLE"),),
+    ),
+    Feature(
+        "draft models of other methods, quantised, or with LoRA, data, pipeline or expert parallelism",
+        (
+            Refused(_DRAFT_NOT_TRIED, "speculative_config", speculation("eagle3")),
+            Refused(_DRAFT_NOT_TRIED, "speculative_config", speculation("medusa")),
+            Refused(_DRAFT_NOT_TRIED, "speculative_config", speculation("mtp", quantization="fp8")),
+            Refused(_DRAFT_NOT_TRIED, "speculative_config", speculation("draft_model", parallel_drafting=True)),
+        ),
     ),
     Feature(
         "another sleep mode than cumem",

@@ -86,7 +86,8 @@ class Pair:
             _write(folder, load_file(folder / "model.safetensors") | own, config | {"num_nextn_predict_layers": 1})
             return folder, None
         draft.mkdir()
-        config |= {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+        config["num_hidden_layers"] = 1
+        del config["layer_types"]
         if self.method == "eagle":
             config |= {"model_type": "llama", "architectures": ["EagleLlamaForCausalLM"]}
         _write(draft, own, config)

@@ -45,9 +45,9 @@ class Setup:
     """How a server is started. `endpoints`: with weightcast's own routes, which vLLM loads only when they are named.
 
     `backend`: the weight transfer backend; None: a server that was started without one. `speculation`: vLLM's method of
-    proposing tokens, "": it proposes none; `keeps_draft`: only its main model is updated. `max_adapters`: how many LoRA adapters it
-    keeps, of which four fit in one batch; 0: it was started without LoRA. `ep`: its ranks share out the experts.
-    `quantization`: vLLM's name of how it quantises while it loads.
+    proposing tokens, "": it proposes none; `keeps_draft`: only its main model is updated. `max_adapters`: how many LoRA
+    adapters it keeps, of which four fit in one batch; 0: it was started without LoRA. `ep`: its ranks share out the
+    experts. `quantization`: vLLM's name of how it quantises while it loads.
     """
 
     family: str = "qwen3"

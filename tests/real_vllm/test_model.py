@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
@@ -13,7 +12,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
-from engine_features import Refused, lora, refusals
+from engine_features import Refused, lora, refusals, speculation
 
 from real_vllm.conftest import Checkpoints
 from real_vllm.models import make_model, model_of
@@ -677,29 +676,53 @@ def test_a_sleep_of_another_kind_is_refused_by_its_name(offline: Offline, monkey
 
 
 @offline_on(DENSE)
-def test_speculation_is_refused_but_for_what_has_no_draft_model(
+def test_speculation_is_refused_but_for_the_methods_that_were_tried(
     offline: Offline, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By vLLM's own configuration, and by every method that it knows."""
     from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
 
     config = offline.config
+    folder = str(checkpoint(offline.setup.family, 0, offline.setup.saved_dtype))
     targets = {"target_model_config": config.model_config, "target_parallel_config": config.parallel_config}
-    for method in ("ngram", "ngram_gpu"):
-        own = SpeculativeConfig(method=method, num_speculative_tokens=3, **targets)
-        assert own.use_ngram()
+    for method, model in (("ngram", None), ("ngram_gpu", None), ("draft_model", folder)):
+        own = SpeculativeConfig(method=method, model=model, num_speculative_tokens=3, **targets)
+        assert own.method == method
         monkeypatch.setattr(config, "speculative_config", own)
         assert unsupported(offline) == []
-    folder = str(checkpoint(offline.setup.family, 0, offline.setup.saved_dtype))
-    draft = SpeculativeConfig(method="draft_model", model=folder, num_speculative_tokens=3, **targets)
-    monkeypatch.setattr(config, "speculative_config", draft)
-    assert unsupported(offline) == ["speculative_config (a draft model)"]
     accepted = set()
     for method in get_args(SpeculativeMethod):
-        monkeypatch.setattr(config, "speculative_config", types.SimpleNamespace(method=method))
+        monkeypatch.setattr(config, "speculative_config", speculation(method))
         if not unsupported(offline):
             accepted.add(method)
-    assert accepted == {"ngram", "ngram_gpu", "suffix"}
+    assert accepted == {"ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "mtp"}
+
+
+@offline_on(DENSE)
+def test_draft_models_are_refused_with_what_was_not_tried(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, name = offline.config, "speculative_config (a draft model)"
+    monkeypatch.setattr(config, "speculative_config", speculation("mtp"))
+    for option in ("pipeline_parallel_size", "data_parallel_size"):
+        with monkeypatch.context() as patch:
+            patch.setattr(config.parallel_config, option, 2)
+            assert unsupported(offline) == [f"{name}, {option} > 1"]
+    monkeypatch.setattr(config.parallel_config, "enable_expert_parallel", True)
+    monkeypatch.setattr(config, "lora_config", lora())
+    assert unsupported(offline) == [f"{name}, enable_expert_parallel, enable_lora"]
+
+
+@offline_on(DENSE)
+def test_a_draft_model_that_keeps_its_weights_may_be_any(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except where it might lose them."""
+    config = offline.config
+    monkeypatch.setattr(config, "speculative_config", speculation("medusa"))
+    monkeypatch.setattr(config, "additional_config", {"weightcast": {"draft": "keep"}, "another": 1})
+    assert unsupported(offline) == []
+    monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
+    assert unsupported(offline) == ["speculative_config (a draft model that keeps its weights), enable_sleep_mode"]
+    monkeypatch.setattr(config, "additional_config", {"weightcast": {"draft": "update"}})
+    with pytest.raises(UnsupportedError, match=r"unknown options .*update"):
+        unsupported(offline)
 
 
 @offline_on(TIED)

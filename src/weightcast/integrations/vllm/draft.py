@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,12 +45,14 @@ class ModelWithDraft(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Have each loader load its tensors. Raises what they raise."""
+        loader: Any = self.model
+        of_draft: Any = self.draft
         for is_of_draft, group in itertools.groupby(weights, lambda named: named[0] in self.names):
             if is_of_draft:
                 with internals.require().any_mtp_layers():
-                    self.draft.load_weights((self.names[name], tensor) for name, tensor in group)
+                    of_draft.load_weights((self.names[name], tensor) for name, tensor in group)
             else:
-                self.model.load_weights(group)
+                loader.load_weights(group)
 
     @property
     def shared(self) -> set[str]:

@@ -38,6 +38,7 @@ _DRAFTS = ("draft_model", "eagle", "mtp")
 """Methods with a draft model of which an updated engine was compared with a cold start."""
 KEEP_DRAFT = """--additional-config '{"weightcast": {"draft": "keep"}}'"""
 """The option with which only the main model of an engine is updated."""
+_DRAFT_NOT_TRIED = f"not tried, unless it keeps its weights: {KEEP_DRAFT}"
 _QUANTISED = {
     "CompressedTensorsW8A8Fp8": "compressed-tensors fp8",
     "CompressedTensorsW8A8Int8": "compressed-tensors int8",
@@ -164,15 +165,15 @@ def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
         "enable_lora (a mixture of experts)": (lora is not None and config.is_moe, "not tried"),
         "fully_sharded_loras": (lora is not None and lora.fully_sharded_loras, "not tried"),
         "enable_tower_connector_lora": (lora is not None and lora.enable_tower_connector_lora, "not tried"),
-        f"speculative_config (method={speculation.method!r})" if is_updated else "": (
+        f"speculative_config (method={'' if speculation is None else speculation.method!r})": (
             is_updated and speculation.method not in _DRAFTS,
-            f"of draft models only {', '.join(_DRAFTS)} were tried; with {KEEP_DRAFT} the draft model keeps its weights",
+            _DRAFT_NOT_TRIED,
         ),
-        f"speculative_config (a draft model) with {', '.join(name for name, is_on in draft_with.items() if is_on)}": (
+        f"speculative_config (a draft model), {', '.join(name for name, is_on in draft_with.items() if is_on)}": (
             is_updated and any(draft_with.values()),
-            f"not tried; with {KEEP_DRAFT} the draft model keeps its weights",
+            _DRAFT_NOT_TRIED,
         ),
-        "speculative_config (a draft model that keeps its weights) with enable_sleep_mode": (
+        "speculative_config (a draft model that keeps its weights), enable_sleep_mode": (
             keeps_draft(vllm_config) and config.enable_sleep_mode,
             "no update would bring the draft's weights back after a sleep of level 2",
         ),

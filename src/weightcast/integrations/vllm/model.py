@@ -101,9 +101,7 @@ class VllmModel(LoaderEngine):
         self._reload.abort()
 
 
-def _with_draft(
-    model: ModelWithDraft, vllm_config: Any, specs: Sequence[TensorSpec] | None
-) -> Sequence[TensorSpec]:
+def _with_draft(model: ModelWithDraft, vllm_config: Any, specs: Sequence[TensorSpec] | None) -> Sequence[TensorSpec]:
     """Set the names of the draft model's tensors; return the specs of both models, of which `specs` are the main one's.
 
     MTP layers have their names in the main model's checkpoint; a draft model with its own has a prefix before each.

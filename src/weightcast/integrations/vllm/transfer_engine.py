@@ -149,7 +149,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
 
 @functools.cache
 def _hear_of_changes(worker_class: Any) -> None:
-    """Wrap the methods of vLLM's workers that end the start or change the weights, for every platform that is loaded."""
+    """Wrap the methods of vLLM's workers that end their start or change weights, for every platform that is loaded."""
 
     def hearing(name: str, stock: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(stock)
