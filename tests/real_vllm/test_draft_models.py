@@ -22,8 +22,9 @@ from publishers import publisher_of
 from real_vllm.drafts import Pair
 from real_vllm.oracle import PROMPT, Answer
 from real_vllm.servers import Server, Setup
-from weightcast import Publisher, PublishError, TensorSource
+from weightcast import HttpEngine, Publisher, PublishError, TensorSource
 from weightcast.errors import IncompatibleWeightsError, InstallError, WeightcastError
+from weightcast.format.tensor_digest import tensor_digest
 
 MTP = Setup("glm4-moe", speculation="mtp")
 SMALL = Setup(speculation="draft_model")
@@ -110,6 +111,11 @@ def test_both_models_are_those_of_a_cold_start(served: Served) -> None:
     with served.publisher(verify="installed") as publisher:
         for seed in (1, 0, 1):
             served.assert_serves(seed, served.publish(publisher, seed))
+    with contextlib.closing(HttpEngine(served.server.url)) as engine:
+        held = engine.held()
+    assert held is not None
+    norms = {name: tensor for name, tensor in served.pair.draft_of(1).items() if name.endswith("norm.weight")}
+    assert {name: held.digests[name] for name in norms} == {name: tensor_digest(t) for name, t in norms.items()}
 
 
 @on(SMALL)

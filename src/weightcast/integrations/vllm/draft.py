@@ -22,11 +22,11 @@ class ModelWithDraft(nn.Module):
     the two loaders: `names` has those of the draft model, each with the name that its loader knows.
     """
 
-    def __init__(self, model: nn.Module, draft: nn.Module) -> None:
+    def __init__(self, model: nn.Module, draft: nn.Module, names: Mapping[str, str]) -> None:
         super().__init__()
         self.model = model
         self.draft = draft
-        self.names: Mapping[str, str] = {}
+        self._names = names
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -45,17 +45,11 @@ class ModelWithDraft(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Have each loader load its tensors. Raises what they raise."""
-        loader: Any = self.model
-        of_draft: Any = self.draft
-        for is_of_draft, group in itertools.groupby(weights, lambda named: named[0] in self.names):
+        model: Any = self.model
+        draft: Any = self.draft
+        for is_of_draft, group in itertools.groupby(weights, lambda named: named[0] in self._names):
             if is_of_draft:
                 with internals.require().any_mtp_layers():
-                    of_draft.load_weights((self.names[name], tensor) for name, tensor in group)
+                    draft.load_weights((self._names[name], tensor) for name, tensor in group)
             else:
-                loader.load_weights(group)
-
-    @property
-    def shared(self) -> set[str]:
-        """The draft model's names of the parameters that are the model's."""
-        of_model = set(self.model.parameters())
-        return {name for name, each in self.draft.named_parameters(remove_duplicate=False) if each in of_model}
+                model.load_weights(group)

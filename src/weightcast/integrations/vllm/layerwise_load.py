@@ -114,16 +114,15 @@ class Reload:
         """Abort a reload: every layer gets its live tensors back, and buffered tensors are freed. Idempotent."""
         vllm = internals.require()
         self._fillings = []
-        layer: Any
         for layer in self._model.modules():
             info = vllm.layer_info(layer)
             if info.kernel_tensors is not None:
                 vllm.put_live_back(layer, info)
             if info.kernel_tensors is not None or info.can_load():
                 info.reset()
-            if hasattr(layer, "_original_do_torchao_reload"):
-                layer._do_torchao_reload = layer._original_do_torchao_reload
         vllm.loading_layers.clear()
+        if hasattr(self._model, "_original_do_torchao_reload"):
+            self._model._do_torchao_reload = self._model._original_do_torchao_reload
 
 
 class Filling:

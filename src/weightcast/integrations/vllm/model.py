@@ -50,15 +50,17 @@ class VllmModel(LoaderEngine):
     ) -> None:
         internals.require()
         self.device = device
-        if draft is not None:
-            model = ModelWithDraft(model, draft)
+        unsupported = internals.unsupported(vllm_config, model)
+        of_draft: Sequence[TensorSpec] = ()
+        if draft is not None and not unsupported:
+            names, of_draft = _of_draft(draft, model, vllm_config)
+            model = ModelWithDraft(model, draft, names)
         self._reload = Reload(model, vllm_config)
         started_with = weakref.WeakSet(model.modules())
 
         def reference() -> Sequence[TensorSpec] | None:
-            started, load = vllm_config.model_config, vllm_config.load_config
-            specs = checkpoint_header.reference(started.model, revision=started.revision, cache_dir=load.download_dir)
-            return _with_draft(model, vllm_config, specs) if isinstance(model, ModelWithDraft) else specs
+            specs = _header(vllm_config.model_config, vllm_config)
+            return None if specs is None else [*specs, *of_draft]
 
         has_adapters = vllm_config.lora_config is not None
         self.adapters = VllmAdapters(model, vllm_config, reference) if has_adapters else None
@@ -80,7 +82,7 @@ class VllmModel(LoaderEngine):
                 is_alone=parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1,
             )
 
-        super().__init__(model, make_acceptance, internals.unsupported(vllm_config, model))
+        super().__init__(model, make_acceptance, unsupported)
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         assert self.install_map is not None  # of the offer
@@ -101,40 +103,52 @@ class VllmModel(LoaderEngine):
         self._reload.abort()
 
 
-def _with_draft(model: ModelWithDraft, vllm_config: Any, specs: Sequence[TensorSpec] | None) -> Sequence[TensorSpec]:
-    """Set the names of the draft model's tensors; return the specs of both models, of which `specs` are the main one's.
+def _header(started: Any, vllm_config: Any) -> Sequence[TensorSpec] | None:
+    """Return the tensors of the checkpoint of a vLLM model configuration."""
+    cache = vllm_config.load_config.download_dir
+    return checkpoint_header.reference(started.model, revision=started.revision, cache_dir=cache)
 
-    MTP layers have their names in the main model's checkpoint; a draft model with its own has a prefix before each.
-    Raises UnsupportedError if a checkpoint can't be read, or has a tensor that vLLM has replaced by the model's.
+
+def _of_draft(draft: nn.Module, model: nn.Module, vllm_config: Any) -> tuple[Mapping[str, str], Sequence[TensorSpec]]:
+    """Return the published names of the draft model's tensors, each with its loader's, and those of its own checkpoint.
+
+    MTP layers are in the model's checkpoint, without the tensors that vLLM replaces by the model's. A draft model with
+    its own checkpoint has `PREFIX` before each name. Raises UnsupportedError if the names can't be known, or if it
+    depended on the values at the start whether a tensor is the model's.
     """
-    started, load = vllm_config.speculative_config.draft_model_config, vllm_config.load_config
-    is_in_model = started.model == vllm_config.model_config.model and vllm_config.speculative_config.method == "mtp"
-    own = specs
-    if not is_in_model:
-        own = checkpoint_header.reference(started.model, revision=started.revision, cache_dir=load.download_dir)
-    if specs is None or own is None:
+    started, in_model = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
+    is_in_model = started.model == in_model.model and vllm_config.speculative_config.method == "mtp"
+    remedy = f"or start vLLM with {internals.KEEP_DRAFT}"
+    specs = _header(started, vllm_config)
+    if specs is None or _header(in_model, vllm_config) is None:
         raise UnsupportedError(
-            f"the names of the draft model's tensors are not known, since checkpoint {started.model!r} or the model's "
-            f"has no safetensors files that can be read: save it as such, or start vLLM with {internals.KEEP_DRAFT}"
+            f"an engine with a draft model is updated only if the headers of {in_model.model} and {started.model} can "
+            f"be read: save both as safetensors, {remedy}"
         )
-    outcome = dry_run(model.draft, vllm_config, own)
+    outcome = dry_run(draft, vllm_config, specs)
     if outcome.faults:
+        faults = listed([f"{name!r}: {fault}" for name, fault in outcome.faults.items()])
+        raise UnsupportedError(f"the loader of {type(draft).__name__} fails in a dry run ({faults}): {remedy}")
+    of_model = set(model.parameters())
+    shared = {name for name, each in draft.named_parameters(remove_duplicate=False) if each in of_model}
+    replaced = {copy.name for copy in outcome.copies if copy.target in shared}
+    if not is_in_model:
+        if replaced:
+            raise UnsupportedError(
+                f"vLLM has replaced {listed(sorted(replaced))} of {started.model} by the main model's, since their "
+                f"values were equal: leave them out of that checkpoint, so that it always does, {remedy}"
+            )
+        own = [TensorSpec(f"{PREFIX}{spec.name}", spec.dtype, spec.shape) for spec in specs]
+        return {spec.name: spec.name.removeprefix(PREFIX) for spec in own}, own
+    names = {name: name for name, (num_used, _) in outcome.used.items() if num_used and name not in replaced}
+    both = [
+        name for name, (num_used, _) in dry_run(model, vllm_config, specs).used.items() if num_used and name in names
+    ]
+    if both:
         raise UnsupportedError(
-            f"the loader of {type(model.draft).__name__} fails in a dry run, so weightcast can't update it: "
-            f"{listed([f'{name}: {fault}' for name, fault in outcome.faults.items()])}"
+            f"both the main model and its MTP layers load {listed(both)}, which was not tried: {remedy}"
         )
-    shared = {copy.name for copy in outcome.copies if copy.target in model.shared}
-    if is_in_model:
-        model.names = {name: name for name, (num_used, _) in outcome.used.items() if num_used and name not in shared}
-        return specs
-    if shared:
-        raise UnsupportedError(
-            f"vLLM has replaced {listed(sorted(shared))} of the draft model's checkpoint by the main model's tensors, "
-            "which had the same values: leave them out of the draft model's checkpoint, so that vLLM always does, or "
-            f"start vLLM with {internals.KEEP_DRAFT}"
-        )
-    model.names = {f"{PREFIX}{spec.name}": spec.name for spec in own}
-    return [*specs, *(TensorSpec(f"{PREFIX}{spec.name}", spec.dtype, spec.shape) for spec in own)]
+    return names, ()
 
 
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:

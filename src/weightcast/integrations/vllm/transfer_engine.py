@@ -23,7 +23,6 @@ from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.rank_consensus import Attempt, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.integrations.vllm import internals
-from weightcast.integrations.vllm.internals import KEEP_DRAFT
 from weightcast.integrations.vllm.model import VllmModel
 from weightcast.integrations.vllm.plugin import PLUGINS
 
@@ -47,16 +46,15 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
         if self._is_last:
             warn_if_untested(logger, "vLLM", internals.version(), internals.TESTED_WITH)
             if internals.keeps_draft(vllm_config):
-                logger.warning("the draft model keeps its weights (%s): only the main model is updated", KEEP_DRAFT)
+                logger.warning("only the main model is updated: the draft model keeps the weights of vLLM's start")
         _hear_of_changes(internals.require().worker)
-        self._model: VllmModel | None = None
-        self._rank: RankWorker | None = None
+        self._started: tuple[VllmModel, RankWorker] | None = None
         if not internals.updates_draft(vllm_config):
             self.start(None)
 
     def start(self, draft: torch.nn.Module | None) -> None:
         """Take updates from now on. `draft`: the draft model, which vLLM's worker has, but not this engine."""
-        if self._rank is not None:
+        if self._started is not None:
             return
         config, device, parallel = self.vllm_config, self.device, self.vllm_config.parallel_config
         # `world_size` is that of one data-parallel engine; for dense models vLLM keeps only the engine's index.
@@ -68,27 +66,33 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             if are_asleep():
                 raise ClosedError("the weights' memory is asleep: send /wake_up?tags=weights before the install")
 
-        self._model = VllmModel(self.model, config, device, draft=draft)
-        self._rank = RankWorker(
-            self._model,
+        unsupported = internals.unsupported(config, self.model)
+        if draft is None and internals.updates_draft(config):
+            unsupported.append(
+                f"speculative_config (vLLM's worker has no draft model; {internals.KEEP_DRAFT} permits it)"
+            )
+        model = VllmModel(self.model, config, device, draft=draft)
+        rank = RankWorker(
+            model,
             RankConsensus(groups, first_rank=first_rank),
             engine_rank=first_rank + parallel.rank,
             world_size=parallel.world_size_across_dp,
             token=os.environ.get(TOKEN_VARIABLE, ""),
-            unsupported=tuple(internals.unsupported(config, self.model)),
+            unsupported=tuple(unsupported),
             require_ready=require_awake,
             weights_asleep=are_asleep,
         )
+        self._started = model, rank
 
     def answer(self, values: object) -> Any:
         """Answer a call of `control.worker_rpc`."""
         with set_current_vllm_config(self.vllm_config):
-            return self._require_rank().answer(values)
+            return self._require_started()[1].answer(values)
 
     @contextlib.contextmanager
     def changing(self, name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Context of a call of one of `internals.CHANGES` with these arguments."""
-        rank = self._require_rank()
+        model, rank = self._require_started()
         if name == "sleep":
             level = kwargs.get("level", *args[:1] or (1,))
             rank.interrupt(f"the engine was put to sleep (level {level})", loses_weights=level > 1)
@@ -102,9 +106,9 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
         elif name == "reload_weights":
             rank.interrupt("vLLM reloads the weights by itself", loses_weights=True)
             yield
-            if self._model is not None and self._model.adapters is not None:
+            if model.adapters is not None:
                 # vLLM has removed all adapters, also those that running requests name.
-                self._model.adapters.put_back()
+                model.adapters.put_back()
             if not internals.updates_draft(self.vllm_config):  # vLLM does not reload that one
                 rank.changed(is_whole=True)
         else:
@@ -138,13 +142,13 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
 
     def shutdown(self) -> None:
         """End the present run's session, with its threads, sockets and mapped memory. The engine goes on serving."""
-        if self._rank is not None:
+        if self._started is not None:
             with Attempt():
-                self._rank.do(Leave())
+                self._started[1].do(Leave())
 
-    def _require_rank(self) -> RankWorker:
-        assert self._rank is not None, "vLLM has not started yet"
-        return self._rank
+    def _require_started(self) -> tuple[VllmModel, RankWorker]:
+        assert self._started is not None, "vLLM calls its workers only after their start"
+        return self._started
 
 
 @functools.cache
