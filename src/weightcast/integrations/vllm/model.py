@@ -118,12 +118,12 @@ def _of_draft(draft: nn.Module, model: nn.Module, vllm_config: Any) -> tuple[Map
     """
     started, in_model = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
     is_in_model = started.model == in_model.model and vllm_config.speculative_config.method == "mtp"
-    remedy = f"or start vLLM with {internals.KEEP_DRAFT}"
+    remedy = f"start vLLM with {internals.KEEP_DRAFT}"
     specs = _header(started, vllm_config)
     if specs is None or _header(in_model, vllm_config) is None:
         raise UnsupportedError(
             f"an engine with a draft model is updated only if the headers of {in_model.model} and {started.model} can "
-            f"be read: save both as safetensors, {remedy}"
+            f"be read: save both as safetensors, or {remedy}"
         )
     outcome = dry_run(draft, vllm_config, specs)
     if outcome.faults:
@@ -135,8 +135,8 @@ def _of_draft(draft: nn.Module, model: nn.Module, vllm_config: Any) -> tuple[Map
     if not is_in_model:
         if replaced:
             raise UnsupportedError(
-                f"vLLM has replaced {listed(sorted(replaced))} of {started.model} by the main model's, since their "
-                f"values were equal: leave them out of that checkpoint, so that it always does, {remedy}"
+                f"vLLM has replaced {listed(sorted(replaced))} of {started.model} by the main model's, and might not "
+                f"if their values differ: leave them out of that checkpoint, so that it always does, or {remedy}"
             )
         own = [TensorSpec(f"{PREFIX}{spec.name}", spec.dtype, spec.shape) for spec in specs]
         return {spec.name: spec.name.removeprefix(PREFIX) for spec in own}, own
