@@ -581,7 +581,8 @@ def a_transport_without_slashes(folder: Path) -> None:
 
 @gives(
     ValueError,
-    "no transport 'http'; known here: file, gloo, ipc, memory, nccl, s3 (the URLs of engines go into engines=[...])",
+    "no transport 'http'; known here: file, gloo, ipc, memory, nccl, s3, store+http, store+https (the URLs of engines "
+    "go into engines=[...])",
 )
 def an_engines_url_as_the_transport(folder: Path) -> None:
     publisher(transport=NOBODY)

@@ -9,6 +9,7 @@ import torch
 
 from weightcast import ModuleSource, Publisher, TensorSource, registry
 from weightcast.seams.transport import Transport
+from weightcast.store.address import SCHEMES
 
 
 @pytest.mark.parametrize("name", sorted(registry.TRANSPORTS))
@@ -72,4 +73,5 @@ def test_what_keeps_versions_can_be_read_back(tmp_path: Path) -> None:
         number = publisher.publish().version
     kept = registry.stored_source(url)
     assert (kept.version.number, [spec.name for spec in kept.specs()]) == (number, ["weight", "bias"])
-    assert [name for name in registry.TRANSPORTS if registry.is_stored(f"{name}://")] == ["file", "s3"]
+    stored = [name for name in registry.TRANSPORTS if registry.is_stored(f"{name}://")]
+    assert stored == ["file", "s3", "store+http", "store+https"] == list(SCHEMES)

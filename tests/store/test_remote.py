@@ -542,6 +542,7 @@ def test_killed_at_any_moment_and_run_again(tmp_path: Path, near: str, is_push: 
         assert ended(copying(*ends))[0] == 0
         seconds = time.monotonic() - start
         with Follower(url(target), engine := Holder()) as follower:
+            assert follower.poll() is not None
             for number in range(2, 2 + num_rounds):
                 write(source, number)
                 process = copying(*ends)
@@ -554,7 +555,8 @@ def test_killed_at_any_moment_and_run_again(tmp_path: Path, near: str, is_push: 
                 ended(process)
                 if follower.poll() is not None:
                     assert number_in(engine.held) == number
-                ended(copying(*ends))
+                status, _, errors = ended(copying(*ends))
+                assert status == 0, errors
                 follower.poll()
                 assert number_in(engine.held) == number
 
