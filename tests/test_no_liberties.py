@@ -115,6 +115,11 @@ PERMITTED: dict[tuple[str, str], str] = {
         "an engine object of this process refuses requests while it is torn; put back once it is whole"
     ),
     ("integrations.plugin.refusal", "delattr(owner)"): "puts back what setattr has replaced",
+    (
+        "integrations.sglang.registered_adapters",
+        "sets ._validate_and_resolve_lora of manager",
+    ): "an adapter's name stands for its newest version; its own name is looked up at start",
+    ("integrations.sglang.registered_adapters", "sets .lora_path of request"): "the version that the name stands for",
     ("integrations.sglang.scheduler", "setattr(scheduler)"): "an attribute of its own name",
     ("integrations.sglang.scheduler", "sets .message of reply"): "a reply that weightcast answers with",
     ("integrations.torchrl.weights", "warnings.catch_warnings"): "TorchRL warns of what its user has not asked for",
