@@ -618,7 +618,8 @@ class PublishRun:
                     for index in self._manifest.spans[0][first:]:
                         self.flight.require_wanted()
                         sender.send(index, buckets.write(index, encoded.payloads[index], sender.buffer(index), version))
-                        self._progress(index)
+                        if self._on_progress is not None:
+                            self._on_progress(*self._done_bytes(index))
                         if sender.failures.keys() >= set(peers):
                             break
                     else:
@@ -695,7 +696,8 @@ class PublishRun:
                     return False
             with self._timed("send"):
                 sender.send(index, num_bytes)
-            self._progress(index)
+            if self._on_progress is not None:
+                self._on_progress(*self._done_bytes(index))
             if peers and sender.failures.keys() >= set(peers):
                 return False
         if len(own) < len(digests):
@@ -706,11 +708,10 @@ class PublishRun:
                 return False
         return True
 
-    def _progress(self, index: int) -> None:
-        """Call `on_progress`: this rank's buckets were sent up to this one, and about as much of the other origins'."""
-        if self._on_progress is not None:
-            sizes, num_own = self._manifest.buckets, len(self._manifest.spans[0])
-            self._on_progress(sum(sizes) * sum(sizes[: index + 1]) // sum(sizes[:num_own]), sum(sizes))
+    def _done_bytes(self, index: int) -> tuple[int, int]:
+        """Return the bytes of all origins that are about sent with this rank's bucket `index`, and all bytes."""
+        sizes, num_own = self._manifest.buckets, len(self._manifest.spans[0])
+        return sum(sizes) * sum(sizes[: index + 1]) // sum(sizes[:num_own]), sum(sizes)
 
     def _fail_other_routes(self) -> None:
         """For a source that streams its tensors, which is packed once, fail the engines of all routes but the first."""

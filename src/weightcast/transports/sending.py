@@ -463,7 +463,7 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
             arena_layout = update.arena_layout
             self._await_released(arena_layout.slots[index])
             if self._arena is None or arena_layout.slots[index] in self._lost_slots:
-                self._replace_arena(arena_layout.size_bytes, self._device_for(update.staged))
+                self._replace_arena(arena_layout.size_bytes, self._layout(update.manifest, staged=update.staged)[0])
             arena = self._arena
             assert arena is not None
             self._await_memory(arena, arena_layout.payloads[index] + arena_layout.sizes_bytes[index])
@@ -579,11 +579,9 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
 
     # --- the arena ---
 
-    def _device_for(self, staged: bool) -> torch.device:
-        return torch.device("cpu") if staged else self._device
-
     def _layout(self, manifest: Manifest, *, staged: bool) -> tuple[torch.device, ArenaLayout]:
-        device = self._device_for(staged)
+        """Return where the arena of such an update lies, and its layout: the present one, for the same manifest."""
+        device = torch.device("cpu") if staged else self._device
         # On a GPU a reader releases a bucket only after it got the next one, hence one more slot.
         num_slots, former = _NUM_SLOTS + (device.type == "cuda"), self._update
         if former is not None and former.manifest is manifest and former.staged == staged:
