@@ -29,13 +29,13 @@ RUN = "5c" * 16
 OTHER_RUN = "d1" * 16
 LONG_SECONDS = 30.0
 SHORT_SECONDS = 0.3
+FOLLOW = [sys.executable, "-m", "weightcast.cli", "follow", "--json"]
 
 
 @contextlib.contextmanager
 def follow_command(*words: str, stderr: Any = None) -> Iterator[Callable[[], Any]]:
     """`weightcast follow ... --json` in a process: gives what makes its next line an object; ended by SIGTERM."""
-    command = [sys.executable, "-m", "weightcast.cli", "follow", *words, "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    process = subprocess.Popen([*FOLLOW, *words], stdout=subprocess.PIPE, stderr=stderr, text=True)
     assert process.stdout is not None
     try:
         yield lambda: json.loads(process.stdout.readline())  # type: ignore[union-attr]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import subprocess
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 from core.direct import RecordingEngine, fleet
-from store.store_kit import Holder, number_in, url
+from store.store_kit import FOLLOW, Holder, follow_command, number_in, url
 
-from weightcast import TensorSource
+from weightcast import EngineServer, Publisher, TensorSource
 from weightcast.errors import PublishError, WeightcastError
 from weightcast.serving.follower import Follower
 from weightcast.transports.store import StoreSender
@@ -52,6 +55,35 @@ def test_engines_and_a_follower_get_every_version(tmp_path: Path, install: str, 
             followed = follower.poll()
             assert followed is not None
             assert (followed.version, number_in(follower_engine.held)) == (report.version, number)
+
+
+def test_two_relays_feed_eight_engines_and_one_that_was_killed_catches_up(tmp_path: Path) -> None:
+    """The trainer writes each version once, however many engines there are."""
+    source, engines = TensorSource(tensors()), [Holder() for _ in range(8)]
+    with contextlib.ExitStack() as stack:
+        publisher = stack.enter_context(Publisher(source, transport=url(tmp_path)))
+        servers = [stack.enter_context(EngineServer(engine)) for engine in engines]
+        first, second = (
+            [url(tmp_path), *itertools.chain.from_iterable(("--engine", server.url) for server in half)]
+            for half in (servers[:4], servers[4:])
+        )
+        fill(source.tensors, 1)
+        publisher.publish()
+        next_of_second = stack.enter_context(follow_command(*second))
+        killed = subprocess.Popen([*FOLLOW, *first], stdout=subprocess.PIPE)
+        with killed:
+            assert killed.stdout is not None
+            killed.stdout.readline()  # all its engines have the version
+            killed.kill()
+        assert next_of_second()["version"] == publisher.version
+        assert [number_in(engine.held) for engine in engines] == [1] * 8
+        fill(source.tensors, 2)
+        publisher.publish()
+        assert next_of_second()["version"] == publisher.version
+        assert [number_in(engine.held) for engine in engines] == [1] * 4 + [2] * 4
+        with follow_command(*first) as next_of_first:
+            assert next_of_first()["version"] == publisher.version
+        assert [number_in(engine.held) for engine in engines] == [2] * 8
 
 
 def test_an_engine_that_fails_leaves_the_version_in_the_store(tmp_path: Path) -> None:
