@@ -11,6 +11,8 @@ import pytest
 from gather.squad import Squad, squad
 from gather.test_gather import failed, published
 
+pytestmark = pytest.mark.cluster
+
 NUM_RANKS = 4
 GLOO: dict[str, Any] = {"transport": "gloo://127.0.0.1:0"}
 DELTAS: dict[str, Any] = {**GLOO, "delta": "always"}

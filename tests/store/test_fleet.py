@@ -57,6 +57,7 @@ def test_engines_and_a_follower_get_every_version(tmp_path: Path, install: str, 
             assert (followed.version, number_in(follower_engine.held)) == (report.version, number)
 
 
+@pytest.mark.cluster
 def test_two_relays_feed_eight_engines_and_one_that_was_killed_catches_up(tmp_path: Path) -> None:
     """The trainer writes each version once, however many engines there are."""
     source, engines = TensorSource(tensors()), [Holder() for _ in range(8)]
