@@ -133,8 +133,8 @@ FEATURES = [
         "quantised checkpoints: compressed-tensors int8 and fp8 by channels, fp8 by blocks; quantised while loading: "
         "fp8_per_block, int8_per_channel_weight_only (experts)",
         (
-            Run(_QUANTISED, 'saved("qwen3+fp8-blocks")', "int8 checkpoints and fp8 by blocks on those with AMX"),
-            Run(_QUANTISED, 'saved("qwen3", "fp8_per_block")', "int8 checkpoints and fp8 by blocks on those with AMX"),
+            Run(_QUANTISED, 'saved("qwen3+fp8-blocks")', "int8 and fp8 by blocks on those with AMX"),
+            Run(_QUANTISED, 'saved("qwen3", "fp8_per_block")', "int8 and fp8 by blocks on those with AMX"),
         ),
         (Refused(_NOT_TRIED, "quantization", "fp8"), Refused(_NOT_TRIED, "rl_quant_profile", "any")),
     ),

@@ -44,11 +44,13 @@ def saved(family: str, quantization: str = "") -> OfflineSetup:
 
 EXPERTS_ONLINE = "int8_per_channel_weight_only"
 HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
-"""Without it vLLM has a kernel for int8 that weightcast refuses (see test_model.py), and none for fp8 by blocks."""
-NEED_AMX = [saved("qwen3+int8"), saved("qwen3-moe+int8")]
+"""Without it vLLM has a kernel for int8 that weightcast refuses (see test_model.py), and none for int8 experts and for
+fp8 by blocks.
+"""
+NEED_AMX = [saved("qwen3-moe", EXPERTS_ONLINE), saved("qwen3+int8"), saved("qwen3-moe+int8")]
 BLOCKS = [saved("qwen3+fp8-blocks"), saved("qwen3", "fp8_per_block")]
 SLOW = saved("qwen3+fp8")
-ALWAYS = [saved("qwen3-moe", EXPERTS_ONLINE), NEED_AMX[0] if HAS_AMX else SLOW]
+ALWAYS = NEED_AMX[:2] if HAS_AMX else [SLOW]
 ALL = [
     *ALWAYS,
     *(
@@ -245,7 +247,7 @@ def test_weights_that_the_trainer_quantises(offline: Offline, checkpoint: Checkp
     engine.close()
 
 
-ONE = Setup("qwen3-moe", BF16, quantization=EXPERTS_ONLINE)
+ONE = Setup("qwen3-moe", BF16, quantization=EXPERTS_ONLINE) if HAS_AMX else Setup("qwen3+fp8", BF16)
 TWO = Setup("qwen3+int8", BF16, tp=2)
 
 
