@@ -400,7 +400,7 @@ def test_trainers_killed_at_random_leave_whole_versions(server: Server, seed: in
         assert answer(server, "policy") == expected[(next_number - 1) % 3]
         assert not server.is_paused()
         memory.append(footprint(server).rss_bytes)
-    print(f"{next_number} versions; the server's memory after each kill: {[size >> 20 for size in memory]} MiB")
+    print(f"version {next_number - 1}; the server's memory after each kill: {[size >> 20 for size in memory]} MiB")
 
 
 @pytest.mark.full
