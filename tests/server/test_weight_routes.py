@@ -35,6 +35,7 @@ from weightcast.errors import (
 from weightcast.format.messages import Abort, InitInfo, Offer, Seal
 from weightcast.format.plan import plan
 from weightcast.format.tensor_digest import tensor_digest
+from weightcast.host.deadline import Deadline
 
 ROUTES = [
     ("POST", "/init_weight_transfer_engine"),
@@ -358,6 +359,37 @@ def test_a_request_that_does_not_come_whole_ends_its_connection(
             while client.recv(1 << 16):
                 pass
         assert httpx.get(f"{server.url}/weight_info").status_code == 200
+
+
+def test_a_body_may_take_longer_in_all_if_its_parts_come(
+    module: torch.nn.Module, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float | None] = []
+    expect = connections.LimitedConnection._expect
+
+    def record(self: connections.LimitedConnection, *, within_seconds: float | None) -> None:
+        expect(self, within_seconds=within_seconds)
+        limits.append(within_seconds)
+
+    def count(at_least: int) -> int:
+        for _ in Deadline(60).polls(max_pause_seconds=0.01):
+            num_limits = limits.count(connections.KEEP_ALIVE_SECONDS)
+            if num_limits >= at_least:
+                return num_limits
+        raise AssertionError(f"{limits} has not {at_least} limits of a body")
+
+    monkeypatch.setattr(connections.LimitedConnection, "_expect", record)
+    head = HALF_SENT["body"].removesuffix(b"{")
+    with EngineServer(ModuleEngine(module)) as server, socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head)
+        num_limits = count(1)
+        for _ in range(5):
+            client.sendall(b" ")
+            num_limits = count(num_limits + 1)
+        client.sendall(b" " * 95)
+        client.settimeout(60)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 400")
+        assert limits[-2] is None or limits[-1] is None
 
 
 def test_a_call_that_takes_longer_than_a_request_may_is_answered(

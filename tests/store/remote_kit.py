@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 from store.object_server import Proxy, Request, Spoil, Target
 from store.store_kit import Holder, number_in, url
 
+from weightcast.control.server.connections import HttpServer, listen
 from weightcast.control.server.store import StoreServer
 from weightcast.serving.follower import Follower
 from weightcast.store.address import StoreAddress
@@ -68,8 +68,8 @@ class StoreThread:
     def __init__(self, directory: Path, served: str = "") -> None:
         self.directory = directory
         self.store = StoreServer(StoreAddress.parse(served or url(directory)), allow_push=True, deadline_seconds=2.0)
-        self._server = self.store.server()
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._server = HttpServer(self.store.app)
+        self._socket = listen("127.0.0.1", 0)
         self.port = self._socket.getsockname()[1]
         self.url = f"store+http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})

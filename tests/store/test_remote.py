@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import resource
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
@@ -585,22 +587,71 @@ def test_following_goes_on_until_sigterm(server: StoreThread, tmp_path: Path, ne
     assert process.returncode == 0
 
 
-def test_tls_is_checked_by_the_systems_authorities(server: StoreThread, tmp_path: Path, near: str) -> None:
-    """A proxy speaks it, as one before the server would."""
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate of this host, beside its `key.pem`."""
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl to make a certificate")
     made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "key.pem", "-out", "cert.pem"]
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2"]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-days", "2"]
     subprocess.run([*made, *names], cwd=tmp_path, check=True, capture_output=True)
+    return tmp_path / "cert.pem"
+
+
+def test_the_servers_own_tls(tmp_path: Path, near: str, certificate: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "token").write_text("a-token")
+    options = ("--allow-push", "--token-file", str(tmp_path / "token"), "--tls-certificate", str(certificate))
+    write(tmp_path / "near", 1)
+    with contextlib.closing(StoreProcess(tmp_path / "far", *options, "--tls-key", str(tmp_path / "key.pem"))) as server:
+        assert server.url.startswith("store+https://")
+        far = f"{server.url}?token_file={tmp_path / 'token'}"
+        with pytest.raises(ControlError, match=r"the certificate of https://127.* is not accepted.*ca_file=FILE"):
+            copy(near, far)
+        far += f"&ca_file={certificate}"
+        assert copy(near, far)
+        assert number_served(far) == 1
+        write(tmp_path / "near", 2)
+        assert copy(near, far)
+        assert copy(far, url(tmp_path / "another"))
+        assert number_served(url(tmp_path / "another")) == 2
+        with pytest.raises(PeerDiedError):
+            copy(near, far.replace("https", "http"))
+        with pytest.raises(ValueError, match="ca_file /nowhere can't be used"):
+            copy(near, f"{server.url}?ca_file=/nowhere")
+    for unfit in (certificate, tmp_path / "token", tmp_path / "nowhere"):
+        assert cli.main(["serve-store", near, "--port", "0", "--tls-certificate", str(unfit)]) == 2
+        assert f"the certificate {unfit} can't be used for TLS" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["serve-store", near, "--tls-key", str(tmp_path / "key.pem")])
+    assert "--tls-key needs --tls-certificate" in capsys.readouterr().err
+
+
+def test_half_sent_requests_keep_no_reader_out_of_a_server_with_few_descriptors(tmp_path: Path, near: str) -> None:
+    write(tmp_path / "far", 1)
+    with contextlib.closing(StoreProcess(tmp_path / "far")) as server, contextlib.ExitStack() as stack:
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (256, 256))
+        for _ in range(400):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 60))
+            with contextlib.suppress(ConnectionError):
+                client.sendall(b"GET /store/slots HTTP/1.1\r\nX: ")
+        assert copy(server.url, near)
+        assert number_served(near) == 1
+        assert len(server.close().splitlines()) <= 2
+
+
+def test_tls_is_checked_by_the_systems_authorities(
+    server: StoreThread, tmp_path: Path, near: str, certificate: Path
+) -> None:
+    """A proxy speaks it, as one before the server would."""
     write(server.directory, 1)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    context.load_cert_chain(certificate, tmp_path / "key.pem")
     with contextlib.closing(Wire(server)) as wire:
         wire.proxy.socket = context.wrap_socket(wire.proxy.socket, server_side=True)
         far = f"store+https://localhost:{wire.proxy.server_port}"
         status, _, errors = ended(copying("pull", far, near))
         assert (status, "the certificate of https://localhost" in errors) == (1, True), errors
-        status, copied, errors = ended(copying("pull", far, near, {"SSL_CERT_FILE": str(tmp_path / "cert.pem")}))
+        status, copied, errors = ended(copying("pull", far, near, {"SSL_CERT_FILE": str(certificate)}))
         assert status == 0, errors
         assert copied is not None
     assert number_served(near) == 1

@@ -127,10 +127,13 @@ class RemoteAddress(StoreAddress):
     """A store behind `weightcast serve-store`, which is only read. `num_threads`: number of requests at once.
 
     `url`: of the server, http:// or https://. `token_file`: path of a file with the server's token; empty for none.
+    `ca_file`: path of a file with the certificates, in PEM format, of the authorities that are trusted for https://;
+    empty for those that this system trusts.
     """
 
     url: str
     token_file: str = dataclasses.field(default="", kw_only=True)
+    ca_file: str = dataclasses.field(default="", kw_only=True)
 
     @classmethod
     def parsed(cls, url: str, parts: urllib.parse.SplitResult) -> RemoteAddress:
@@ -139,10 +142,11 @@ class RemoteAddress(StoreAddress):
                 f"{url!r} is not the URL of a store; write store+https://HOST:PORT, with the path of a file that has "
                 "the server's token in ?token_file="
             )
-        options = _options(url, parts, "num_threads", texts=("token_file",))
+        options = _options(url, parts, "num_threads", texts=("token_file", "ca_file"))
         _, _, num_threads = _common(url, options, default_num_threads=4)
         server = f"{parts.scheme.removeprefix('store+')}://{parts.netloc}{parts.path.rstrip('/')}"
-        return cls(server, num_threads=num_threads, token_file=options.get("token_file", ""))
+        token_file, ca_file = (options.get(name, "") for name in ("token_file", "ca_file"))
+        return cls(server, num_threads=num_threads, token_file=token_file, ca_file=ca_file)
 
 
 def read_token(path: Path, option: str) -> str:

@@ -84,13 +84,19 @@ class RemoteCalls:
     """Requests to a server of a store. Thread-safe; each thread that calls has a connection."""
 
     def __init__(self, address: RemoteAddress, deadline_seconds: float) -> None:
-        """Raises ValueError if the token can't be read."""
+        """Raises ValueError if the token or the authorities' certificates can't be read."""
         self.where = address.url
         self._url = urllib.parse.urlsplit(address.url)
         self._headers = {}
         if address.token_file:
             token = read_token(Path(address.token_file), "token_file")
             self._headers["Authorization"] = f"Bearer {token}"
+        self._tls: ssl.SSLContext | None = None
+        if self._url.scheme == "https":
+            try:
+                self._tls = ssl.create_default_context(cafile=address.ca_file or None)
+            except OSError as exc:  # also ssl.SSLError
+                raise ValueError(f"ca_file {address.ca_file} can't be used: {exc}") from exc
         self._deadline_seconds = deadline_seconds
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
@@ -211,11 +217,10 @@ class RemoteCalls:
             connection = self._idle.pop() if self._idle else None
         if connection is None or connection.sock is None or connection.sock.fileno() < 0:
             host, port = self._url.hostname or "", self._url.port
-            if self._url.scheme == "https":
-                context = ssl.create_default_context()
-                connection = http.client.HTTPSConnection(host, port, timeout=_STALL_SECONDS, context=context)
-            else:
+            if self._tls is None:
                 connection = http.client.HTTPConnection(host, port, timeout=_STALL_SECONDS)
+            else:
+                connection = http.client.HTTPSConnection(host, port, timeout=_STALL_SECONDS, context=self._tls)
             connection.connect()
             close_in_child(connection.sock)
         connection.sock.settimeout(timeout_seconds)
@@ -254,7 +259,7 @@ class RemoteCalls:
         if isinstance(error, ssl.SSLCertVerificationError):
             raise ControlError(
                 f"the certificate of {self.where} is not accepted: {error.verify_message}; it must be of this host "
-                "name and of an authority that this system trusts",
+                "name, and of an authority that this system trusts or that ?ca_file=FILE in the URL has",
                 peer=self.where,
             ) from error
         if isinstance(error, ssl.SSLError):

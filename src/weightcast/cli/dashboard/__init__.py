@@ -8,12 +8,10 @@ import base64
 import contextlib
 import hashlib
 import signal
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -23,6 +21,7 @@ from starlette.routing import Route
 
 from weightcast.cli import exits, output, values
 from weightcast.cli.dashboard.feed import Feed
+from weightcast.control.server.connections import HttpServer, listen, url_of
 
 EPILOG = """
 examples:
@@ -73,18 +72,17 @@ def run(args: argparse.Namespace) -> int:
         # SIGTERM raises like Ctrl-C, so that everything is closed.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
-        family, _, _, _, address = socket.getaddrinfo(args.host, args.port, type=socket.SOCK_STREAM)[0]
-        listening = stack.enter_context(socket.create_server(address, family=family))
+        listening = stack.enter_context(listen(args.host, args.port))
         feed = Feed(args.engines, args.publisher, token=token, every_seconds=args.every, deadline_seconds=args.deadline)
         stack.callback(feed.close)
-        host = f"[{args.host}]" if ":" in args.host else args.host
-        print(f"weightcast: dashboard at http://{host}:{listening.getsockname()[1]}", flush=True)
-        is_local = address[0] in ("127.0.0.1", "::1")
+        address, port = listening.getsockname()[:2]
+        print(f"weightcast: dashboard at {url_of(args.host, port)}", flush=True)
+        is_local = address in ("127.0.0.1", "::1")
         page_server(feed, ["127.0.0.1", "localhost", "::1", "[::1]"] if is_local else ["*"]).run(sockets=[listening])
     return exits.OK
 
 
-def page_server(feed: Feed, hosts: list[str]) -> uvicorn.Server:
+def page_server(feed: Feed, hosts: list[str]) -> HttpServer:
     """Return a server of the page. Requests with another Host are refused, so that other sites' pages can't read it."""
     page = Path(__file__).with_name("page.html").read_text()
     script = page.partition("<script>")[2].partition("</script>")[0]
@@ -109,19 +107,9 @@ def page_server(feed: Feed, hosts: list[str]) -> uvicorn.Server:
                 yield b"data: null\n\n"
             await asyncio.sleep(_LOOK_SECONDS)
 
-    config = uvicorn.Config(
-        Starlette(
-            routes=[Route("/", show), Route("/events", events)],
-            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
-        ),
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        proxy_headers=False,
-        server_header=False,
-        timeout_graceful_shutdown=2,
+    app = Starlette(
+        routes=[Route("/", show), Route("/events", events)],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
     )
-    server = uvicorn.Server(config)
+    server = HttpServer(app)
     return server

@@ -6,18 +6,14 @@ Invariants: the socket is bound to loopback unless a token guards the weight rou
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import ipaddress
-import logging
 import signal
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,23 +21,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weightcast.control.routes import guarded, refusal, reply, weight_handlers
+from weightcast.control.server.connections import HttpServer, check_exposure, listen, url_of
 from weightcast.control.server.metrics import ServerMetrics
 from weightcast.control.server.worker_engine import WorkerEngine
 from weightcast.engines.gate import Gate
 from weightcast.errors import ClosedError, WeightcastError
 from weightcast.format.manifest import WeightVersion
 from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline
-from weightcast.host.descriptors import AcceptLog, shortage
 from weightcast.seams.engine import Engine
 from weightcast.serving.worker import Worker
 
 if TYPE_CHECKING:
     from weightcast.engines.transformers import TextGenerator
 
-logger = logging.getLogger(__name__)
-
 _NUM_THREADS = 8
-_QUEUE_LENGTH = 1024
 
 
 class EngineServer:
@@ -92,8 +85,7 @@ class EngineServer:
     @property
     def url(self) -> str:
         """URL of this server. Raises ClosedError before `start` and after `close`."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return url_of(self._host, self.port)
 
     def step(self, *, timeout_seconds: float | None = None) -> contextlib.AbstractContextManager[WeightVersion | None]:
         """Run one use of the model, during which no install happens (see `Gate.step`).
@@ -109,19 +101,10 @@ class EngineServer:
         """Bind and serve in the background; return once requests are answered. Raises WeightcastError on failure."""
         if self._is_closed or self._thread is not None:
             raise ClosedError("this EngineServer was started before, and can be started only once: make a new one")
-        try:
-            family, address = _resolve(self._host, self._port)[0]
-            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-            self._socket = socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
-            # Accepted connections inherit the option, which asyncio does not set on this socket; without it the body of
-            # an answer waits for the ACK of its header.
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as exc:
-            what = f"can't listen on {self._host}:{self._port}: {exc}"
-            raise WeightcastError(f"{what}; pass an address of this host, and a free port or 0") from exc
+        self._socket = listen(self._host, self._port)
         self._port = self._socket.getsockname()[1]
         self._thread = threading.Thread(
-            target=asyncio.run, args=(self._serve(self._socket),), name="weightcast-server", daemon=True
+            target=self._uvicorn.run, args=([self._socket],), name="weightcast-server", daemon=True
         )
         self._thread.start()
         deadline = Deadline(6 * GRACE_SECONDS)
@@ -130,22 +113,7 @@ class EngineServer:
         if not self._uvicorn.started:
             self.close()
             raise WeightcastError(f"the server on {self._host}:{self._port} did not start: see the log")
-        # asyncio has set the listen queue to the number of connections that it accepts at once.
-        self._socket.listen(_QUEUE_LENGTH)
         return self
-
-    async def _serve(self, listening: socket.socket) -> None:
-        accept_log = AcceptLog(logger, "an HTTP connection")
-
-        def on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            error = context.get("exception")
-            if shortage(error):
-                accept_log.failed(error)
-            else:
-                loop.default_exception_handler(context)
-
-        asyncio.get_running_loop().set_exception_handler(on_error)
-        await self._uvicorn.serve(sockets=[listening])
 
     def close(self) -> None:
         """Stop serving. Running requests are answered with an error; an install in progress is finished. Idempotent."""
@@ -189,8 +157,7 @@ class EngineServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make_server(self, token: str | None, model_name: str) -> uvicorn.Server:
-        """Return a uvicorn server without logs, to be given a socket. Outside the main thread it sets no signals."""
+    def _make_server(self, token: str | None, model_name: str) -> HttpServer:
         engine = WorkerEngine(self.worker, self._pool)
         handlers = [*weight_handlers(lambda: engine), ("GET", "/weight_specs", engine.specs)]
         routes = [
@@ -205,25 +172,7 @@ class EngineServer:
             from weightcast.control.server.completions import completion_routes
 
             routes += completion_routes(self.generator, self._metrics, model_name=model_name)
-        # Imported here, since it imports uvicorn, which is not needed to import EngineServer.
-        from weightcast.control.server.connections import KEEP_ALIVE_SECONDS, LimitedConnection, backlog
-
-        config = uvicorn.Config(
-            Starlette(routes=routes, exception_handlers={HTTPException: _http_error}),
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            http=LimitedConnection,
-            backlog=backlog(),
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=5,
-        )
-        return uvicorn.Server(config)
+        return HttpServer(Starlette(routes=routes, exception_handlers={HTTPException: _http_error}))
 
     async def _health(self, request: Request) -> Response:
         if self.gate.torn:
@@ -242,25 +191,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
 def _check_port(port: object) -> None:
     if not isinstance(port, int) or not 0 <= port <= 65535:
         raise ValueError(f"port is {port!r}; it must be a number from 0 to 65535 (0: any free port)")
-
-
-def check_exposure(host: str, token: Any) -> None:
-    """Raise ValueError for a token that can't be sent in a header, and for a reachable host without a token."""
-    if token is not None:
-        if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable() or " " in token:
-            raise ValueError("a token must be text, printable ASCII without spaces, and not empty")
-        return
-    try:
-        addresses = [str(address[0]).partition("%")[0] for _, address in _resolve(host, 0)]
-    except OSError as exc:
-        raise ValueError(f"{host!r} is not an address of this machine: {exc}") from exc
-    if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
-        raise ValueError(
-            f"{host} can be reached from other machines, which could then replace the weights: "
-            "pass token= (`--token-file`), or listen on 127.0.0.1"
-        )
-
-
-def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return [(family, address) for family, _, _, _, address in found]

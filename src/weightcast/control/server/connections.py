@@ -1,4 +1,4 @@
-"""Limits on connections of the reference server: their number, and the time for sending a request.
+"""HTTP servers of the package: their socket, and limits on connections and on the time for sending a request.
 
 Invariant: a connection that has not sent its request completely never keeps a new one out: if there are too many, those
 that have not sent a request are closed first. A connection whose request is being answered is not closed.
@@ -7,25 +7,77 @@ that have not sent a request are closed first. A connection whose request is bei
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import logging
 import resource
+import socket
 from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
 from typing import Any
 
-from uvicorn.config import Config
+import uvicorn
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from weightcast.errors import WeightcastError
 from weightcast.host.deadline import GRACE_SECONDS
+from weightcast.host.descriptors import AcceptLog, shortage
+
+logger = logging.getLogger(__name__)
 
 _Message = MutableMapping[str, Any]
 
 KEEP_ALIVE_SECONDS = 75
-"""Time for sending a request's body, and for the next request.
+"""Longest wait for more of a request's body, and for the next request.
 
 Longer than HTTP clients keep an idle connection, so that the client closes it first: a server that closes first can
 lose a request that the client has just sent.
 """
 _MAX_BACKLOG = 128
+_QUEUE_LENGTH = 1024
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address of this host. Raises WeightcastError; `port=0` takes a free one."""
+    try:
+        family, *_, address = _resolve(host, port)[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        listening = socket.create_server(address, family=family, backlog=_MAX_BACKLOG, dualstack_ipv6=both)
+    except OSError as exc:
+        what = f"can't listen on {host}:{port}: {exc}"
+        raise WeightcastError(f"{what}; pass an address of this host, and a free port or 0") from exc
+    # Accepted connections inherit the option, which asyncio does not set on this socket; without it the body of an
+    # answer waits for the ACK of its header.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
+
+
+def _resolve(host: str, port: int) -> list[Any]:
+    return socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+
+
+def url_of(host: str, port: int, scheme: str = "http") -> str:
+    """Return the URL at which this host reaches a server that listens on an address."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def check_exposure(host: str, token: Any) -> None:
+    """Raise ValueError for a token that can't be sent in a header, and for a reachable host without a token."""
+    if token is not None:
+        if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable() or " " in token:
+            raise ValueError("a token must be text, printable ASCII without spaces, and not empty")
+        return
+    try:
+        addresses = [str(address[0]).partition("%")[0] for *_, address in _resolve(host, 0)]
+    except OSError as exc:
+        raise ValueError(f"{host!r} is not an address of this machine: {exc}") from exc
+    if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
+        raise ValueError(
+            f"{host} can be reached from other machines, which could then replace the weights: "
+            "pass token= (`--token-file`), or listen on 127.0.0.1"
+        )
 
 
 def most_connections() -> int:
@@ -33,17 +85,62 @@ def most_connections() -> int:
     return max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
-def backlog() -> int:
-    """Return the number of connections that asyncio accepts at once before it handles the first."""
-    return min(_MAX_BACKLOG, most_connections() // 2)
+class HttpServer(uvicorn.Server):
+    """A uvicorn server of `app` with these limits and without logs, to be given a socket of `listen`.
+
+    Outside the main thread it sets no signals. `certificate` and `key`: files in PEM format, for TLS; raises ValueError
+    if they can't be used.
+    """
+
+    def __init__(self, app: Starlette, *, certificate: Path | None = None, key: Path | None = None) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            loop="asyncio",
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            http=LimitedConnection,
+            # What asyncio accepts at once before it handles the first.
+            backlog=min(_MAX_BACKLOG, most_connections() // 2),
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=5,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+        )
+        try:
+            config.load()
+        except OSError as exc:  # also ssl.SSLError
+            raise ValueError(f"the certificate {certificate} can't be used for TLS: {exc}") from exc
+        super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        accept_log = AcceptLog(logger, "an HTTP connection")
+
+        def on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            error = context.get("exception")
+            if shortage(error):
+                accept_log.failed(error)
+            else:
+                loop.default_exception_handler(context)
+
+        asyncio.get_running_loop().set_exception_handler(on_error)
+        await super().startup(sockets)
+        # asyncio has set the listen queue to the number of connections that it accepts at once.
+        for listening in sockets or ():
+            listening.listen(_QUEUE_LENGTH)
 
 
 class LimitedConnection(H11Protocol):
-    """A uvicorn connection that is closed if a header or a body takes too long."""
+    """A uvicorn connection that is closed if a header, or the next part of a body, takes too long."""
 
     def __init__(
         self,
-        config: Config,
+        config: uvicorn.Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
@@ -86,8 +183,7 @@ class LimitedConnection(H11Protocol):
     ) -> None:
         async def receive_body() -> _Message:
             message: _Message = await receive()
-            if not message.get("more_body"):
-                self._expect(within_seconds=None)
+            self._expect(within_seconds=KEEP_ALIVE_SECONDS if message.get("more_body") else None)
             return message
 
         headers = dict(scope["headers"])

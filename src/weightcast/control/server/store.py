@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -23,7 +22,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weightcast.control.routes import Handler, guarded, natural_number, read_body, refusal, reply
-from weightcast.control.server.connections import KEEP_ALIVE_SECONDS
 from weightcast.errors import IntegrityError, ManifestError, StaleVersionError, UnsupportedError
 from weightcast.format.bucket import HEADER_BYTES, slot_size_bytes
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
@@ -119,23 +117,6 @@ class StoreServer:
         )
         self._sweeper = threading.Thread(target=self._sweep, name="weightcast-store-server", daemon=True)
         self._sweeper.start()
-
-    def server(self) -> uvicorn.Server:
-        """Return a server of `app`, without logs, to be given a socket."""
-        config = uvicorn.Config(
-            self.app,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=2,
-        )
-        return uvicorn.Server(config)
 
     def close(self) -> None:
         """Release every pin, and the store. A push that is under way can be continued later. Idempotent."""
