@@ -13,6 +13,7 @@ from golden.objects import delta_pair
 
 from weightcast.native import _core
 from weightcast.native.deltas import Changes, count_changed, decode, encode
+from weightcast.native.tables import CopyTable
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 CHUNK_WORDS = 1 << 20
@@ -296,3 +297,42 @@ def test_changes_that_are_not_in_order_are_refused() -> None:
     with pytest.raises(ValueError, match="8 bytes of positions and 8 bytes of differences, expected"):
         Changes(np.array([0, 1], np.uint32), np.array([1], np.int64), 4, 2).apply(payload)
     assert not payload.any()
+
+
+# --- where copies would bring the words ---
+
+
+def test_changes_go_where_copies_bring_the_words() -> None:
+    """A rank's part of rows, of columns, a transposed one, and one that is kept twice."""
+    base, payload = weights(6 * 40 * 64, 0.2)
+    parts = base.view(torch.bfloat16).view(6, 40, 64)
+    sources = [parts[0], parts[1, 10:20], parts[2, :, 16:32], parts[3].t(), parts[4, ::2, ::4], parts[4], parts[5, 3]]
+    targets = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
+    copies = CopyTable(targets, sources)
+    assert not copies.others
+    copies.run()
+    before = [target.clone() for target in targets]
+    delta, _ = encode(base, payload, 2)
+    assert delta is not None
+    changes, rows = decode(delta, 6 * 40 * 64, 2), copies.rows_in(base)
+    changes.apply(base)
+    for former, expected in ((False, sources), (True, before), (True, before), (False, sources)):  # `former` twice
+        changes.scatter(base, rows, former=former, threads=3)
+        for target, source in zip(targets, expected, strict=True):
+            assert torch.equal(target.view(torch.int16), source.view(torch.int16))
+
+
+def test_a_copy_that_cuts_words_takes_no_changes() -> None:
+    base, payload = weights(1000, 0.2)
+    target = torch.zeros(99, dtype=torch.uint8)
+    delta, _ = encode(base, payload, 2)
+    assert delta is not None
+    changes = decode(delta, 1000, 2)
+    for source in (base[1:100], base[:99]):
+        with pytest.raises(ValueError, match="row 0 of the table can't take changes"):
+            changes.scatter(base, CopyTable([target], [source]).rows_in(base))
+    with pytest.raises(ValueError, match="the payload has 20 bytes, expected 2000"):
+        changes.scatter(base[:20], CopyTable([], []).rows_in(base))
+    with pytest.raises(ValueError, match="its source is outside of the payload"):
+        changes.scatter(base, CopyTable([target[:98]], [noise(98)]).rows_in(base))
+    assert not target.any()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -432,6 +432,82 @@ def test_undo_and_deltas() -> None:
             require_equal(model, served)
 
 
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_only_what_changed_is_written(transport: str, undo: bool) -> None:
+    model, served = model_of(0), model_of(1)
+    engine = ChangesOnly(served)
+    with publishing(ModuleSource(model), [DirectEngine("engine", engine)], transport=transport, undo=undo) as publisher:
+        publisher.publish()
+        engine.copies_all = False
+        unchanged = model[1].weight[7].clone()
+        with torch.no_grad():
+            served[1].weight[7] = -1
+        for _ in range(3):
+            step(model, 0.003)
+            with torch.no_grad():
+                model[1].weight[7] = unchanged
+            report = publisher.publish()
+            assert report.delta is not None
+            assert report.delta.num_engines == 1
+            assert (served[1].weight[7] == -1).all()
+        with torch.no_grad():
+            served[1].weight[7] = unchanged
+        require_equal(model, served)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_undo_of_deltas_needs_no_copy_of_the_model(transport: str) -> None:
+    model, served = model_of(0), model_of(1)
+    engine = ChangesOnly(served)
+    with publishing(ModuleSource(model), [DirectEngine("engine", engine)], transport=transport, undo=True) as publisher:
+        publisher.publish()
+        engine.copies_all = False
+        for _ in range(2):
+            step(model, 0.003)
+            publisher.publish()
+        before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
+        engine.fails = True
+        step(model, 0.003)
+        with pytest.raises(PublishError):
+            publisher.publish()
+        for name, tensor in served.state_dict().items():
+            assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name
+        engine.fails, engine.copies_all = False, True
+        for num_engines in (0, 1, 1):
+            engine.copies_all = not num_engines
+            step(model, 0.003)
+            report = publisher.publish()
+            assert report.delta is not None
+            assert report.delta.num_engines == num_engines
+            require_equal(model, served)
+
+
+@pytest.mark.parametrize("how", ["replaced", "lost its label", "torn"])
+def test_live_tensors_that_are_not_the_last_version_are_written_in_full(how: str) -> None:
+    model, served = model_of(0), model_of(1)
+    client = DirectEngine("engine", ModuleEngine(served))
+    with publishing(ModuleSource(model), [client]) as publisher:
+        publisher.publish()
+        for _ in range(2):
+            step(model, 0.003)
+            publisher.publish()
+        with torch.no_grad():
+            for parameter in served.parameters():
+                if how == "replaced":
+                    parameter.data = torch.full_like(parameter, -1)
+                else:
+                    parameter.fill_(-1)
+        if how == "lost its label":
+            client.worker.gate.set_version(None)
+        if how == "torn":
+            client.worker.gate.tear("somebody wrote to it")
+        for _ in range(2):
+            step(model, 0.003)
+            publisher.publish()
+            require_equal(model, served)
+
+
 class FailingModule(ModuleEngine):
     """Fails at the end of an install, on demand."""
 
@@ -441,6 +517,16 @@ class FailingModule(ModuleEngine):
         super().commit(version)
         if self.fails:
             raise RuntimeError("this engine was told to fail")
+
+
+class ChangesOnly(FailingModule):
+    """Lets no undo copy of the model be made, on demand."""
+
+    copies_all = True
+
+    def snapshot(self) -> Callable[[], None]:
+        assert self.copies_all, "the model was copied"
+        return super().snapshot()
 
 
 @pytest.mark.cluster

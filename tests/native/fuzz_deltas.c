@@ -93,14 +93,29 @@ void deltas(void) {
         wc_changes changes = room_for(count);
         REQUIRE(!wc_decode(some_vectors(), of.delta, of.size, of.base, of.num_words, of.width, &changes, (int)drawn(5)));
         REQUIRE(wc_bad_change(&changes, of.num_words) == count);
-        uint8_t *words = malloc(bytes);
-        REQUIRE(words);
+        uint8_t *words = malloc(bytes), *target = malloc(bytes);
+        REQUIRE(words && target);
         memcpy(words, of.base, bytes);
         wc_apply(words, of.width, &changes, 0, (int)drawn(5));
         REQUIRE(!memcmp(words, of.words, bytes));
         wc_apply(words, of.width, &changes, 1, (int)drawn(5));
         REQUIRE(!memcmp(words, of.base, bytes));
+        /* Every second word of a part, to the start of another memory, and back. */
+        uint64_t first = drawn(of.num_words), taken = (of.num_words - first + 1) / 2, width = of.width;
+        wc_strided_row row = {(uint64_t)(uintptr_t)target,
+                              first * width,
+                              width,
+                              {{1, 0, 0}, {taken, width, 2 * width}, {1, 0, 0}}};
+        REQUIRE(wc_bad_scatter(&row, 1, of.num_words, width) == 1);
+        for (uint64_t i = 0; i < taken; i++)
+            memcpy(target + i * width, of.base + (first + 2 * i) * width, width);
+        for (int former = 0; former < 3; former++) { /* the second time it is as before already */
+            wc_scatter(&row, 1, of.words, width, &changes, former > 0, 2);
+            for (uint64_t i = 0; i < taken; i++)
+                REQUIRE(!memcmp(target + i * width, (former ? of.base : of.words) + (first + 2 * i) * width, width));
+        }
         free(words);
+        free(target);
         release(&changes);
     }
     release_pair(&of);
@@ -131,6 +146,17 @@ void hostile_deltas(void) {
         }
         free(delta);
         free(exact);
+    }
+    wc_strided_row row;
+    uint64_t *numbers = (uint64_t *)&row;
+    for (size_t k = 0; k < WC_STRIDED_WORDS; k++)
+        numbers[k] = drawn(4) ? of.width * drawn(6) : drawn(2) ? UINT64_MAX - drawn(9) : (uint64_t)1 << drawn(64);
+    uint64_t size = of.num_words * of.width, end = row.source + row.run;
+    int is_empty = !row.run || !row.dims[0].count || !row.dims[1].count || !row.dims[2].count;
+    if (wc_bad_scatter(&row, 1, of.num_words, of.width) && !is_empty) {
+        for (size_t d = 0; d < WC_MAX_DIMS; d++)
+            end += (row.dims[d].count - 1) * row.dims[d].source_stride;
+        REQUIRE(end <= size && row.run <= size);
     }
     release_pair(&of);
 }

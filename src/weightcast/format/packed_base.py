@@ -82,11 +82,15 @@ class PackedBase:
         self.digests[index] = digest
         return mine if delta is None else delta, num_changed
 
-    def add(self, index: int, delta: torch.Tensor) -> None:
-        """Make the bucket that of the new version. Raises IntegrityError for a delta that is damaged."""
+    def add(self, index: int, delta: torch.Tensor) -> deltas.Changes:
+        """Make the bucket that of the new version, and return what changed.
+
+        Raises IntegrityError for a delta that is damaged.
+        """
         mine = self.payloads[index]
-        add_delta(mine, delta, self._word_bytes[index])
+        changes = add_delta(mine, delta, self._word_bytes[index])
         self.digests[index] = payload_digest(mine)
+        return changes
 
 
 def word_sizes(manifest: Manifest) -> list[int]:
@@ -98,14 +102,18 @@ def word_sizes(manifest: Manifest) -> list[int]:
     return sizes
 
 
-def add_delta(payload: torch.Tensor, delta: torch.Tensor, word_bytes: int) -> None:
-    """Add a delta to a raw payload. Raises IntegrityError, with nothing changed, for a delta that is damaged."""
+def add_delta(payload: torch.Tensor, delta: torch.Tensor, word_bytes: int) -> deltas.Changes:
+    """Add a delta to a raw payload, and return it decoded.
+
+    Raises IntegrityError, with nothing changed, for a delta that is damaged.
+    """
     threads = _num_threads()
     try:
         changes = deltas.decode(delta, payload.nbytes // word_bytes, word_bytes, threads=threads)
     except ValueError as exc:
         raise IntegrityError(f"a bucket's delta is damaged: {exc}; publish again") from exc
     changes.apply(payload, threads=threads)
+    return changes
 
 
 def _num_threads() -> int:

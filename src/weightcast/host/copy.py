@@ -19,7 +19,8 @@ from typing import TypeAlias
 import torch
 
 from weightcast.host import device as host_device
-from weightcast.native.tables import CopyTable, places
+from weightcast.native.deltas import Changes
+from weightcast.native.tables import CopyTable, Rows, places
 
 _BYTES_PER_THREAD = 64 << 20
 _MAX_THREADS = 4
@@ -60,6 +61,7 @@ class PreparedCopies:
         self._targets, self._places = list(targets), places(targets)
         # By address, since most sources are views of a few buckets.
         self._storages = {storage.data_ptr(): storage for storage in set(map(torch.Tensor.untyped_storage, sources))}
+        self._rows_of_payload: Rows | None = None
         self._jobs: list[Callable[[], None]] = []
         # GPU copies run on the caller's stream. One call for each pair of dtypes and devices: torch before 2.11 writes
         # all targets in the first one's dtype if the sources have the same dtype.
@@ -87,11 +89,31 @@ class PreparedCopies:
 
     def run(self, *, bytes_per_thread: int = _BYTES_PER_THREAD) -> None:
         """Make the copies. Raises RuntimeError as torch does."""
-        # Not torch's number of threads, which an engine may have set to 1: it is paused during the copies.
-        most = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._table.run(threads=max(1, min(self._table.num_bytes // bytes_per_thread, most)))
+        self._table.run(threads=max(1, min(self._table.num_bytes // bytes_per_thread, _most_threads())))
         for job in self._jobs:
             job()
+
+    def run_changes(self, payload: torch.Tensor, changes: Changes, *, former: bool = False) -> None:
+        """Add what changed to targets that have the former payload; see `Changes.scatter`. All sources are views of it.
+
+        What torch copies, such as casts, is copied in full, and can't be made as it was before (`former`).
+        """
+        assert not (former and self._jobs)
+        if self._rows_of_payload is None:
+            self._rows_of_payload = self._table.rows_in(payload)
+        changes.scatter(payload, self._rows_of_payload, former=former, threads=_most_threads())
+        for job in self._jobs:
+            job()
+
+    @property
+    def can_restore_former(self) -> bool:
+        """True if `run_changes` can make the targets as they were before."""
+        return not self._jobs
+
+
+def _most_threads() -> int:
+    # Not torch's number of threads, which an engine may have set to 1: it is paused during the copies.
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def _as_integers(target: torch.Tensor, source: torch.Tensor) -> Pair:

@@ -95,3 +95,19 @@ def delta_apply(
     target: int, num_words: int, width: int, positions: Any, differences: Any, subtract: bool, threads: int, /
 ) -> None:
     """Add differences to words at positions. Raises ValueError before it adds any."""
+
+def delta_scatter(
+    rows: Table,
+    payload: int,
+    num_words: int,
+    width: int,
+    positions: Any,
+    differences: Any,
+    former: bool,
+    threads: int,
+    /,
+) -> None:
+    """Add differences to the words that rows of `copy_strided` have filled from a payload. Raises ValueError.
+
+    The rows' sources are offsets in the payload. `former`: write the words as they were, from the payload as it is now.
+    """

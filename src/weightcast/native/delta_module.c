@@ -126,6 +126,19 @@ static PyObject *decode(PyObject *self, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
+/* Return 1, with an exception, unless these are changes of a payload of `num_words`. */
+static int bad_changes(Py_buffer *positions, Py_buffer *differences, unsigned long long num_words, unsigned int width,
+                       wc_changes *changes) {
+    if (bad_words(num_words, width) || get_changes(positions, differences, changes))
+        return 1;
+    size_t bad = wc_bad_change(changes, num_words);
+    if (bad == changes->count)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "the position of change %zu is not above the one before, or not below %llu", bad,
+                 num_words);
+    return 1;
+}
+
 static PyObject *apply(PyObject *self, PyObject *arguments) {
     (void)self;
     Py_buffer positions, differences;
@@ -136,17 +149,44 @@ static PyObject *apply(PyObject *self, PyObject *arguments) {
                           &subtract, &threads))
         return NULL;
     wc_changes changes;
-    if (!bad_words(num_words, width) && !get_changes(&positions, &differences, &changes)) {
-        size_t bad = wc_bad_change(&changes, num_words);
-        if (bad < changes.count) {
-            PyErr_Format(PyExc_ValueError, "the position of change %zu is not above the one before, or not below %llu",
-                         bad, num_words);
-        } else {
-            PyThreadState *state = released(WEIGHT * changes.count);
-            wc_apply((uint8_t *)(uintptr_t)target, width, &changes, subtract, threads);
-            acquired(state);
-        }
+    if (!bad_changes(&positions, &differences, num_words, width, &changes)) {
+        PyThreadState *state = released(WEIGHT * changes.count);
+        wc_apply((uint8_t *)(uintptr_t)target, width, &changes, subtract, threads);
+        acquired(state);
     }
+    PyBuffer_Release(&positions);
+    PyBuffer_Release(&differences);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *scatter(PyObject *self, PyObject *arguments) {
+    (void)self;
+    Py_buffer rows, positions, differences;
+    unsigned long long payload, num_words;
+    unsigned int width;
+    int former, threads;
+    if (!PyArg_ParseTuple(arguments, "y*KKIy*y*pi:delta_scatter", &rows, &payload, &num_words, &width, &positions,
+                          &differences, &former, &threads))
+        return NULL;
+    wc_changes changes;
+    size_t count = (size_t)rows.len / (8 * WC_STRIDED_WORDS), bad;
+    if (bad_changes(&positions, &differences, num_words, width, &changes)) {
+    } else if ((size_t)rows.len % (8 * WC_STRIDED_WORDS) || (uintptr_t)rows.buf % 8) {
+        PyErr_Format(PyExc_ValueError, "a table has %zd bytes, expected aligned rows of %d words", rows.len,
+                     WC_STRIDED_WORDS);
+    } else if ((bad = wc_bad_scatter(rows.buf, count, num_words, width)) < count) {
+        PyErr_Format(PyExc_ValueError,
+                     "row %zu of the table can't take changes: its source is outside of the payload, or has parts of "
+                     "words",
+                     bad);
+    } else {
+        PyThreadState *state = released(WEIGHT * changes.count);
+        wc_scatter(rows.buf, count, (const uint8_t *)(uintptr_t)payload, width, &changes, former, threads);
+        acquired(state);
+    }
+    PyBuffer_Release(&rows);
     PyBuffer_Release(&positions);
     PyBuffer_Release(&differences);
     if (PyErr_Occurred())
@@ -157,5 +197,6 @@ static PyObject *apply(PyObject *self, PyObject *arguments) {
 PyMethodDef wc_delta_methods[] = {
     {"delta_encode", encode, METH_VARARGS, NULL},   {"delta_encode_room", encode_room, METH_VARARGS, NULL},
     {"delta_count", count, METH_VARARGS, NULL},     {"delta_decode", decode, METH_VARARGS, NULL},
-    {"delta_apply", apply, METH_VARARGS, NULL},     {NULL, NULL, 0, NULL},
+    {"delta_apply", apply, METH_VARARGS, NULL},     {"delta_scatter", scatter, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
 };

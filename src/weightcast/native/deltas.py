@@ -55,7 +55,7 @@ import numpy as np
 import torch
 
 from weightcast.native import _core
-from weightcast.native.tables import require_host_bytes
+from weightcast.native.tables import Rows, require_host_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +70,11 @@ class Changes:
     num_words: int
     word_bytes: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the positions and differences."""
+        return self.positions.nbytes + self.differences.nbytes
+
     def apply(self, payload: torch.Tensor, *, undo: bool = False, threads: int = 1) -> None:
         """Add the differences to the words of a payload; with `undo`, subtract them.
 
@@ -78,6 +83,17 @@ class Changes:
         _require_words(payload, self.num_words, self.word_bytes)
         words, changes = (self.num_words, self.word_bytes), (self.positions, self.differences)
         _core.delta_apply(payload.data_ptr(), *words, *changes, undo, threads)
+
+    def scatter(self, payload: torch.Tensor, rows: Rows, *, former: bool = False, threads: int = 1) -> None:
+        """Add the differences to the words that copies have filled from this payload before it changed.
+
+        `rows`: of `CopyTable.rows_in` this payload. `former`: write these words as they were, whatever is there, from
+        the payload, which has the changes. Raises ValueError, before it writes any, for a payload of another length,
+        and for a copy that begins or ends within a word.
+        """
+        _require_words(payload, self.num_words, self.word_bytes)
+        words, changes = (self.num_words, self.word_bytes), (self.positions, self.differences)
+        _core.delta_scatter(rows, payload.data_ptr(), *words, *changes, former, threads)
 
 
 def encode(

@@ -166,6 +166,14 @@ class CopyTable:
         _core.copy(self.rows, threads, cached)
         _core.copy_strided(self.strided, threads, cached)
 
+    def rows_in(self, payload: torch.Tensor) -> Rows:
+        """Return all rows as rows of `copy_strided`, with their sources as offsets in the payload that has them all."""
+        plain = np.tile(np.array([0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0]), (len(self.rows), 1))
+        plain[:, :3] = self.rows
+        rows: Rows = np.concatenate([plain, self.strided])
+        rows[:, 1] -= payload.data_ptr()
+        return rows
+
 
 class PackTable:
     """Fills a payload from tensors, and digests it in the same pass.

@@ -10,8 +10,9 @@ in newly allocated memory, together with the other members of a load group that 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -19,10 +20,11 @@ import torch
 from weightcast.errors import InstallError
 from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow
 from weightcast.format.geometry import Region, is_run, row_major, start_elements
-from weightcast.format.manifest import TensorRecord, TensorSpec
+from weightcast.format.manifest import TensorRecord, TensorSpec, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
 from weightcast.host.copy import PreparedCopies, copy_all
+from weightcast.native.deltas import Changes
 from weightcast.seams.engine import Engine
 from weightcast.seams.install_map import InstallMap, Mapped
 
@@ -43,8 +45,21 @@ class BlockCopies:
 
     def run(self, *, is_bound: bool = False) -> None:
         """Make the copies. `is_bound`: the map was bound just before. Raises InstallError (torn) for freed memory."""
-        if not self._blocks:
-            return
+        with self._in_place(is_bound) as copies:
+            copies.run()
+
+    def run_changes(self, payload: torch.Tensor, changes: Changes, *, former: bool = False) -> None:
+        """Add what changed; see `PreparedCopies.run_changes`."""
+        with self._in_place() as copies:
+            copies.run_changes(payload, changes, former=former)
+
+    def can_restore_former(self) -> bool:
+        with self._in_place() as copies:
+            return copies.can_restore_former
+
+    @contextlib.contextmanager
+    def _in_place(self, is_bound: bool = False) -> Iterator[PreparedCopies]:
+        """Context with the prepared copies, made anew if a tensor has moved."""
         try:
             with torch.inference_mode():  # not no_grad: parameters made in inference mode can be written only there
                 revision, copies = self._prepared or (-1, None)
@@ -53,7 +68,7 @@ class BlockCopies:
                     targets = [t for name, piece in self._blocks for t in self._install_map.target_blocks(name, piece)]
                     copies = PreparedCopies(targets, self._sources)
                     self._prepared = self._install_map.revision, copies
-                copies.run()
+                yield copies
         except (RuntimeError, ValueError) as exc:
             raise InstallError(f"copying into the model's parameters failed: {exc}", torn=True) from exc
 
@@ -172,6 +187,8 @@ class Install:
             for r in layout.manifest.tensors
         }
         """By record name, the names under which it is loaded."""
+        self.served: WeightVersion | None = None
+        """The version that an install by this object has put into the live tensors, where nothing was written since."""
         self._parts: dict[int, Part] = {}
         self._staged: tuple[list[Part], BlockCopies] | None = None
         self._without_elements = [
@@ -217,13 +234,20 @@ class Install:
         Return this install, or its replacement.
         """
         install = self
-        if self._map is not None:
-            is_bound = self._map.bind()
-            if not is_bound or self._map.revision != self._revision:
-                install = Install(self.layout, self.manifest_digest, self.engine, self.specs, uses_map=is_bound)
+        if not self.binds():
+            uses_map = self._map is not None and self._map.bind()
+            install = Install(self.layout, self.manifest_digest, self.engine, self.specs, uses_map=uses_map)
         if install._map is not None and isinstance(self.engine, Mapped):
             self.engine.begin(install.copied)
         return install
+
+    def binds(self) -> bool:
+        """Bind the map to the live tensors; return whether these are still those that this install was made for."""
+        return self._map is None or (self._map.bind() and self._map.revision == self._revision)
+
+    def can_load_changes(self, version: WeightVersion) -> bool:
+        """Return whether the live tensors have what this install has put there as this version."""
+        return self._map is not None and self.served == version and self.binds()
 
     def forget_views(self) -> None:
         """Drop every view of buckets."""
@@ -285,6 +309,36 @@ class Install:
             for copies in (kept[1], *(part.copies for part in joined)):
                 copies.run(is_bound=not rest)
         self.has_lent_views = bool(rest) and lends
+
+    def load_changes(self, assembly: Assembly, changes: Mapping[int, Changes]) -> None:
+        """Staged: do the same where the live tensors have the version before. `changes`: of buckets, by number.
+
+        Of these buckets only what changed is added to the live tensors.
+        """
+        joined = self._joined_parts(assembly, is_last=True)
+        parts = [self._part(index, payload) for index, payload in sorted(assembly.payloads.items())]
+        self._load([*parts, *joined], assembly, lends=False)
+        for (index, payload), part in zip(sorted(assembly.payloads.items()), parts, strict=True):
+            if index in changes:
+                part.copies.run_changes(payload, changes[index])
+            else:
+                part.copies.run()
+        for part in joined:
+            part.copies.run()
+
+    def undo_of(self, assembly: Assembly, changes: Mapping[int, Changes]) -> Callable[[], None] | None:
+        """Return a function that undoes `load_changes`, also half-way; None if that does more than adding changes."""
+        parts = [(self._part(index, payload), index, payload) for index, payload in assembly.payloads.items()]
+        if not changes.keys() >= assembly.payloads.keys() or assembly.whole or self._without_elements:
+            return None
+        if any(part.rest or not part.copies.can_restore_former() for part, _, _ in parts):
+            return None
+
+        def undo() -> None:
+            for part, index, payload in parts:
+                part.copies.run_changes(payload, changes[index], former=True)
+
+        return undo
 
     def load_bucket(self, index: int, payload: torch.Tensor, assembly: Assembly) -> None:
         """Streaming: load and copy the pieces of this bucket, and the tensors that it completes."""

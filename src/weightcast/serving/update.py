@@ -38,6 +38,7 @@ from weightcast.format.packed_base import PackedBase
 from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
+from weightcast.native.deltas import Changes
 from weightcast.seams.engine import OnDevice, Undoable
 from weightcast.seams.transport import Bucket, Portion, Receiver
 from weightcast.serving.install import Install
@@ -72,6 +73,9 @@ class State(enum.Enum):
     ABORTED = "aborted"
 
 
+_CHANGES_SHARE = 16
+"""The list of what changed in a bucket is kept until the install if it is this much smaller than the bucket. Adding a
+longer one to the live tensors would take more time than copying the bucket."""
 _ENDED = (State.INSTALLED, State.ABORTED)
 
 
@@ -134,6 +138,10 @@ class Update:
         self._restore: Callable[[], None] | None = None
         self._touched = False
         self._has_begun = False
+        self._changes: dict[int, Changes] = {}
+        """By bucket, what a delta has changed."""
+        self._installs_changes = False
+        """True if the live tensors have the base's version, so that only what changed is added."""
         self._assembly = install.assembly(is_staged=not self.is_streaming)
         self._root = ""
         # Locked while the engine's weights are written, so that an abort waits for the end of the write.
@@ -250,7 +258,9 @@ class Update:
         if index in base.own:  # else another rank adds the delta
             header = self._check(bucket, origin)
             if header.is_delta:
-                base.add(index, payload[: header.encoded_bytes])
+                changes = base.add(index, payload[: header.encoded_bytes])
+                if _CHANGES_SHARE * changes.num_bytes <= base.payloads[index].nbytes and self._device.type == "cpu":
+                    self._changes[index] = changes
             else:
                 base.keep(index, payload, header.digest)
             if base.digests[index] != digest:
@@ -299,6 +309,8 @@ class Update:
             return
         self._has_begun = True
         install = self._install.begun()
+        if install is not self._install and self._installs_changes:
+            raise InstallError("the model's tensors were replaced while this version was installed: publish again")
         if install is not self._install or self._portion is not None:
             payloads = sorted(self._assembly.payloads.items())
             self._install, self._assembly = install, install.assembly(is_staged=not self.is_streaming)
@@ -310,9 +322,15 @@ class Update:
         if not self._touched:
             if not self.is_streaming:  # streaming, `open` has waited already
                 self._await_device()
+            install, served = self._install, self._gate.version
+            if self._deltas is not None and self._changes and served is not None and not self._gate.torn:
+                has_base = served == WeightVersion(self.version.run, self._deltas.version)
+                self._installs_changes = has_base and install.can_load_changes(served)
+            install.served = None
             if self._undo:
                 assert isinstance(self._engine, Undoable)
-                self._restore = self._engine.snapshot()
+                undo = install.undo_of(self._assembly, self._changes) if self._installs_changes else None
+                self._restore = undo or self._engine.snapshot()
             self._touched = True
 
     def seal(self, seal: Seal) -> None:
@@ -355,7 +373,10 @@ class Update:
                     with self._agreed_step:
                         if not self.is_streaming:
                             self._begin()
-                            self._install.load_staged(self._assembly, lends=self._deltas is None)
+                            if self._installs_changes:
+                                self._install.load_changes(self._assembly, self._changes)
+                            else:
+                                self._install.load_staged(self._assembly, lends=self._deltas is None)
                             self._await_device()
                     with self._agreed_step:
                         self._engine.commit(self.version)
@@ -371,6 +392,7 @@ class Update:
                     raise from_record(self.error) from exc
                 if self.offer.target is UNSET:
                     self._gate.set_version(self.version)
+                    self._install.served = self.version
                 self.state = State.INSTALLED
                 seconds = time.perf_counter() - start
         self._release()
@@ -389,13 +411,14 @@ class Update:
                         reason = f"version {self.version.number} was rolled back: another worker did not install it"
                         self.error, self.state = to_record(UpdateAbortedError(reason)), State.ABORTED
                         logger.warning("%s", reason)
+                        self._install.served = None
                         if self._go_back(reason):
                             version, torn = self._former
                             self._gate.set_version(version)
                             if torn:
                                 self._gate.tear(torn)
                 self._settles = False
-            self._restore = None
+            self._restore, self._changes = None, {}
 
     def describe(self, install_seconds: float) -> str:
         """Return the log line of an install: version, seconds, sizes."""
@@ -461,7 +484,7 @@ class Update:
     def _release(self) -> None:
         self._assembly.clear()
         if self.state is not State.INSTALLED or not self._settles:
-            self._restore = None
+            self._restore, self._changes = None, {}
         try:
             self._receiver.end()
         finally:
