@@ -225,7 +225,8 @@ class Publisher(ClosedOnExit):
         """Disconnect engines that are no members any more. Blocks at most for the deadline."""
         if self._connections is not None:
             for member in members:
-                self._connections.listener.end_links("the engine was removed from the fleet", member.name)
+                reason = "the engine was removed from the fleet"
+                self._connections.listener.end_links(reason, member.name, goes_on=True)
         # An engine that did not answer may still be paused, and this is the last request to it.
         self._fleet.each(FleetMember.resume, members, notes=False)
         for member in members:
