@@ -1,28 +1,21 @@
-"""Directories of frameworks: Kubernetes' API as a server of the test's own answers it, and actors of a real Ray."""
+"""The directory of Kubernetes: a server of the test's own answers as its API does."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import json
 import shutil
 import ssl
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import certifi
-import httpx
 import pytest
-import torch
 
-from weightcast import EngineServer, ModuleEngine, Publisher, PublishOptions, PublishReport, TensorSource
 from weightcast.errors import ControlError, ManifestError, PeerDiedError, WeightcastError
-from weightcast.host.deadline import Deadline
 from weightcast.integrations.kubernetes import ServiceEngines
 from weightcast.seams.directory import EngineDirectory
 
@@ -147,158 +140,3 @@ def test_outside_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ValueError, match="server="):
         ServiceEngines("engines")
-
-
-def ray_engine() -> type:
-    """Return a class of this function's own, since Ray's workers can't import this file."""
-
-    class RayEngine:
-        """An engine server in an actor. All of its weights have one value: the number of the version."""
-
-        def __init__(self) -> None:
-            self._model = torch.nn.Linear(2, 2, bias=False)
-            self._server = EngineServer(ModuleEngine(self._model)).start()
-
-        def url(self) -> str:
-            return self._server.url
-
-        def value(self) -> float:
-            return float(self._model.weight.detach().unique())
-
-        def token(self) -> tuple[int, list[float]]:
-            """The version under which a token is made, and the weights that make it."""
-            with self._server.step(timeout_seconds=20) as version:
-                return -1 if version is None else version.number, self._model.weight.detach().unique().tolist()
-
-        def close(self) -> None:
-            self._server.close()
-
-    return RayEngine
-
-
-@pytest.fixture
-def start_actor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """In a Ray of the test's own: start an engine in an actor of this name."""
-    for name, value in (("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"), ("RAY_AUTH_MODE", "disabled")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray = pytest.importorskip("ray")
-    with tempfile.TemporaryDirectory(prefix="wc", dir="/tmp") as folder:
-        ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, log_to_driver=False, namespace="rl")
-        try:
-            yield lambda name: ray.remote(num_cpus=0)(ray_engine()).options(name=name).remote()
-        finally:
-            ray.shutdown()
-
-
-@pytest.mark.cluster
-def test_actors_of_ray(start_actor: Callable[[str], Any]) -> None:
-    import ray
-
-    from weightcast.integrations.ray import ActorEngines
-
-    tensors = {"weight": torch.zeros(2, 2)}
-    directory = ActorEngines("engine-", timeout_seconds=60.0)
-    assert directory.engines() == []
-    first, _other = start_actor("engine-0"), start_actor("another")
-    with Publisher(TensorSource(tensors), engines=directory) as publisher:
-        for number in (1, 2, 3):
-            tensors["weight"].fill_(number)
-            if number == 2:
-                second = start_actor("engine-1")
-            if number == 3:
-                ray.kill(first)
-                first = start_actor("engine-0")
-            report = publisher.publish(number)
-            actors = [first] if number == 1 else [first, second]
-            assert set(report.engines) == set(ray.get([actor.url.remote() for actor in actors]))
-            assert ray.get([actor.value.remote() for actor in actors]) == [number] * len(actors)
-
-
-class Trainer(threading.Thread):
-    """Publishes one version after the other to a directory. `reports`: of those that have ended, by version."""
-
-    def __init__(self, directory: EngineDirectory) -> None:
-        super().__init__()
-        self.tensors = {"weight": torch.zeros(2, 2)}
-        options = PublishOptions(on_failure="report", deadline_seconds=20)
-        self.publisher = Publisher(TensorSource(self.tensors), engines=directory, options=options)
-        self.reports: dict[int, PublishReport] = {}
-        self.ends = threading.Event()
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            with self.publisher:
-                while not self.ends.is_set():
-                    number = len(self.reports) + 1
-                    self.tensors["weight"].fill_(number)
-                    self.reports[number] = self.publisher.publish(number)
-        except BaseException as exc:
-            self.error = exc
-
-
-@pytest.mark.cluster
-def test_actors_scale_out_and_in_while_publishes_run(start_actor: Callable[[str], Any]) -> None:
-    """An engine joins, is killed, is replaced under its name, and leaves. A router asks each if it is ready first.
-
-    Each token of a ready engine is of the last version that had been published when it was ready, or of a later one.
-    """
-    import ray
-
-    from weightcast.integrations.ray import ActorEngines
-
-    actors = {name: start_actor(name) for name in ("engine-0", "engine-1")}
-    urls = {name: ray.get(actor.url.remote(), timeout=60) for name, actor in actors.items()}
-    trainer = Trainer(ActorEngines("engine-", timeout_seconds=1.0))
-    num_tokens = collections.Counter[str]()
-
-    def route() -> None:
-        """Ask each engine for a token, if it is ready."""
-        for name, actor in actors.items():
-            published = len(trainer.reports)
-            with contextlib.suppress(httpx.TransportError, ray.exceptions.RayActorError):
-                if httpx.get(f"{urls[name]}/weight_ready?max_behind=0", trust_env=False, timeout=20).is_success:
-                    version, values = ray.get(actor.token.remote(), timeout=60)
-                    assert values == [version], "a mix"
-                    assert version >= published, f"{name} was ready"
-                    num_tokens[urls[name]] += 1
-
-    def route_until(is_so: Callable[[], bool]) -> None:
-        for _ in Deadline(60.0).polls():
-            route()
-            assert trainer.error is None
-            if is_so():
-                return
-        raise AssertionError(f"{num_tokens}, {urls}, {list(trainer.reports.values())[-1]}")
-
-    def last() -> set[str]:
-        return {name for name, result in trainer.reports[len(trainer.reports)].engines.items() if result.ok}
-
-    def start(name: str) -> None:
-        actor = start_actor(name)
-        url = ray.get(actor.url.remote(), timeout=60)
-        actors[name], urls[name] = actor, url
-        route_until(lambda: num_tokens[url] > 2)
-
-    trainer.start()
-    try:
-        route_until(lambda: all(num_tokens[url] > 2 for url in urls.values()))
-        start("engine-2")
-        killed = urls["engine-0"]
-        ray.kill(actors["engine-0"])
-        route_until(lambda: killed not in last())
-        start("engine-0")
-        leaver = urls["engine-1"]
-        ray.get(actors["engine-1"].close.remote(), timeout=60)
-        ray.kill(actors.pop("engine-1"))
-        route_until(lambda: leaver not in trainer.reports[len(trainer.reports)].engines)
-        route_until(lambda: last() == {urls[name] for name in actors})
-    finally:
-        trainer.ends.set()
-        trainer.join(120)
-    assert trainer.error is None
-    failed = {name for report in trainer.reports.values() for name in report.failures}
-    assert failed <= {killed, leaver}
-    number = len(trainer.reports)
-    assert ray.get([actor.value.remote() for actor in actors.values()], timeout=60) == [number] * len(actors)
