@@ -41,6 +41,19 @@ def test_a_link_that_the_publisher_ends_is_closed_at_once(leaves_nothing: None) 
         assert ended.wait(PATIENCE_SECONDS)
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_worker_knows_whether_the_run_goes_on_without_it(leaves_nothing: None, goes_on: bool) -> None:
+    """Also one that reads nothing until it is asked, and after the link has ended."""
+    with contextlib.closing(LinkListener(RUN)) as listener, _worker(listener) as worker:
+        (publishers,) = listener.wait("engine", 1, PATIENCE_SECONDS)
+        assert not worker.is_dropped
+        publishers.end("the test ends it", goes_on=goes_on)
+        publishers.end("a second end changes nothing", goes_on=not goes_on)
+        assert worker.is_dropped is goes_on
+        assert worker.has_ended
+    assert worker.is_dropped is goes_on
+
+
 def test_a_publisher_of_another_user_is_not_connected_to(leaves_nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     another = os.geteuid() + 1
     with contextlib.closing(LinkListener(RUN)) as listener:

@@ -21,6 +21,7 @@ from weightcast.errors import (
     EngineBusyError,
     InsufficientMemoryError,
     PeerDiedError,
+    PeerTimeoutError,
     PublishError,
     StaleVersionError,
     UnsupportedError,
@@ -245,6 +246,39 @@ def test_one_engine_that_is_not_there_does_not_spoil_the_others() -> None:
             publisher.publish()
     assert isinstance(caught.value.failures["http://127.0.0.1:9"], PeerDiedError)
     assert len(engine.versions) == 1
+
+
+class SilentEngine(DirectEngine):
+    """Installs, or does not, and does not say so."""
+
+    installs = True
+    num_asked: int | None = None
+
+    def finish(self, version: int) -> None:
+        if self.installs:
+            super().finish(version)
+        self.num_asked = 0
+        raise PeerTimeoutError(f"{self.name} gave no answer in time", peer=self.name)
+
+    def info(self) -> Any:
+        if self.num_asked is not None:
+            self.num_asked += 1
+        return super().info()
+
+
+@pytest.mark.parametrize("installs", [True, False])
+def test_an_engine_that_was_silent_for_the_deadline_is_not_asked_again(installs: bool) -> None:
+    """That could take as long once more. If it has installed the version, its workers have said so."""
+    engine = SilentEngine("engine", RecordingEngine())
+    engine.installs = installs
+    with (
+        contextlib.closing(engine),
+        publisher_of(TensorSource(TENSORS), engines=[engine], on_failure="report") as publisher,
+    ):
+        report = publisher.publish()
+        assert engine.num_asked == 0
+        assert report.ok is installs
+        assert [error.kind for error in report.failures.values()] == ([] if installs else ["PeerTimeoutError"])
 
 
 def test_token_is_needed_and_named_when_missing() -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+
+import httpx
 import pytest
 
 from faults.conftest import GLOO, IPC, Footprints, Stage, assert_serves, eventually, is_free, on, over_both
+from faults.engine_actor import EngineProcess
 
 pytestmark = pytest.mark.cluster
+
+
+def is_ready(engine: EngineProcess) -> bool:
+    return httpx.get(f"{engine.url}/weight_ready?max_behind=1", timeout=20, trust_env=False).is_success
 
 
 @over_both
@@ -71,3 +79,25 @@ def test_engine_that_is_away_is_named_and_comes_back(stage: Stage) -> None:
     assert publisher.publish(3)["failures"] == {}
     for engine in (staying, back):
         assert_serves(engine, "3", 3)
+
+
+@over_both
+def test_engine_that_was_stopped_is_not_ready_before_it_has_caught_up(stage: Stage) -> None:
+    """It slept while versions were published, of which it knows nothing when it goes on."""
+    staying, sleeping = stage.engines(2)
+    publisher = stage.publisher(staying, sleeping, deadline_seconds=2.0)
+    assert publisher.publish(0)["failures"] == {}
+    assert is_ready(sleeping)
+    sleeping.signal(signal.SIGSTOP)
+    for content in (1, 2, 3):
+        assert set(publisher.publish(content)["failures"]) == {sleeping.url}
+    sleeping.signal(signal.SIGCONT)
+    assert not is_ready(sleeping)
+    assert is_ready(staying)
+    assert publisher.publish(4)["failures"] == {}
+    for engine in (staying, sleeping):
+        assert_serves(engine, "4", 4)
+        assert is_ready(engine)
+    publisher.kill()
+    eventually(lambda: is_free(sleeping), "it has lost its publisher")
+    assert is_ready(sleeping), "without a publisher there is no later version"

@@ -306,3 +306,15 @@ def test_an_engine_that_is_not_paused_is_not_resumed(servers: list[ApiServer], c
     for server in servers:
         server.do(server.engine.resume())
     assert cores.log == []
+
+
+def test_every_server_knows_that_the_run_goes_on_without_the_engine(servers: list[ApiServer], cores: Cores) -> None:
+    with publisher(servers[0], 1.0) as made:
+        made.publish(1)
+        assert [server.info().stale_reason(0) for server in servers] == ["", ""]
+        made.remove_engine(servers[0])
+        assert all("goes on without this engine" in server.info().stale_reason(1000) for server in servers)
+        made.add_engine(servers[0])
+        made.publish(2)
+        assert [server.info().stale_reason(0) for server in servers] == ["", ""]
+    assert [server.info().stale_reason(0) for server in servers] == ["", ""]

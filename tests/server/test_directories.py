@@ -76,7 +76,9 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 
 @contextlib.contextmanager
-def publisher_of(directory: Any, **options: Any) -> Iterator[tuple[Publisher, Callable[[int], None]]]:
+def publisher_of(
+    directory: Any, *, transport: str = "ipc://", **options: Any
+) -> Iterator[tuple[Publisher, Callable[[int], None]]]:
     """A publisher, and a function that sets all its weights."""
     tensors = {name: tensor.detach() for name, tensor in torch.nn.Linear(32, 32).named_parameters()}
 
@@ -84,7 +86,8 @@ def publisher_of(directory: Any, **options: Any) -> Iterator[tuple[Publisher, Ca
         for tensor in tensors.values():
             tensor.fill_(number)
 
-    with Publisher(TensorSource(tensors), engines=directory, options=PublishOptions(**options)) as publisher:
+    options = {"engines": directory, "options": PublishOptions(**options)}
+    with Publisher(TensorSource(tensors), transport=transport, **options) as publisher:
         yield publisher, fill
 
 
@@ -138,6 +141,28 @@ def test_a_file_that_fails_keeps_the_engines_and_is_reported(fleet: Fleet) -> No
         pytest.raises(WeightcastError, match="no engine is"),
     ):
         publisher.publish()
+
+
+def test_a_file_without_engines_lets_no_engine_go(fleet: Fleet, tmp_path: Path) -> None:
+    """No version comes that they would miss."""
+    server = fleet.start()
+    with publisher_of(EngineFile(fleet.path)) as (publisher, fill):
+        fill(1)
+        assert publisher.publish(1).ok
+        link = server.worker._session
+        fleet.write("# none\n")
+        for call in (publisher.publish, publisher.sync):
+            with pytest.raises(ValueError, match="EngineFile lists no engines, and ipc:// keeps nothing"):
+                call()
+        assert httpx.get(f"{server.url}/weight_ready?max_behind=0", trust_env=False).is_success
+        fleet.write()
+        fill(2)
+        assert publisher.publish(2).ok
+        assert serves(fleet.models[server]) == 2
+        assert server.worker._session is link
+    fleet.write("# none\n")
+    with publisher_of(EngineFile(fleet.path), transport=f"file://{tmp_path}/store") as (publisher, _):
+        assert publisher.publish().ok
 
 
 def test_another_client_under_the_same_name_is_another_engine() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -65,6 +66,31 @@ def test_another_run_may_count_from_0(url: str) -> None:
         assert ready(url) == (200, "40")
         publisher.publish(1)
         assert ready(url, 0) == (200, "1")
+
+
+def test_an_engine_without_which_its_run_goes_on_is_not_ready(url: str) -> None:
+    """There may be any number of later versions. It is ready again with the next one that it is offered."""
+    source, gone = TensorSource(WEIGHT), r"goes on without this engine.*version 1 is served"
+    with Publisher(source, engines=[url]) as publisher:
+        publisher.publish(1)
+        publisher.remove_engine(url)
+        status, message = ready(url, 1000)
+        assert status == 503
+        assert re.search(gone, message)
+        publisher.add_engine(url)
+        publish_in_vain(publisher, source, 9)
+        assert ready(url) == (503, "version 1 is served, 8 behind 9; at most 1 is allowed")
+        publisher.publish(10)
+        assert ready(url, 0) == (200, "10")
+    with Publisher(source, engines=[url]) as publisher:
+        publisher.publish(11)
+        publisher.remove_engine(url)
+        assert ready(url)[0] == 503
+    assert ready(url)[0] == 503, "that run has ended, but nobody knows with which version"
+    with Publisher(source, engines=[url]) as publisher:
+        publisher.publish(12)
+        assert ready(url) == (200, "12")
+    assert ready(url) == (200, "12")
 
 
 def test_a_torn_engine_is_not_ready(url: str) -> None:

@@ -198,7 +198,8 @@ class WeightInfo(msgspec.Struct, frozen=True):
     resumes by itself), "undo", "streaming", "inspect" (specs can be read), "prove" (digests of live tensors can),
     "dtypes" (it answers a `DtypesQuestion`), "adapters" (it takes updates of adapters).
     `torn`: why it refuses to serve, or empty. `instance`: a random id of the engine's life; one engine has one, however
-    it is called. `offered`: the last version that a publisher offered, also if it was refused or has failed.
+    it is called. `offered`: the last version that a publisher offered, also if it was refused or has failed. `dropped`:
+    that publisher has said since that its run goes on without this engine, so there may be later versions.
     `adapters`: the versions of adapters that requests can name.
     """
 
@@ -213,6 +214,7 @@ class WeightInfo(msgspec.Struct, frozen=True):
     instance: ShortText | UnsetType = UNSET
     offered: WeightVersion | UnsetType = UNSET
     adapters: tuple[AdapterVersion, ...] | UnsetType = UNSET
+    dropped: bool | UnsetType = UNSET
 
     @property
     def version(self) -> int | None:
@@ -239,6 +241,11 @@ class WeightInfo(msgspec.Struct, frozen=True):
             return "no publisher's version was installed yet"
         if self.offered is UNSET:
             return ""
+        if self.dropped:
+            return (
+                f"run {self.offered.run} goes on without this engine, which did not answer in time or was removed: "
+                f"version {self.version} is served until it is offered another one"
+            )
         behind = self.offered.number - self.version
         if self.offered.run != self.run:  # which may count from 0 again
             behind = max(1, behind)
@@ -281,6 +288,10 @@ class ReleaseMemory(msgspec.Struct, frozen=True, tag="release_memory", tag_field
     """Publisher to worker: give back the memory that is kept for the next update, unless one is under way."""
 
 
+class Dropped(msgspec.Struct, frozen=True, tag="dropped", tag_field="kind"):
+    """Publisher to worker, its last message: the run goes on without this engine, until it is connected again."""
+
+
 class Accepted(msgspec.Struct, frozen=True, tag="accepted", tag_field="kind"):
     """The worker takes the offer and receives in the background."""
 
@@ -319,4 +330,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="kind"):
     error: ErrorRecord
 
 
-LinkMessage: TypeAlias = Hello | Heartbeat | ReleaseMemory | Accepted | Received | Installed | Failed
+LinkMessage: TypeAlias = Hello | Heartbeat | ReleaseMemory | Dropped | Accepted | Received | Installed | Failed

@@ -43,6 +43,7 @@ from weightcast.format.manifest import PROTOCOL, decode, encode
 from weightcast.format.messages import (
     MAX_LINK_MESSAGE_BYTES,
     Accepted,
+    Dropped,
     Failed,
     Heartbeat,
     Hello,
@@ -298,6 +299,7 @@ class WorkerLink:
         self._sending = threading.Lock()
         self._closed = False
         self._is_welcome = False
+        self._is_dropped = False
         self._heard_at = 0.0
         self._descriptor: int | None = None
         self._sock: socket.socket | None = None
@@ -379,6 +381,20 @@ class WorkerLink:
             self.condition.read()
             return bool(self.over)
 
+    @property
+    def is_dropped(self) -> bool:
+        """True once the publisher has said that its run goes on without this engine.
+
+        Waits shortly at most: the link's own thread reads this, too, but a process that was stopped goes on with any
+        thread first.
+        """
+        if self.condition.acquire(timeout=POLL_SECONDS):
+            try:
+                self.condition.read()
+            finally:
+                self.condition.release()
+        return self._is_dropped
+
     def pop_descriptor(self) -> int | None:
         """Return the file descriptor that arrived last over a Unix socket, once; None if there is none.
 
@@ -447,6 +463,8 @@ class WorkerLink:
                         self.worked_at = self._heard_at
                     if isinstance(message, ReleaseMemory):
                         self._on_release()
+                    elif isinstance(message, Dropped):
+                        self._is_dropped = True
                     elif not isinstance(message, Heartbeat):
                         self._on_record(message)
         except BlockingIOError:
@@ -518,9 +536,15 @@ class Link:
             return message
         if self.ended:
             raise PeerDiedError(f"the link of {self.peer} ended: {self.ended}", peer=self.peer)
-        self.end(f"no {kind.__name__} for version {version} within {deadline.seconds:g} s")
+        self.end(f"no {kind.__name__} for version {version} within {deadline.seconds:g} s", goes_on=True)
         what = f"{self.peer} sent no {kind.__name__} for version {version} within {deadline.seconds:g} s"
         raise PeerTimeoutError(what, peer=self.peer)
+
+    def has_installed(self, version: int) -> bool:
+        """Return whether the worker has reported that it has installed this version, without waiting."""
+        with self._condition:
+            self._condition.read()
+            return any(isinstance(message, Installed) and message.version == version for message in self._verdicts)
 
     def failures(self, version: int) -> list[ErrorRecord]:
         """Return the errors that the worker has reported for this version, without waiting."""
@@ -566,9 +590,14 @@ class Link:
         with contextlib.suppress(OSError, ValueError):  # The socket was closed meanwhile.
             self._condition.poller.modify(self._sock, events)
 
-    def end(self, reason: str) -> None:
-        """Shut the link down, which the worker sees as the end of its publisher. Idempotent."""
+    def end(self, reason: str, *, goes_on: bool = False) -> None:
+        """Shut the link down, which the worker sees as the end of its publisher. Idempotent.
+
+        `goes_on`: first tell the worker that the run goes on without its engine.
+        """
         with self._condition:
+            if goes_on and not self.ended:
+                self.put(frame(Dropped()))
             if self.ended:
                 return
             self.ended = reason
@@ -662,10 +691,13 @@ class LinkListener:
             peer=engine,
         )
 
-    def end_links(self, reason: str, engine: str | None = None) -> None:
-        """End every link of an engine at once, or for None of all engines. The listener goes on until `close`."""
+    def end_links(self, reason: str, engine: str | None = None, *, goes_on: bool = False) -> None:
+        """End every link of an engine at once, or for None of all engines. The listener goes on until `close`.
+
+        `goes_on`: see `Link.end`.
+        """
         for link in self.links(engine):
-            link.end(reason)
+            link.end(reason, goes_on=goes_on)
 
     def close(self) -> None:
         """End every link and free everything. Idempotent."""

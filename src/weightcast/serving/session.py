@@ -86,6 +86,11 @@ class PublisherSession:
         return self._has_lost_its_publisher and not (self.update is not None and self.update.is_writing)
 
     @property
+    def is_dropped(self) -> bool:
+        """True if the session's publisher has said that its run goes on without this engine."""
+        return bool(self._links) and self._links[0].is_dropped
+
+    @property
     def _has_lost_its_publisher(self) -> bool:
         return bool(self._links) and self._links[0].has_ended
 

@@ -122,6 +122,8 @@ class Worker:
         self._closed = False
         self.instance = secrets.token_hex(16)
         self._offered: WeightVersion | None = None
+        self._offered_by: PublisherSession | None = None
+        """The session of that offer, which may have ended."""
         close_at_exit(self)
 
     def info(self) -> WeightInfo:
@@ -148,6 +150,7 @@ class Worker:
             instance=self.instance,
             offered=UNSET if self._offered is None else self._offered,
             adapters=UNSET if self.adapters is None else self.adapters.versions(),
+            dropped=True if self._offered_by is not None and self._offered_by.is_dropped else UNSET,
         )
 
     def init(self, info: InitInfo) -> None:
@@ -414,7 +417,7 @@ class Worker:
                 f"version {offer.version} was offered after version {newest} (a replayed request?): offer a higher "
                 "version"
             )
-        self._offered = WeightVersion(offer.run, offer.version)
+        self._offered, self._offered_by = WeightVersion(offer.run, offer.version), session
         if offer.install not in self._installs:
             raise UnsupportedError(
                 f"install={offer.install!r} was requested, but {type(self.engine).__name__} does not support it: "

@@ -177,7 +177,7 @@ class FleetMember:
     def ask(self, listener: LinkListener) -> None:
         """End the engine's links and ask for its `info`. May be called again for an engine that did not answer."""
         self.result = EngineResult()
-        listener.end_links("the publisher connects again", self.name)
+        listener.end_links("the publisher connects again", self.name, goes_on=True)
         self.links, self._accepted_manifest, self._dtypes_of = [], "", None
         self._connection, self.has_proven, self.base = Connection.LOST, False, -1
         self.client = self._given.connect()
@@ -379,8 +379,8 @@ class FleetMember:
             try:
                 try:
                     self.client.finish(self.version)
-                except (PeerTimeoutError, PeerDiedError):
-                    if not self._serves():
+                except (PeerTimeoutError, PeerDiedError) as exc:
+                    if not self._has_installed(exc):
                         raise
                 if self.client.paused_seconds is not None:
                     self.result.pause_seconds = self.client.paused_seconds
@@ -406,14 +406,24 @@ class FleetMember:
         """Wait until a worker reports the install; if its link is lost, ask the engine for its version."""
         try:
             installed = link.wait(Installed, self.version, Deadline(self._deadline_seconds))
-        except (PeerTimeoutError, PeerDiedError):
+        except (PeerTimeoutError, PeerDiedError) as exc:
             # The workers of a two-phase engine install separately: one worker's version is no proof for another's.
-            if isinstance(self.client, TwoPhaseInstall) or not self._serves():
+            if isinstance(self.client, TwoPhaseInstall) or not self._has_installed(exc):
                 raise
             self.result.installed_bytes.append(0)
         else:
             self.result.install_seconds = max(self.result.install_seconds, installed.seconds)
             self.result.installed_bytes.append(installed.installed_bytes)
+
+    def _has_installed(self, error: PeerError) -> bool:
+        """Return whether the engine has installed the offered version, although a message that says so is missing.
+
+        An engine that was silent for the deadline is not asked, which could take as long again: only messages of its
+        workers count that have come by now.
+        """
+        if isinstance(error, PeerTimeoutError) and self.links:
+            return all(link.has_installed(self.version) for link in self.links)
+        return self._serves()
 
     def _go_back(self) -> None:
         """Second phase of a two-phase install: roll all workers back if one did not install."""
@@ -447,7 +457,7 @@ class FleetMember:
             self._connection = Connection.LOST
         if isinstance(error, (PeerTimeoutError, PeerDiedError)):
             for link in self.links:
-                link.end(f"the publisher dropped this engine from the update: {error}")
+                link.end(f"the publisher dropped this engine from the update: {error}", goes_on=True)
 
     def close(self) -> None:
         """Close the client if the publisher made it from a URL. It closes the client that `connect` returned, too."""

@@ -225,7 +225,8 @@ class Publisher(ClosedOnExit):
         """Disconnect engines that are no members any more. Blocks at most for the deadline."""
         if self._connections is not None:
             for member in members:
-                self._connections.listener.end_links("the engine was removed from the fleet", member.name)
+                reason = "the engine was removed from the fleet"
+                self._connections.listener.end_links(reason, member.name, goes_on=True)
         # An engine that did not answer may still be paused, and this is the last request to it.
         self._fleet.each(FleetMember.resume, members, notes=False)
         for member in members:
@@ -240,7 +241,8 @@ class Publisher(ClosedOnExit):
     def _follow_directory(self, directory: EngineDirectory) -> None:
         """Let go the engines that have left the directory, and add those that have come.
 
-        If it fails, keep the present engines. Raises WeightcastError if there are none.
+        If it fails, keep the present engines. Raises WeightcastError if there are none; ValueError, with all engines
+        kept, if it lists none and the transport keeps no versions.
         """
         self._directory_error = None
         try:
@@ -257,6 +259,11 @@ class Publisher(ClosedOnExit):
             logger.warning("%s; the engines are those of the last publish", said)
             self._directory_error = to_record(exc)
             return
+        if not present and not self._transport.keeps_versions:
+            raise ValueError(
+                f"{type(directory).__name__} lists no engines, and {self._url} keeps nothing for later: publish again "
+                "when it lists some, or into a store (file:///DIR)"
+            )
         self._let_go([self._fleet.pop(member.name) for member in self._fleet.members if member.name not in kept])
         for member in joining:
             self._fleet.add(member)

@@ -250,7 +250,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         """End the link of a peer. `may_be_reading`: its process may live, and still read its buckets."""
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
-            peer.link.end(f"the publisher dropped this receiver: {error}")
+            peer.link.end(f"the publisher dropped this receiver: {error}", goes_on=True)
             if self._update is not None and peer.name in self._update.peers:
                 logger.warning("%s", error)
                 self._lose(peer.name, error)

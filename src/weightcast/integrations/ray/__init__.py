@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 class ActorEngines:
     """Implements `EngineDirectory`: the engine servers in Ray actors whose names begin with `prefix`.
 
-    An actor's method `url` returns the URL of its server. It is called once for each actor, so one that Ray restarts
-    has to keep its URL. An actor that does not answer yet, as while it starts, is left out until a later call. Ray must
-    be initialised.
+    An actor's method `url` returns the URL of its server. It is called until it has returned once, so an actor that Ray
+    restarts has to keep its URL. An actor that does not answer yet, as while it starts, or whose `url` raises, is left
+    out until a later call. Ray must be initialised.
     """
 
     def __init__(self, prefix: str, *, namespace: str | None = None, timeout_seconds: float = 10.0) -> None:
@@ -30,7 +30,7 @@ class ActorEngines:
         self._namespace = namespace
         self._timeout_seconds = timeout_seconds
         self._asked: dict[Any, Any] = {}
-        """The pending or complete call of each actor, by the actor's id."""
+        """The pending or complete call of each actor, by the actor's id; None after one that has failed."""
 
     def engines(self) -> Sequence[str]:
         namespace = self._namespace or ray.get_runtime_context().namespace
@@ -44,14 +44,15 @@ class ActorEngines:
                     continue  # It has ended since.
                 known = former.get(actor._actor_id)
                 self._asked[actor._actor_id] = actor.url.remote() if known is None else known
-        asked = list(self._asked.values())
+        asked = {call: actor for actor, call in self._asked.items()}
         is_any_new = not self._asked.keys() <= former.keys()
         seconds = self._timeout_seconds if is_any_new else 0.0
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=seconds) if asked else ([], [])
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
         urls = []
         for call in ready:
             try:
                 urls.append(ray.get(call))
             except ray.exceptions.RayError as exc:
-                logger.warning("an actor did not say its engine's URL: %s", exc)
+                self._asked[asked[call]] = None
+                logger.warning("an actor did not say its engine's URL, and is asked again: %s", exc)
         return sorted(urls)
