@@ -103,9 +103,10 @@ def refusal(server: Server, adapter: AdapterOf, **target: Any) -> str:
     return str(e.value)
 
 
-def publish_model(server: Server, seed: int, **options: Any) -> PublishReport:
+def publish_model(server: Server, seed: int, transport: str = "ipc://", **options: Any) -> PublishReport:
     source = ModuleSource(model_of(server.setup.family, seed, server.setup.dtype))
-    with Publisher(source, engines=[server.url], options=PublishOptions(**options)) as publisher:
+    options = {"options": PublishOptions(**options)}
+    with Publisher(source, transport=transport, engines=[server.url], **options) as publisher:
         return publisher.publish()
 
 
