@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import random
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,88 +15,64 @@ import torch
 from forking import preloaded
 from real_engines.setups import on
 
+from real_vllm.adapters import (
+    AdapterOf,
+    answer,
+    directories,
+    load_from_nowhere,
+    named,
+    publish_model,
+    publishing,
+    publishing_until_killed,
+    refusal,
+    versions_of,
+)
 from real_vllm.conftest import Checkpoints
 from real_vllm.oracle import PROMPT
 from real_vllm.servers import PLAIN, Server, Setup, completion
-from real_vllm.test_adapters import (
-    AdapterOf,
-    Source,
-    answer,
-    cold_answers,  # noqa: F401
-    named,
-    publish_model,
-    versions_of,
-)
 from real_vllm.test_soak import footprint
-from weightcast import Publisher, PublishError, PublishOptions
+from weightcast import PublishError
 from weightcast.errors import PeerTimeoutError
 from weightcast.format.adapters import tensor_name
-from weightcast.integrations.stock_adapters import FOLDER, StockAdapters
-from weightcast.trainer.options import Adapter
+from weightcast.integrations.stock_adapters import StockAdapters
 
-context = preloaded("torch", "real_vllm.test_stock_adapters")
+context = preloaded("torch", "real_vllm.adapters")
 STOCK_LORA = Setup(backend=None, endpoints=False, max_adapters=4)
 STOCK_LORA_TWO = Setup("llama-tied", tp=2, backend=None, endpoints=False, max_adapters=4)
 Q = tensor_name("model.layers.0.self_attn.q_proj", "A")
 
 
-@pytest.fixture(scope="session")
-def store() -> Iterator[Path]:
-    """One for all servers of this module, in memory: it outlives the servers, which read from it."""
-    directory = Path(tempfile.mkdtemp(prefix="weightcast-test-", dir="/dev/shm"))
-    yield directory
-    shutil.rmtree(directory)
-
-
-@contextlib.contextmanager
-def publishing(server: Server, store: Path, adapter: AdapterOf, **target: Any) -> Iterator[tuple[Publisher, Source]]:
-    source = Source(adapter.tensors, adapter.config)
-    options = PublishOptions(target=Adapter(target.pop("name", "policy"), **target))
-    with Publisher(source, transport=f"file://{store}", engines=[server.url], options=options) as publisher:
-        yield publisher, source
-
-
-def refusal(server: Server, store: Path, adapter: AdapterOf, version: int | None = None, **target: Any) -> str:
-    with publishing(server, store, adapter, **target) as (publisher, _), pytest.raises(PublishError) as e:
-        publisher.publish(version)
-    return str(e.value)
-
-
-def directories(store: Path, server: Server) -> set[str]:
-    """The labels of the versions that are written out for this server."""
-    port = server.url.rpartition(":")[2]
-    return {path.name.rpartition("-")[0] for path in (store / FOLDER).glob(f"*/*{port}/*")}
-
-
 @on(STOCK_LORA, full=[STOCK_LORA_TWO])
-def test_answers_are_those_of_a_cold_start(server: Server, store: Path, cold_answers: Any) -> None:  # noqa: F811
+def test_answers_are_those_of_a_cold_start(server: Server, memory_store: str, cold_answers: Any) -> None:
     """Also of versions that vLLM has evicted: seven, of which it keeps four."""
     expected, family = cold_answers(server.setup), server.setup.family
     alone = answer(server, "tiny")
-    with publishing(server, store, AdapterOf(family, 0), keep=6) as (publisher, source):
+    with publishing(server, AdapterOf(family, 0), memory_store, keep=6) as (publisher, source):
         for seed in (0, 1, 2, 0, 1, 2, 0):
             source.use(AdapterOf(family, seed))
             last = publisher.publish().version
             assert answer(server, f"policy@{last}") == expected[seed]
             assert answer(server, "tiny") == alone
-        assert named(server) == {f"policy@{last - age}" for age in range(7)} == directories(store, server)
+        assert named(server) == {f"policy@{last - age}" for age in range(7)} == directories(memory_store, server)
         for age, seed in enumerate((0, 2, 1, 0, 2, 1, 0)):
             assert answer(server, f"policy@{last - age}") == expected[seed]
-    with publishing(server, store, AdapterOf(family, 1)) as (publisher, source):
+    with publishing(server, AdapterOf(family, 1), memory_store) as (publisher, source):
         assert publisher.publish().version == last + 1
         assert named(server) == {f"policy@{last + 1}", f"policy@{last}"}
         assert publisher.publish().version == last + 2
-        assert directories(store, server) == {f"policy@{last + n}" for n in (0, 1, 2)}
+        assert directories(memory_store, server) == {f"policy@{last + n}" for n in (0, 1, 2)}
         assert not server.is_paused()
     assert answer(server, f"policy@{last + 2}") == expected[1]
     assert server.post("/v1/completions", completion(PROMPT, 2) | {"model": "policy"}).status_code == 404
 
 
 @on(STOCK_LORA, full=[STOCK_LORA_TWO])
-def test_broken_updates_are_refused_by_name_and_the_old_one_serves(server: Server, store: Path) -> None:
+def test_broken_updates_are_refused_by_name_and_the_old_one_serves(
+    server: Server, memory_store: str, tmp_path: Path
+) -> None:
     family = server.setup.family
     adapter, large = AdapterOf(family, 0), AdapterOf(family, 0, rank=32)
-    with publishing(server, store, adapter) as (publisher, _):
+    with publishing(server, adapter, memory_store) as (publisher, _):
         last = publisher.publish().version
     before, names = answer(server, f"policy@{last}"), named(server)
     renamed = {name.replace("layers.0", "layers.7"): tensor for name, tensor in adapter.tensors.items()}
@@ -122,27 +93,26 @@ def test_broken_updates_are_refused_by_name_and_the_old_one_serves(server: Serve
     for said, (tensors, config) in cases.items():
         broken = AdapterOf(family, 0)
         broken.tensors, broken.config = tensors, config
-        assert said in refusal(server, store, broken)
+        assert said in refusal(server, broken, memory_store)
         assert (answer(server, f"policy@{last}"), named(server)) == (before, names)
-    assert "can't say of which run its model is" in refusal(server, store, adapter, base=("0" * 32, 1))
-    assert f"names policy@{last} of run " in refusal(server, store, adapter, version=last)
-    assert f"names policy@{last} of run " in refusal(server, store, adapter, version=last - 1)
-    path = AdapterOf(family, 2).save(store / "theirs")
+    assert "can't say of which run its model is" in refusal(server, adapter, memory_store, base=("0" * 32, 1))
+    assert f"names policy@{last} of run " in refusal(server, adapter, memory_store, version=last)
+    assert f"names policy@{last} of run " in refusal(server, adapter, memory_store, version=last - 1)
+    path = AdapterOf(family, 2).save(tmp_path / "theirs")
     loaded = server.post("/v1/load_lora_adapter", {"lora_name": "theirs@7", "lora_path": str(path)})
     assert loaded.status_code == 200, loaded.text
-    assert "has an adapter 'theirs@7' already" in refusal(server, store, adapter, version=7, name="theirs")
+    assert "has an adapter 'theirs@7' already" in refusal(server, adapter, memory_store, version=7, name="theirs")
     assert server.post("/v1/unload_lora_adapter", {"lora_name": "theirs@7"}).status_code == 200
-    shutil.rmtree(path)
     with pytest.raises(PublishError, match=f"has the adapters .*policy@{last}, which were trained on the model"):
-        publish_model(server, 1, transport=f"file://{store}/models")
+        publish_model(server, 1, f"{memory_store}/models")
     assert (answer(server, f"policy@{last}"), named(server)) == (before, names)
-    with publishing(server, store, AdapterOf(family, 1)) as (publisher, _):
+    with publishing(server, AdapterOf(family, 1), memory_store) as (publisher, _):
         assert answer(server, f"policy@{publisher.publish().version}") != before
 
 
 @on(STOCK_LORA)
 def test_settings_of_layers_and_rslora_are_those_of_a_cold_start(
-    server: Server, store: Path, checkpoint: Checkpoints, tmp_path: Path
+    server: Server, memory_store: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     adapter = AdapterOf(server.setup.family, 3)
     module = "model.layers.1.mlp.down_proj"
@@ -154,7 +124,7 @@ def test_settings_of_layers_and_rslora_are_those_of_a_cold_start(
     adapter.config = msgspec.structs.replace(
         adapter.config, use_rslora=True, rank_pattern={module: 4}, alpha_pattern={module: 3.0}
     )
-    with publishing(server, store, adapter) as (publisher, _):
+    with publishing(server, adapter, memory_store) as (publisher, _):
         got = answer(server, f"policy@{publisher.publish().version}")
     path = adapter.save(tmp_path / "cold")
     settings = {"use_rslora": True, "rank_pattern": {module: 4}, "alpha_pattern": {module: 3.0}}
@@ -167,17 +137,10 @@ def test_settings_of_layers_and_rslora_are_those_of_a_cold_start(
 
 @on(STOCK_LORA)
 def test_a_version_that_the_server_can_not_read_is_reported_and_removed(
-    server: Server, store: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, memory_store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by a server on another host: its reply is that it finds nothing under the path."""
-    family, load = server.setup.family, StockAdapters.load
-
-    def load_from_nowhere(self: StockAdapters, version: int) -> None:
-        assert self._path is not None
-        shutil.rmtree(self._path)
-        load(self, version)
-
-    with publishing(server, store, AdapterOf(family, 0)) as (publisher, source):
+    family = server.setup.family
+    with publishing(server, AdapterOf(family, 0), memory_store) as (publisher, source):
         last = publisher.publish().version
         before, names = answer(server, f"policy@{last}"), named(server)
         source.use(AdapterOf(family, 1))
@@ -185,10 +148,14 @@ def test_a_version_that_the_server_can_not_read_is_reported_and_removed(
         with pytest.raises(PublishError) as e:
             publisher.publish()
         monkeypatch.undo()
-        for said in (f"could not load policy@{last + 1} from {store}", "404", "check that it sees this path"):
+        for said in (
+            f"could not load policy@{last + 1} from {memory_store.removeprefix('file://')}",
+            "404",
+            "check that it sees this path",
+        ):
             assert said in str(e.value)
         assert (answer(server, f"policy@{last}"), named(server)) == (before, names)
-        assert f"policy@{last + 1}" not in directories(store, server)
+        assert f"policy@{last + 1}" not in directories(memory_store, server)
         assert publisher.publish().version == last + 2
         assert answer(server, f"policy@{last + 2}") != before
 
@@ -196,9 +163,9 @@ def test_a_version_that_the_server_can_not_read_is_reported_and_removed(
 @on(STOCK_LORA)
 def test_after_a_lost_reply_the_server_is_asked(
     server: Server,
-    store: Path,
+    memory_store: str,
     monkeypatch: pytest.MonkeyPatch,
-    cold_answers: Any,  # noqa: F811
+    cold_answers: Any,
 ) -> None:
     expected, post = cold_answers(server.setup), StockAdapters._post
 
@@ -206,7 +173,7 @@ def test_after_a_lost_reply_the_server_is_asked(
         post(self, route, body)
         raise PeerTimeoutError("the reply was lost", peer=self.name)
 
-    with publishing(server, store, AdapterOf(server.setup.family, 0)) as (publisher, source):
+    with publishing(server, AdapterOf(server.setup.family, 0), memory_store) as (publisher, source):
         last = publisher.publish().version
         with monkeypatch.context() as patch:
             patch.setattr(StockAdapters, "_post", lose)
@@ -221,12 +188,12 @@ def test_after_a_lost_reply_the_server_is_asked(
 @on(STOCK_LORA)
 def test_a_running_request_keeps_its_version_and_its_directory(
     server: Server,
-    store: Path,
-    cold_answers: Any,  # noqa: F811
+    memory_store: str,
+    cold_answers: Any,
 ) -> None:
     cold_answers(server.setup)
     family = server.setup.family
-    with publishing(server, store, AdapterOf(family, 0), keep=0) as (publisher, source):
+    with publishing(server, AdapterOf(family, 0), memory_store, keep=0) as (publisher, source):
         first = publisher.publish().version
         label = f"policy@{first}"
         expected = answer(server, label, num_tokens=40)
@@ -240,37 +207,22 @@ def test_a_running_request_keeps_its_version_and_its_directory(
                         source.use(AdapterOf(family, seed))
                         last = publisher.publish().version
                     assert named(server) == {f"policy@{last}"}
-                    assert directories(store, server) == {label, f"policy@{last - 1}", f"policy@{last}"}
+                    assert directories(memory_store, server) == {label, f"policy@{last - 1}", f"policy@{last}"}
                 tokens += choice["token_ids"] or []
         finally:
             server.call("test_slow_down", 0.0)
         assert tokens == expected.tokens
         publisher.publish()
-        assert label not in directories(store, server)
+        assert label not in directories(memory_store, server)
     assert server.is_healthy()
 
 
 @on(PLAIN)
-def test_a_server_without_lora_says_how_to_start_it(server: Server, store: Path) -> None:
-    said = refusal(server, store, AdapterOf(server.setup.family, 0))
+def test_a_server_without_lora_says_how_to_start_it(server: Server, memory_store: str) -> None:
+    said = refusal(server, AdapterOf(server.setup.family, 0), memory_store)
     assert "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in said
-    source = Source(AdapterOf(server.setup.family, 0).tensors, AdapterOf(server.setup.family, 0).config)
-    options = PublishOptions(target=Adapter("policy"))
-    with Publisher(source, engines=[server.url], options=options) as publisher, pytest.raises(PublishError) as e:
-        publisher.publish()
-    assert "can load versions only from a store: publish with transport='file:///dir'" in str(e.value)
-
-
-def publishing_until_killed(url: str, family: str, store: str, first: int, is_serving: Any) -> None:
-    """A trainer that publishes version after version, number `first` first; number n is the adapter of seed n % 3."""
-    adapters = [AdapterOf(family, seed) for seed in range(3)]
-    source = Source(adapters[0].tensors, adapters[0].config)
-    options = PublishOptions(target=Adapter("policy"))
-    with Publisher(source, transport=store, engines=[url], options=options) as publisher:
-        for number in itertools.count(first):
-            source.use(adapters[number % 3])
-            publisher.publish(number)
-            is_serving.set()
+    said = refusal(server, AdapterOf(server.setup.family, 0))
+    assert "can load versions only from a store: publish with transport='file:///dir'" in said
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 13))])
@@ -278,14 +230,14 @@ def publishing_until_killed(url: str, family: str, store: str, first: int, is_se
 def test_trainers_killed_at_random_leave_whole_versions(
     server: Server,
     seed: int,
-    store: Path,
-    cold_answers: Any,  # noqa: F811
+    memory_store: str,
+    cold_answers: Any,
 ) -> None:
     family, expected, generator = server.setup.family, cold_answers(server.setup), random.Random(seed)
     next_number, memory = 1 + max([1000, *versions_of(server).values()]), list[int]()
     for _ in range(4):
         is_serving = context.Event()
-        arguments = (server.url, family, f"file://{store}", next_number, is_serving)
+        arguments = (server.url, family, next_number, is_serving, memory_store)
         trainer = context.Process(target=publishing_until_killed, args=arguments)
         trainer.start()
         assert is_serving.wait(120)
@@ -296,10 +248,10 @@ def test_trainers_killed_at_random_leave_whole_versions(
         versions = versions_of(server)
         assert next_number <= max(versions.values())
         assert len(versions) <= 3, "the newest, one older, and one that was to be unloaded next"
-        assert versions.keys() <= directories(store, server), "vLLM may read them again"
+        assert versions.keys() <= directories(memory_store, server), "vLLM may read them again"
         for label, number in versions.items():
             assert answer(server, label) == expected[number % 3], label
-        assert len(directories(store, server)) <= 5
+        assert len(directories(memory_store, server)) <= 5
         next_number = 1 + max(versions.values())
         memory.append(footprint(server).rss_bytes)
     assert server.is_healthy()
