@@ -29,7 +29,6 @@ from real_vllm.adapters import (
 from real_vllm.oracle import PROMPT, Answer, joined
 from real_vllm.test_soak import footprint
 
-import real_sglang.stand_ins.sitecustomize  # noqa: F401
 from real_sglang.adapters import NUM_STREAMED, NUM_TOKENS, Cold, answer, named, num_loaded
 from real_sglang.faults import Break
 from real_sglang.oracle import LOOSE
@@ -38,7 +37,13 @@ from weightcast import Publisher, PublishError, PublishOptions
 from weightcast.format.adapters import LoraConfig, tensor_name
 from weightcast.trainer.options import Adapter
 
-context = preloaded("torch", "real_vllm.adapters")
+context = preloaded(
+    "torch",
+    "real_sglang.stand_ins.sitecustomize",
+    "real_vllm.adapters",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.llama.modeling_llama",
+)
 LORA = Setup(max_lora_rank=16)
 LORA_TWO = Setup("llama-tied", tp=2, max_lora_rank=16)
 LORA_BIASES = Setup("qwen2", dtype=torch.bfloat16, max_lora_rank=16)
@@ -332,18 +337,13 @@ def test_a_reload_by_sglang_itself_takes_the_names(server: Server) -> None:
     publish_model(server, 0)
 
 
-def killed(url: str, phase: str, family: str) -> None:
-    """A trainer that is killed at a phase, in a process that has imported this module's stand-in for torchvision."""
-    killed_at(url, phase, family)
-
-
 @pytest.mark.parametrize("phase", ["offered", "packed", "received", "installed"])
 @on(LORA, full=[LORA_TWO])
 def test_a_trainer_that_is_killed_leaves_a_whole_version(
     server: Server, phase: str, cold_with: Callable[..., Cold]
 ) -> None:
     family, expected = server.setup.family, cold_with(server.setup).adapted
-    trainer = context.Process(target=killed, args=(server.url, phase, family))
+    trainer = context.Process(target=killed_at, args=(server.url, phase, family))
     trainer.start()
     trainer.join(120)
     assert trainer.exitcode == -signal.SIGKILL
@@ -356,11 +356,6 @@ def test_a_trainer_that_is_killed_leaves_a_whole_version(
     assert answer(server, "policy") == expected[2]
 
 
-def streaming(url: str, family: str, first: int, is_serving: Any) -> None:
-    """A trainer of many versions, in a process that has imported this module's stand-in for torchvision."""
-    publishing_until_killed(url, family, first, is_serving)
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 13))])
 @on(LORA, full=[LORA_TWO])
 def test_trainers_killed_at_random_leave_whole_versions(
@@ -370,7 +365,7 @@ def test_trainers_killed_at_random_leave_whole_versions(
     next_number, memory = 1 + max([1000, *versions_of(server).values()]), list[int]()
     for _ in range(4):
         is_serving = context.Event()
-        trainer = context.Process(target=streaming, args=(server.url, family, next_number, is_serving))
+        trainer = context.Process(target=publishing_until_killed, args=(server.url, family, next_number, is_serving))
         trainer.start()
         assert is_serving.wait(120)
         time.sleep(generator.uniform(0.0, 0.3))

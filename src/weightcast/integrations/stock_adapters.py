@@ -12,6 +12,7 @@ The directories are inside the store's directory, apart for each server, as hard
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -46,7 +47,7 @@ from weightcast.seams.adapters import AdapterLimits
 from weightcast.serving.adapters import adapter_problems
 from weightcast.serving.admission import misfit_error
 from weightcast.store.address import DirectoryAddress
-from weightcast.trainer.export import whole_tensors
+from weightcast.trainer.export import joined_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class AdapterApi(AdapterLimits, Protocol):
     after_failure: str
 
     def require(self) -> None:
-        """Raise UnsupportedError, with the remedy, if the server can't load adapters; PeerError if it has changed."""
+        """Raise UnsupportedError, with the remedy, if the server can't load adapters. Raises PeerError."""
 
     def form(
         self, tensors: Mapping[str, torch.Tensor], config: LoraConfig
@@ -138,7 +139,7 @@ class StockAdapters:
     # --- an update, in this order ---
 
     def check(self, target: AdapterTarget, version: int, manifest: Manifest, store: DirectoryAddress) -> None:
-        """Check an offer, unload older versions that an earlier publish could not, and remove unused directories.
+        """Check an offer, remove unused directories, and unload older versions that an earlier publish could not.
 
         Raises UnsupportedError, RefusedError, StaleVersionError, IncompatibleWeightsError.
         """
@@ -160,6 +161,7 @@ class StockAdapters:
                 f"{self.name} names {ours[-1].label} of run {ours[-1].run}, and {label} would not be newer: publish a "
                 "version with a higher number"
             )
+        self._remove_unused(served)
         self._unload([each.label for each in ours[: -1 - target.keep]])
         served = self._served()
         if api.capacity is not None and len(served) >= api.capacity:
@@ -167,7 +169,6 @@ class StockAdapters:
                 f"{self.name} has {len(served)} adapters loaded ({listed(sorted(served), separator=', ')}) and would "
                 f"drop one: publish with a smaller keep, or start it with {api.limits}"
             )
-        self._remove_unused(served)
 
     def write(self, store: str, version: WeightVersion) -> None:
         """Write the directory of a version in publication.
@@ -184,7 +185,7 @@ class StockAdapters:
                 with on_failure(unfinished.discard):
                     if known is None:
                         source = registry.stored_source(store, version=version)
-                        tensors, settings = self._api.form(whole_tensors(source), self._target.config)
+                        tensors, settings = self._api.form(joined_tensors(source), self._target.config)
                         write_tensors(unfinished.path / "adapter_model.safetensors", tensors)
                         (unfinished.path / "adapter_config.json").write_text(json.dumps(settings, indent=2))
                     else:
@@ -205,25 +206,21 @@ class StockAdapters:
             self._post(self._api.load_route, {"lora_name": label, "lora_path": str(path)})
         except ControlError as exc:
             # SGLang keeps it on the ranks that have loaded it, until it is told to unload it.
-            self._unload_quietly([label])
+            with contextlib.suppress(WeightcastError):
+                self._unload([label])
             shutil.rmtree(path, ignore_errors=True)
             raise InstallError(
                 f"{self.name} could not load {label} from {path}: {exc}; check that it sees this path. Its other "
                 f"versions go on{self._api.after_failure}"
             ) from exc
-        older = self._of_target(self._served())[: -1 - self._target.keep]
-        self._unload_quietly([each.label for each in older])
+        try:
+            self._unload([each.label for each in self._of_target(self._served())[: -1 - self._target.keep]])
+        except WeightcastError as exc:
+            logger.warning("%s did not unload older versions, the next offer will: %s", self.name, exc)
 
     def _of_target(self, served: Mapping[str, str]) -> list[AdapterVersion]:
         assert self._target is not None, "an offer comes first"
         return [version for version in self._versions(served) if version.name == self._target.name]
-
-    def _unload_quietly(self, labels: Sequence[str]) -> None:
-        """Unload adapters, and log a failure: the next offer tries again."""
-        try:
-            self._unload(labels)
-        except WeightcastError as exc:
-            logger.warning("%s did not unload %s: %s", self.name, ", ".join(labels), exc)
 
     def _unload(self, labels: Sequence[str]) -> None:
         for label in labels:

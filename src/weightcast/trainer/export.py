@@ -77,7 +77,7 @@ def _write(source: Source, directory: Path, max_shard_bytes: int) -> list[str]:
     return names
 
 
-def whole_tensors(source: Source) -> dict[str, torch.Tensor]:
+def joined_tensors(source: Source) -> dict[str, torch.Tensor]:
     """Return every tensor, joined from its regions, under each of its names; no two share memory.
 
     Raises IncompatibleWeightsError if this rank does not have all of a tensor. Extra memory: tensors in several regions
