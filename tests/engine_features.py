@@ -156,6 +156,11 @@ FEATURES = [
         ),
     ),
     Feature(
+        "LoRA adapters into a stock server",
+        (Run("real_vllm/test_stock_adapters.py", "STOCK_LORA"),),
+        (Run("real_sglang/test_stock_adapters.py", "STOCK_LORA", "likewise"),),
+    ),
+    Feature(
         "LoRA, fully sharded, of towers, of a mixture of experts, or with overlapped loading",
         (
             Refused(_NOT_TRIED, "lora_config", lora(fully_sharded_loras=True)),
@@ -192,12 +197,11 @@ FEATURES = [
         ),
     ),
     Feature(
-        "shared weight cache",
-        sglang=(Refused("SGLang's own update session refuses it", "weight_cache_mode", "on"),),
-    ),
-    Feature(
-        "several tokenizer workers",
-        sglang=(Refused("the workers would not agree on a version", "tokenizer_worker_num", 2),),
+        "shared weight cache; several tokenizer workers",
+        sglang=(
+            Refused("SGLang's own update session refuses it", "weight_cache_mode", "on"),
+            Refused("the workers would not agree on a version", "tokenizer_worker_num", 2),
+        ),
     ),
 ]
 

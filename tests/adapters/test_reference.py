@@ -235,9 +235,19 @@ def test_settings_without_alpha_are_refused_by_name() -> None:
         assert "`lora_alpha`" in reply.json()["error"]["message"]
 
 
-def into_a_store() -> Publisher:
+def test_an_adapter_goes_through_a_store_as_by_any_transport(tmp_path: Path) -> None:
+    adapted = trained(1)
     options = PublishOptions(target=Adapter("policy"))
-    return Publisher(PeftAdapterSource(trained(1)), transport="file:///nowhere", options=options)
+    with (
+        serving() as served,
+        Publisher(
+            PeftAdapterSource(adapted), transport=f"file://{tmp_path}/store", engines=[served.client], options=options
+        ) as publisher,
+    ):
+        for seed in (1, 2):
+            draw(adapted, seed)
+            assert publisher.publish().ok
+            assert logprobs(served.answers("policy")) == logprobs(cold_answers(adapted, tmp_path / str(seed)))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +255,6 @@ def into_a_store() -> Publisher:
     [
         (lambda: publishing(ModuleSource(make_model())), "a source of whole models: pass PeftAdapterSource"),
         (lambda: Publisher(PeftAdapterSource(trained(1))), "has only an adapter: pass options="),
-        (lambda: into_a_store(), "a store keeps versions of models"),
         (lambda: publishing(PeftAdapterSource(trained(1)), install="streaming"), "an adapter is installed as a whole"),
         (lambda: publishing(PeftAdapterSource(trained(1)), verify="installed"), "leave out install='streaming'"),
         (lambda: Adapter("policy@7"), "the adapter's name is 'policy@7'"),

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from real_engines.setups import mark_off_diagonal
+from real_vllm.adapters import memory_store  # noqa: F401 - a fixture
 from real_vllm.models import model_of, save
 from warm_python import WarmPython
 
+from real_sglang.adapters import cold_with  # noqa: F401 - a fixture
 from real_sglang.oracle import ColdServers
 from real_sglang.servers import ONE, STARTED_BY_COMMAND, Server, Setup, child_environment
 

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
+import random
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from forking import preloaded
 from real_engines.setups import on
+from real_vllm.adapters import (
+    AdapterOf,
+    Source,
+    killed_at,
+    publish_model,
+    publishing,
+    publishing_until_killed,
+    refusal,
+    versions_of,
+)
 from real_vllm.oracle import PROMPT, Answer, joined
-from real_vllm.test_adapters import AdapterOf, Source, killed_at, publish_model, publishing, refusal
+from real_vllm.test_soak import footprint
 
-import real_sglang.stand_ins.sitecustomize  # noqa: F401
-from real_sglang.conftest import Checkpoints
+from real_sglang.adapters import NUM_STREAMED, NUM_TOKENS, Cold, answer, named, num_loaded
 from real_sglang.faults import Break
 from real_sglang.oracle import LOOSE
 from real_sglang.servers import ONE, Server, Setup
@@ -27,61 +37,17 @@ from weightcast import Publisher, PublishError, PublishOptions
 from weightcast.format.adapters import LoraConfig, tensor_name
 from weightcast.trainer.options import Adapter
 
-context = preloaded("torch", "real_vllm.test_adapters")
+context = preloaded(
+    "torch",
+    "real_sglang.stand_ins.sitecustomize",
+    "real_vllm.adapters",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.llama.modeling_llama",
+)
 LORA = Setup(max_lora_rank=16)
 LORA_TWO = Setup("llama-tied", tp=2, max_lora_rank=16)
 LORA_BIASES = Setup("qwen2", dtype=torch.bfloat16, max_lora_rank=16)
 LORA_EXPERTS = Setup("qwen3-moe", max_lora_rank=16)
-NUM_TOKENS = 16
-NUM_STREAMED = 300
-
-
-class Cold(NamedTuple):
-    """Answers of a server that was started with adapters from directories: alone, and with the adapter of each seed.
-
-    `streamed`: a long one with the adapter of seed 0.
-    """
-
-    checksums: Any
-    alone: Answer
-    adapted: list[Answer]
-    streamed: Answer
-
-
-@pytest.fixture(scope="session")
-def cold_with(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Cold]:
-    """cold_with(setup, seed=0): from a server with the model of that seed."""
-    found: dict[tuple[Setup, int], Cold] = {}
-
-    def of(setup: Setup, seed: int = 0) -> Cold:
-        if (setup, seed) not in found:
-            folder = tmp_path_factory.mktemp("adapters")
-            adapters = {f"cold-{each}": AdapterOf(setup.family, each).save(folder / str(each)) for each in range(3)}
-            stock = dataclasses.replace(setup, plugin=False)
-            with Server(stock, checkpoint(setup.family, seed, setup.dtype), adapters=adapters) as server:
-                found[setup, seed] = Cold(
-                    server.checksums(),
-                    answer(server),
-                    [answer(server, name) for name in adapters],
-                    answer(server, "cold-0", num_tokens=NUM_STREAMED),
-                )
-        return found[setup, seed]
-
-    return of
-
-
-def answer(server: Server, adapter: str | None = None, *, num_tokens: int = NUM_TOKENS, **options: Any) -> Answer:
-    return server.answer(PROMPT, num_tokens, lora_path=adapter, **options).answer
-
-
-def named(server: Server) -> set[str]:
-    return {model["id"] for model in server.get("/v1/models")["data"]} - {str(server.folder)}
-
-
-def num_loaded(server: Server) -> int:
-    """Number of versions that all ranks together have loaded."""
-    loads, unloads = ("from tensors completes: LoRARef", "LoRA adapter unloading completes: LoRARef")
-    return len(server.log_lines(loads)) - len(server.log_lines(unloads))
 
 
 @on(LORA, full=[LORA_TWO, LORA_BIASES])
@@ -371,18 +337,13 @@ def test_a_reload_by_sglang_itself_takes_the_names(server: Server) -> None:
     publish_model(server, 0)
 
 
-def killed(url: str, phase: str, family: str) -> None:
-    """A trainer that is killed at a phase, in a process that has imported this module's stand-in for torchvision."""
-    killed_at(url, phase, family)
-
-
 @pytest.mark.parametrize("phase", ["offered", "packed", "received", "installed"])
 @on(LORA, full=[LORA_TWO])
 def test_a_trainer_that_is_killed_leaves_a_whole_version(
     server: Server, phase: str, cold_with: Callable[..., Cold]
 ) -> None:
     family, expected = server.setup.family, cold_with(server.setup).adapted
-    trainer = context.Process(target=killed, args=(server.url, phase, family))
+    trainer = context.Process(target=killed_at, args=(server.url, phase, family))
     trainer.start()
     trainer.join(120)
     assert trainer.exitcode == -signal.SIGKILL
@@ -393,3 +354,30 @@ def test_a_trainer_that_is_killed_leaves_a_whole_version(
     with Publisher(source, engines=[server.url], options=options) as publisher:
         publisher.publish()
     assert answer(server, "policy") == expected[2]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 13))])
+@on(LORA, full=[LORA_TWO])
+def test_trainers_killed_at_random_leave_whole_versions(
+    server: Server, seed: int, cold_with: Callable[..., Cold]
+) -> None:
+    family, expected, generator = server.setup.family, cold_with(server.setup).adapted, random.Random(seed)
+    next_number, memory = 1 + max([1000, *versions_of(server).values()]), list[int]()
+    for _ in range(4):
+        is_serving = context.Event()
+        trainer = context.Process(target=publishing_until_killed, args=(server.url, family, next_number, is_serving))
+        trainer.start()
+        assert is_serving.wait(120)
+        time.sleep(generator.uniform(0.0, 0.3))
+        trainer.kill()
+        trainer.join(120)
+        versions = versions_of(server)
+        assert next_number <= max(versions.values())
+        for label, number in versions.items():
+            assert answer(server, label) == expected[number % 3], label
+        next_number = 1 + max(versions.values())
+        assert answer(server, "policy") == expected[(next_number - 1) % 3]
+        assert not server.get("/weight_info")["paused"]
+        memory.append(footprint(server).rss_bytes)
+    assert num_loaded(server) <= 4 * server.setup.tp, "two that can be named, and those of the last trainer's end"
+    print(f"version {next_number - 1}; the server's memory after each kill: {[size >> 20 for size in memory]} MiB")

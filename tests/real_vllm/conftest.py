@@ -15,6 +15,7 @@ import pytest
 import torch
 from real_engines.setups import mark_off_diagonal
 
+from real_vllm.adapters import cold_answers, memory_store  # noqa: F401 - fixtures
 from real_vllm.cold import Cold
 from real_vllm.models import model_of, save
 from real_vllm.offline import Offline, OfflineSetup

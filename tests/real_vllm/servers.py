@@ -83,6 +83,8 @@ def child_environment(setup: Setup) -> dict[str, str]:
     environment.pop("WEIGHTCAST_TOKEN", None)
     if setup.endpoints:
         environment["VLLM_PLUGINS"] = "weightcast"
+    if setup.max_adapters and setup.backend is None:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if setup.token:
         environment["WEIGHTCAST_TOKEN"] = setup.token
     return environment

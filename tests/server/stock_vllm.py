@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from safetensors.torch import load_file
 
 from weightcast.engines.module import ModuleEngine
@@ -49,6 +49,11 @@ class StockVllm:
         self.num_ranks = num_engines
         self.num_failing_reloads = 0
         self.url = ""
+        self.lora: dict[str, Any] | None = None
+        self.parallel: dict[str, Any] = {}
+        self.adapters: dict[str, str] = {}
+        self.fails_to_load = False
+        self.metrics = "# HELP vllm:lora_requests_info Running stats on lora requests.\n"
         self.resumed = threading.Event()
 
     @contextlib.contextmanager
@@ -108,9 +113,37 @@ class StockVllm:
                 "model_config": {"model": self.model, "dtype": "torch.float32", "revision": None},
                 "load_config": {"download_dir": None},
                 "device_config": {"device": self.device},
+                "lora_config": self.lora,
+                "parallel_config": self.parallel,
                 "more": 1,
             }
-            return {"vllm_config": config, "vllm_env": {}}
+            return {"vllm_config": config, "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": self.lora is not None}}
+
+        @app.get("/v1/models")
+        def models() -> Any:
+            cards = [{"id": "tiny", "root": self.model, "parent": None}]
+            return {"data": cards + [{"id": n, "root": root, "parent": "tiny"} for n, root in self.adapters.items()]}
+
+        @app.get("/metrics")
+        def metrics() -> Any:
+            return PlainTextResponse(self.metrics)
+
+        @app.post("/v1/load_lora_adapter")
+        def load_lora_adapter(body: dict[str, str]) -> Any:
+            path = Path(body["lora_path"])
+            if self.fails_to_load:
+                return _failed("no room")
+            if not (path / "adapter_config.json").is_file():
+                return _failed(f"The lora adapter {body['lora_name']!r} cannot be found.")
+            load_file(path / "adapter_model.safetensors")
+            self.adapters[body["lora_name"]] = str(path)
+            return PlainTextResponse("Success")
+
+        @app.post("/v1/unload_lora_adapter")
+        def unload_lora_adapter(body: dict[str, str]) -> Any:
+            if self.adapters.pop(body["lora_name"], None) is None:
+                return _failed(f"The lora adapter {body['lora_name']!r} cannot be found.")
+            return PlainTextResponse("Success")
 
         @app.post("/pause")
         def pause(mode: str = "abort", clear_cache: bool = True) -> Any:

@@ -7,7 +7,8 @@ inputs), and `lora_B` of shape (outputs, rank).
 from __future__ import annotations
 
 import math
-from typing import Annotated
+import re
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -41,6 +42,19 @@ class LoraConfig(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return the factor of the product of B and A."""
         alpha, rank = self.alpha_pattern.get(module, self.lora_alpha), self.rank(module)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    def peft(self) -> dict[str, Any]:
+        """Return the settings as a PEFT directory has them in `adapter_config.json`."""
+        return {
+            "peft_type": "LORA",
+            "r": self.r,
+            "lora_alpha": self.lora_alpha,
+            "target_modules": list(self.target_modules),
+            "use_rslora": self.use_rslora,
+            # Regular expressions there.
+            "rank_pattern": {re.escape(name): rank for name, rank in self.rank_pattern.items()},
+            "alpha_pattern": {re.escape(name): alpha for name, alpha in self.alpha_pattern.items()},
+        }
 
 
 class AdapterTarget(msgspec.Struct, frozen=True, omit_defaults=True):

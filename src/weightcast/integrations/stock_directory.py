@@ -33,6 +33,7 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.messages import InitInfo, Offer, Seal, UpdateInfo, WeightInfo
+from weightcast.integrations.stock_adapters import AdapterApi, StockAdapters
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
 from weightcast.seams.source import Regions, Source
@@ -60,6 +61,7 @@ class StockApi(Protocol):
 
     `kind`: the server's kind, for errors. `held`: the tensors of the checkpoint from which it was started, None if that
     can't be read. `dtype`: the dtype in which it serves. `remedy`: how to add weightcast's routes to such a server.
+    `adapters`: its routes for LoRA adapters.
     """
 
     name: str
@@ -67,6 +69,10 @@ class StockApi(Protocol):
     held: Sequence[TensorSpec] | None
     dtype: str
     remedy: str
+    adapters: AdapterApi
+
+    def require_unchanged(self) -> None:
+        """Raise ControlError if another server was started at this URL since this client was made."""
 
     def status(self) -> ServerStatus: ...
 
@@ -104,6 +110,9 @@ class StockServer(EngineClient, ServesTraffic):
         self._run = self._version_run = self._store = ""
         self._manifest: Manifest | None = None
         self._directory: Path | None = None
+        self._adapters = StockAdapters(api.adapters)
+        self._has_adapter = False
+        """True if the update in progress is of an adapter."""
 
     # --- control ---
 
@@ -118,6 +127,8 @@ class StockServer(EngineClient, ServesTraffic):
             torn=f"{self.name} has no whole version" if self.is_torn else "",
             paused=is_paused,
             world_size=0,
+            abilities=("adapters",),
+            adapters=self._adapters.versions(),
         )
 
     @property
@@ -150,11 +161,18 @@ class StockServer(EngineClient, ServesTraffic):
         """Upon an offer, check it. Upon a seal, write the directory, before the pause."""
         self._directory = None
         if isinstance(info, Offer):
-            if not isinstance(StoreAddress.parse(self._store), DirectoryAddress):
+            address = StoreAddress.parse(self._store)
+            if not isinstance(address, DirectoryAddress):
                 raise UnsupportedError(
                     f"{self.name} is {self.api.kind}, which loads versions from a directory, not from {self._store}: "
                     f"publish with transport='file:///dir', a directory that the server sees too; or {self.api.remedy}"
                 )
+            self._has_adapter = bool(info.target)
+            if info.target:
+                self._manifest = info.manifest or self._manifest
+                self.api.require_unchanged()
+                self._adapters.check(info.target, info.version, self._require_manifest(), address)
+                return
             if info.install != "staged":
                 raise UnsupportedError(
                     f"{self.name} can't load a version bucket by bucket: publish with install='staged', or "
@@ -162,8 +180,12 @@ class StockServer(EngineClient, ServesTraffic):
                 )
             self.check(info)
         elif isinstance(info, Seal):
+            version = WeightVersion(info.run, info.version)
+            if self._has_adapter:
+                self._adapters.write(self._store, version)
+                return
             aliases = self.wanted_names - {record.name for record in self._require_manifest().tensors}
-            self._directory = _written(self._store, WeightVersion(info.run, info.version), aliases)
+            self._directory = _written(self._store, version, aliases)
 
     def check(self, offer: Offer) -> None:
         """Check an offer.
@@ -175,6 +197,12 @@ class StockServer(EngineClient, ServesTraffic):
         self.info()
         self._manifest = offer.manifest or self._manifest
         manifest = self._require_manifest()
+        if versions := self._adapters.versions():
+            labels = ", ".join(version.label for version in versions)
+            raise UnsupportedError(
+                f"{self.name} has the adapters {labels}, which were trained on the model that it serves: unload them "
+                "first, by its own route"
+            )
         self.api.require_loadable(manifest, is_torn=self.is_torn)
         offered = [record.spec for record in manifest.tensors]
         if self._held is None:
@@ -206,7 +234,13 @@ class StockServer(EngineClient, ServesTraffic):
         self._label = label
 
     def finish(self, version: int) -> None:
-        """Load the directory, and label the server once every rank has loaded it. Raises InstallError (torn)."""
+        """Load the directory, and label the server once every rank has loaded it. Raises InstallError.
+
+        If it is raised for a model, the server is torn.
+        """
+        if self._has_adapter:
+            self._adapters.load(version)
+            return
         if self._directory is None:
             raise IncompleteUpdateError(f"no version was sealed for {self.name}: publish again")
         self.info()

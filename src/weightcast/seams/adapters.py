@@ -29,22 +29,29 @@ class AdapterSource(Protocol):
         """Return the adapter's present settings, equal on all trainer ranks."""
 
 
-class AdapterLayers(Protocol):
-    """The layers of an engine's model that compute with LoRA adapters. Called from one thread at a time.
+class AdapterLimits(Protocol):
+    """The adapters that an engine can load.
 
     `max_rank`: the largest supported rank; None for any. `capacity`: how many versions can be loaded at once; None for
     any. `limits`: how an engine with larger ones is started. `is_uniform`: all layers must have one rank and one alpha.
-    `ids`: by label, the ids of loaded versions in the host's requests, equal on all ranks; empty if there are none.
     """
 
     max_rank: int | None
     capacity: int | None
     limits: str
     is_uniform: bool
-    ids: Mapping[str, int | str]
 
     def shapes(self) -> Mapping[str, tuple[int, int]]:
         """Return by module name the outputs and inputs of each layer that an adapter can change."""
+
+
+class AdapterLayers(AdapterLimits, Protocol):
+    """The layers of an engine's model that compute with LoRA adapters. Called from one thread at a time.
+
+    `ids`: by label, the ids of loaded versions in the host's requests, equal on all ranks; empty if there are none.
+    """
+
+    ids: Mapping[str, int | str]
 
     def add(self, label: str, tensors: Mapping[str, torch.Tensor], config: LoraConfig, *, origin: str) -> None:
         """Load a version, whose tensors have been checked and are the callee's from now on. Changes no answer.

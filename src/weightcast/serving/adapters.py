@@ -24,7 +24,7 @@ from weightcast.errors import (
 from weightcast.format.adapters import AdapterTarget, AdapterVersion, adapter_label, tensor_name
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
-from weightcast.seams.adapters import AdapterLayers
+from weightcast.seams.adapters import AdapterLayers, AdapterLimits
 from weightcast.serving.admission import misfit_error
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -144,7 +144,7 @@ class AdapterUpdate:
             wanted = f"version {target.base.number} of run {target.base.run}"
             problem = f"the adapter {target.name!r} is for {wanted} of the model, and this engine serves {served}"
             raise IncompatibleWeightsError(f"{problem}: publish that model to it first", [problem])
-        if problems := list(_problems(manifest, target, self._table.layers)):
+        if problems := list(adapter_problems(manifest, target, self._table.layers)):
             raise misfit_error(problems)
         host_memory.require(
             manifest.num_bytes, "a version of an adapter", "publish with a smaller keep, or free memory"
@@ -173,7 +173,7 @@ class AdapterUpdate:
         return self._table.snapshot()
 
 
-def _problems(manifest: Manifest, target: AdapterTarget, layers: AdapterLayers) -> Iterator[str]:
+def adapter_problems(manifest: Manifest, target: AdapterTarget, layers: AdapterLimits) -> Iterator[str]:
     """Yield the reasons why this engine can't load the adapter."""
     config, shapes = target.config, layers.shapes()
     offered = {name: record for record in manifest.tensors for name in record.names}

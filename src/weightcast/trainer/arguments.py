@@ -41,8 +41,8 @@ def require_source(source: object) -> None:
     raise TypeError(f"source is {shown(source)}, not a source of weights: {remedy}")
 
 
-def require_target(source: object, has_target: bool, keeps_versions: bool) -> None:
-    """Raise ValueError unless the source is of an adapter if the target is one, and over a transport that can do it."""
+def require_target(source: object, has_target: bool) -> None:
+    """Raise ValueError unless the source is of an adapter if, and only if, the target is one."""
     # By the class: isinstance would read the property.
     is_adapter = hasattr(type(source), "lora_config")
     if has_target and not is_adapter:
@@ -55,8 +55,6 @@ def require_target(source: object, has_target: bool, keeps_versions: bool) -> No
             f"{type(source).__name__} has only an adapter: pass options=PublishOptions(target=Adapter('policy')), or "
             "publish the merged model with ModuleSource(model)"
         )
-    if has_target and keeps_versions:
-        raise ValueError("a store keeps versions of models, not of adapters: publish adapters over ipc, gloo or nccl")
 
 
 def require_tensors(specs: Sized) -> None:

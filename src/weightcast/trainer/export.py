@@ -56,10 +56,9 @@ def _write(source: Source, directory: Path, max_shard_bytes: int) -> list[str]:
             "the source has dtype='engine', which casts to the engines' dtypes, but an export has no engine: give the "
             "source a dtype such as dtype=torch.bfloat16"
         )
-    specs, held = source.specs(), dict[str, list[Held]]()
+    specs = source.specs()
     try:
-        for part in tiling(specs, source.regions()):
-            held.setdefault(specs[part.tensor].name, []).append((part.region, part.data))
+        held = _parts(source)
     except IncompatibleWeightsError as exc:
         raise ValueError(
             f"this rank does not have all of every tensor ({exc}): publish to a store (file:///DIR) from all ranks, "
@@ -76,6 +75,27 @@ def _write(source: Source, directory: Path, max_shard_bytes: int) -> list[str]:
         write_index(directory, weight_map, sum(spec.num_bytes for spec in specs))
         names.append(INDEX_FILE)
     return names
+
+
+def joined_tensors(source: Source) -> dict[str, torch.Tensor]:
+    """Return every tensor, joined from its regions, under each of its names; no two share memory.
+
+    Raises IncompatibleWeightsError if this rank does not have all of a tensor. Extra memory: tensors in several regions
+    or with several names.
+    """
+    parts, tensors = _parts(source), dict[str, torch.Tensor]()
+    for spec in source.specs():
+        tensors[spec.name] = _joined(spec, parts.get(spec.name, ()))
+        tensors |= {alias: tensors[spec.name].clone() for alias in spec.aliases}
+    return tensors
+
+
+def _parts(source: Source) -> dict[str, list[Held]]:
+    """Return by tensor the regions that tile it. Raises IncompatibleWeightsError if some are missing."""
+    specs, parts = source.specs(), dict[str, list[Held]]()
+    for part in tiling(specs, source.regions()):
+        parts.setdefault(specs[part.tensor].name, []).append((part.region, part.data))
+    return parts
 
 
 @torch.no_grad()

@@ -42,9 +42,10 @@ class Adapter:
     """A LoRA adapter as the target of a publish; the source is a `PeftAdapterSource`.
 
     Version 7 of "policy" is `policy@7`, also in requests. Those that name `policy` are answered by the newest version,
-    each to its end by the one that was current when it came. `keep`: how many older versions can still be named.
-    `base`: the version of the model that the adapter was trained on, `(report.run, report.version)` of the report with
-    which the model was published; an engine that serves another one refuses the adapter. None: for any.
+    each to its end by the one that was current when it came; stock servers have no such name. `keep`: how many older
+    versions can still be named. `base`: the version of the model that the adapter was trained on, `(report.run,
+    report.version)` of the report with which the model was published; an engine that serves another one refuses the
+    adapter. None: for any.
     Raises ValueError or TypeError.
     """
 

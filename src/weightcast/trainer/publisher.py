@@ -133,7 +133,7 @@ class Publisher(ClosedOnExit):
         self._transport = registry.transport(transport)
         self._token = token
         self._options = PublishOptions() if options is None else options
-        arguments.require_target(source, self._options.target is not None, self._transport.keeps_versions)
+        arguments.require_target(source, self._options.target is not None)
         self._metrics_target = metrics
         self._metrics: PublisherMetrics | None = None
         self._turn = Turn()
@@ -571,6 +571,10 @@ class Publisher(ClosedOnExit):
                 raise ValueError(
                     f"{self._url} keeps no versions to go back to: publish into a store (file:///DIR), or publish the "
                     "old weights from a checkpoint with SafetensorsSource(DIR)"
+                )
+            if self._options.target is not None:
+                raise ValueError(
+                    "rollback() is for models: publish the earlier adapter again, or have requests name it"
                 )
             if not self._is_joined:
                 self._join_trainer_group()

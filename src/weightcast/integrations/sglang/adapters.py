@@ -8,20 +8,16 @@ removed.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from weightcast.errors import InstallError, UnsupportedError
-from weightcast.format.adapters import LoraConfig, tensor_name
+from weightcast.format.adapters import LoraConfig
 from weightcast.format.manifest import TensorSpec
-from weightcast.integrations.sglang import internals
+from weightcast.integrations.sglang import adapter_form, internals
 from weightcast.seams.adapters import AdapterLayers
-
-_STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""By SGLang's name of a layer, the checkpoint's layers in it."""
 
 
 class SglangAdapters(AdapterLayers):
@@ -60,7 +56,7 @@ class SglangAdapters(AdapterLayers):
         layers = set[str]()
         for name in (name for modules in self._manager.lora_modules for name in modules):
             parent, _, leaf = name.rpartition(".")
-            layers |= {f"{parent}.{part}" for part in _STACKED.get(leaf, (leaf,))}
+            layers |= {f"{parent}.{part}" for part in adapter_form.STACKED.get(leaf, (leaf,))}
         return {
             spec.name.removesuffix(".weight"): (spec.shape[0], spec.shape[1])
             for spec in reference
@@ -71,41 +67,16 @@ class SglangAdapters(AdapterLayers):
         return self._shapes
 
     def add(self, label: str, tensors: Mapping[str, torch.Tensor], config: LoraConfig, *, origin: str) -> None:
-        # Equal for all modules.
-        first = config.target_modules[0]
-        rank, alpha = config.rank(first), config.alpha_pattern.get(first, config.lora_alpha)
-        settings = {
-            "peft_type": "LORA",
-            "r": rank,
-            # SGLang divides by the rank, whatever `use_rslora` is.
-            "lora_alpha": alpha * math.sqrt(rank) if config.use_rslora else alpha,
-            "target_modules": sorted({module.rpartition(".")[2] for module in config.target_modules}),
-        }
         adapter = internals.adapter(label, origin, is_pinned=False)
-        completed = self._completed(tensors, config)
-        loaded = self._manager.load_lora_adapter_from_tensors(lora_ref=adapter, tensors=completed, config_dict=settings)
+        loaded = self._manager.load_lora_adapter_from_tensors(
+            lora_ref=adapter,
+            tensors=adapter_form.completed(tensors, config, self._shapes),
+            config_dict=adapter_form.settings(config),
+        )
         if not loaded.success:
             self._manager.unload_lora_adapter(adapter)
             raise InstallError(f"SGLang can't load {label}: {loaded.error_message}")
         self._adapters[label], self.ids[label] = adapter, adapter.lora_id
-
-    def _completed(self, tensors: Mapping[str, torch.Tensor], config: LoraConfig) -> dict[str, torch.Tensor]:
-        """Return the tensors, with zeros for the layers that SGLang has in one with an adapted layer.
-
-        SGLang would fail, or drop the adapted layer, without some of them.
-        """
-        completed = dict(tensors)
-        for module in config.target_modules:
-            parent, _, leaf = module.rpartition(".")
-            given = tensors[tensor_name(module, "A")]
-            siblings = next((parts for parts in _STACKED.values() if leaf in parts), ())
-            for sibling in (f"{parent}.{part}" for part in siblings):
-                a, b = (tensor_name(sibling, half) for half in ("A", "B"))
-                if sibling in self._shapes and a not in completed:
-                    outputs, inputs = self._shapes[sibling]
-                    rank = config.rank(module)
-                    completed[a], completed[b] = given.new_zeros(rank, inputs), given.new_zeros(outputs, rank)
-        return completed
 
     def remove(self, label: str) -> None:
         if label in self.ids:

@@ -7,7 +7,6 @@ request for one that vLLM has evicted would be loaded from its path, which does 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -78,17 +77,7 @@ class VllmAdapters(AdapterLayers):
 
     def add(self, label: str, tensors: Mapping[str, torch.Tensor], config: LoraConfig, *, origin: str) -> None:
         vllm, manager = internals.require(), self._model.lora_manager
-        helper = vllm.lora_settings.from_dict(
-            {
-                "r": config.r,
-                "lora_alpha": config.lora_alpha,
-                "target_modules": list(config.target_modules),
-                "use_rslora": config.use_rslora,
-                # Regular expressions there.
-                "rank_pattern": {re.escape(name): rank for name, rank in config.rank_pattern.items()},
-                "alpha_pattern": {re.escape(name): alpha for name, alpha in config.alpha_pattern.items()},
-            }
-        )
+        helper = vllm.lora_settings.from_dict(config.peft())
         helper.validate_legal(self._config)
         number = max(self.ids.values(), default=_FIRST_ID) + 1
         lora = vllm.lora_model.from_lora_tensors(

@@ -20,6 +20,7 @@ from weightcast.host.deadline import LOAD_SECONDS
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.stock_directory import INCOMPLETE, ServerStatus, StockApi, StockServer
 from weightcast.integrations.vllm.plugin import BACKEND, OPTION, PLUGINS
+from weightcast.integrations.vllm.stock_adapters import Environment, LoraOptions, ParallelOptions, VllmStockAdapters
 from weightcast.links.watchdog import RecoveryRequest
 
 _REMEDY = f"`pip install PATH_TO_WEIGHTCAST` in its environment, and start it with {PLUGINS} and {OPTION}"
@@ -33,10 +34,10 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> StockServer | None:
 
     Raises ControlError, with the remedy, for a vLLM server without weight routes.
     """
-    config = _config(routes)
-    transfer = None if config is None else config.weight_transfer_config
-    if config is not None and (transfer is None or transfer.backend != BACKEND):
-        return StockServer(StockVllmApi(routes, config, pause))
+    server = _server_info(routes)
+    transfer = None if server is None else server.vllm_config.weight_transfer_config
+    if server is not None and (transfer is None or transfer.backend != BACKEND):
+        return StockServer(StockVllmApi(routes, server, pause))
     version = routes.probe("/version", _Version)
     if version is None:
         return None
@@ -44,17 +45,16 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> StockServer | None:
     raise ControlError(lacking, peer=routes.name)
 
 
-def _config(routes: HttpRoutes) -> VllmConfig | None:
+def _server_info(routes: HttpRoutes) -> VllmServerInfo | None:
     """Return the configuration that a vLLM server was started with; None if it has no development routes."""
-    info = routes.probe("/server_info?config_format=json", _VllmServerInfo)
-    return None if info is None else info.vllm_config
+    return routes.probe("/server_info?config_format=json", VllmServerInfo)
 
 
 class StockVllmApi(StockApi):
     """vLLM's own routes that are needed for an update."""
 
-    def __init__(self, http: HttpRoutes, config: VllmConfig, pause: PauseMode) -> None:
-        self.name = http.name
+    def __init__(self, http: HttpRoutes, server: VllmServerInfo, pause: PauseMode) -> None:
+        self.name, config = http.name, server.vllm_config
         transfer = config.weight_transfer_config
         backend = "none" if transfer is None else repr(transfer.backend)
         self.kind = f"vLLM with the weight-transfer backend {backend}, not {BACKEND!r}"
@@ -63,7 +63,8 @@ class StockVllmApi(StockApi):
         self.dtype = model.dtype.removeprefix("torch.")
         self.remedy = _REMEDY
         self._http = http
-        self._config = config
+        self._server = server
+        self.adapters = VllmStockAdapters(http, self.held, config.lora_config, config.parallel_config, server.vllm_env)
         self._pause_mode = pause
         self._num_ranks = 1
 
@@ -80,10 +81,12 @@ class StockVllmApi(StockApi):
     def resume(self) -> None:
         self._http.post(_RESUME)
 
-    def require_loadable(self, manifest: Manifest, *, is_torn: bool) -> None:
-        # Another server may have been started at this URL since this client was created.
-        if _config(self._http) != self._config:
+    def require_unchanged(self) -> None:
+        if _server_info(self._http) != self._server:
             raise ControlError(f"{self.name} was restarted with another configuration: publish again", peer=self.name)
+
+    def require_loadable(self, manifest: Manifest, *, is_torn: bool) -> None:
+        self.require_unchanged()
         self._num_ranks = self._http.get("/get_world_size", _WorldSize).world_size
         if self._num_ranks > 1 and is_torn:
             raise EngineTornError(
@@ -91,7 +94,7 @@ class StockVllmApi(StockApi):
                 "step and later reloads can't be trusted: restart it. With weightcast's backend this can't happen: "
                 f"{_REMEDY}"
             )
-        if self._config.device_config.device != "cpu":
+        if self._server.vllm_config.device_config.device != "cpu":
             return
         # Weights that vLLM's reload silently leaves unchanged when it packs weights for a CPU.
         records, stale = manifest.tensors, []
@@ -195,7 +198,10 @@ class VllmConfig(msgspec.Struct):
     load_config: _LoadConfig
     device_config: _DeviceConfig
     weight_transfer_config: _TransferConfig | None = None
+    lora_config: LoraOptions | None = None
+    parallel_config: ParallelOptions = ParallelOptions()
 
 
-class _VllmServerInfo(msgspec.Struct):
+class VllmServerInfo(msgspec.Struct):
     vllm_config: VllmConfig
+    vllm_env: Environment = Environment()

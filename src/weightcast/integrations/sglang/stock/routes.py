@@ -18,6 +18,7 @@ from weightcast.errors import ControlError, InstallError
 from weightcast.format.manifest import Manifest
 from weightcast.host.deadline import LOAD_SECONDS
 from weightcast.integrations.plugin.checkpoint_header import reference
+from weightcast.integrations.sglang.stock.adapters import SglangStockAdapters
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
 from weightcast.integrations.stock_directory import INCOMPLETE, ServerStatus, StockApi
 from weightcast.links.watchdog import RecoveryRequest
@@ -44,6 +45,9 @@ class ServerInfo(msgspec.Struct):
     version: str = "unknown"
     host: str = ""
     dtype: str = "auto"
+    enable_lora: bool | None = None
+    max_lora_rank: int | None = None
+    max_loaded_loras: int | None = None
 
 
 class RankChecksums(msgspec.Struct):
@@ -72,11 +76,23 @@ class SglangRoutes(StockApi):
         self.dtype = server.dtype
         self.remedy = "install weightcast in its environment (if SGLANG_PLUGINS is set there, it must name weightcast)"
         self.num_ranks = server.tp_size
+        self.adapters = SglangStockAdapters(
+            routes,
+            self.held,
+            is_enabled=bool(server.enable_lora),
+            max_rank=server.max_lora_rank,
+            capacity=server.max_loaded_loras,
+        )
+        self._model_path = model.model_path
         self.version, self.listens_on = server.version, server.host
         self._routes = routes
         self._pause_mode = pause
         self._former_checksums: tuple[str, Checksums] | None = None
         """The label of the last whole version, and the checksums of its weights."""
+
+    def require_unchanged(self) -> None:
+        if self._routes.get("/model_info", ModelInfo).model_path != self._model_path:
+            raise ControlError(f"{self.name} was restarted with another model: publish again", peer=self.name)
 
     def status(self) -> ServerStatus:
         return ServerStatus(self._routes.get("/model_info", ModelInfo).weight_version)

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from weightcast import registry
-from weightcast.errors import IncompleteUpdateError, WeightcastError, from_record, to_record
+from weightcast.errors import IncompleteUpdateError, UnsupportedError, WeightcastError, from_record, to_record
 from weightcast.format.messages import InitInfo, Offer, UpdateInfo, WeightInfo
 from weightcast.integrations.sglang.stock.routes import SglangRoutes
 from weightcast.integrations.stock_directory import StockServer
@@ -58,7 +58,7 @@ class SglangStockServer(StockServer):
         )
 
     def info(self) -> WeightInfo:
-        return msgspec.structs.replace(super().info(), abilities=("streaming",))
+        return msgspec.structs.replace(super().info(), abilities=("adapters", "streaming"))
 
     def init(self, info: InitInfo) -> None:
         """Begin a session. Stock SGLang has no sessions, so a second publisher of the server is not detected."""
@@ -73,6 +73,11 @@ class SglangStockServer(StockServer):
             super().update(info)
         elif isinstance(info, Offer):
             self.is_done = False
+            if info.target:
+                raise UnsupportedError(
+                    f"{self.name} is stock SGLang, which loads adapters from a directory: publish with "
+                    f"transport='file:///dir', a directory that the server sees too; or {self.routes.remedy}"
+                )
             self.check(info)
 
     def begin(self) -> None:

@@ -1,0 +1,258 @@
+"""LoRA adapters published into a stock vLLM that knows nothing of weightcast, by directories and its own routes."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from forking import preloaded
+from real_engines.setups import on
+
+from real_vllm.adapters import (
+    AdapterOf,
+    answer,
+    directories,
+    load_from_nowhere,
+    named,
+    publish_model,
+    publishing,
+    publishing_until_killed,
+    refusal,
+    versions_of,
+)
+from real_vllm.conftest import Checkpoints
+from real_vllm.oracle import PROMPT
+from real_vllm.servers import PLAIN, Server, Setup, completion
+from real_vllm.test_soak import footprint
+from weightcast import PublishError
+from weightcast.errors import PeerTimeoutError
+from weightcast.format.adapters import tensor_name
+from weightcast.integrations.stock_adapters import StockAdapters
+
+context = preloaded("torch", "real_vllm.adapters")
+STOCK_LORA = Setup(backend=None, endpoints=False, max_adapters=4)
+STOCK_LORA_TWO = Setup("llama-tied", tp=2, backend=None, endpoints=False, max_adapters=4)
+Q = tensor_name("model.layers.0.self_attn.q_proj", "A")
+
+
+@on(STOCK_LORA, full=[STOCK_LORA_TWO])
+def test_answers_are_those_of_a_cold_start(server: Server, memory_store: str, cold_answers: Any) -> None:
+    """Also of versions that vLLM has evicted: seven, of which it keeps four."""
+    expected, family = cold_answers(server.setup), server.setup.family
+    alone = answer(server, "tiny")
+    with publishing(server, AdapterOf(family, 0), memory_store, keep=6) as (publisher, source):
+        for seed in (0, 1, 2, 0, 1, 2, 0):
+            source.use(AdapterOf(family, seed))
+            last = publisher.publish().version
+            assert answer(server, f"policy@{last}") == expected[seed]
+            assert answer(server, "tiny") == alone
+        assert named(server) == {f"policy@{last - age}" for age in range(7)} == directories(memory_store, server)
+        for age, seed in enumerate((0, 2, 1, 0, 2, 1, 0)):
+            assert answer(server, f"policy@{last - age}") == expected[seed]
+    with publishing(server, AdapterOf(family, 1), memory_store) as (publisher, source):
+        assert publisher.publish().version == last + 1
+        assert named(server) == {f"policy@{last + 1}", f"policy@{last}"}
+        assert publisher.publish().version == last + 2
+        assert directories(memory_store, server) == {f"policy@{last + n}" for n in (0, 1, 2)}
+        assert not server.is_paused()
+    assert answer(server, f"policy@{last + 2}") == expected[1]
+    assert server.post("/v1/completions", completion(PROMPT, 2) | {"model": "policy"}).status_code == 404
+
+
+@on(STOCK_LORA, full=[STOCK_LORA_TWO])
+def test_broken_updates_are_refused_by_name_and_the_old_one_serves(
+    server: Server, memory_store: str, tmp_path: Path
+) -> None:
+    family = server.setup.family
+    adapter, large = AdapterOf(family, 0), AdapterOf(family, 0, rank=32)
+    with publishing(server, adapter, memory_store) as (publisher, _):
+        last = publisher.publish().version
+    before, names = answer(server, f"policy@{last}"), named(server)
+    renamed = {name.replace("layers.0", "layers.7"): tensor for name, tensor in adapter.tensors.items()}
+    modules = tuple(module.replace("layers.0", "layers.7") for module in adapter.config.target_modules)
+    head = {tensor_name("lm_head", half): torch.zeros(shape) for half, shape in (("A", (8, 128)), ("B", (512, 8)))}
+    cases = {
+        f"'{Q}' has the shape [8, 127]": (adapter.tensors | {Q: torch.zeros(8, 127)}, adapter.config),
+        "has rank 32, above 16: start the engine with a larger --max-lora-rank": (large.tensors, large.config),
+        f"missing tensor '{Q}'": ({n: t for n, t in adapter.tensors.items() if n != Q}, adapter.config),
+        "with rank 4 it is [4, 128]": (adapter.tensors, msgspec.structs.replace(adapter.config, r=4)),
+        "unknown module 'model.layers.7.": (renamed, msgspec.structs.replace(adapter.config, target_modules=modules)),
+        "unknown module 'lm_head'": (
+            adapter.tensors | head,
+            msgspec.structs.replace(adapter.config, target_modules=(*adapter.config.target_modules, "lm_head")),
+        ),
+        f"'{Q}' is int8": (adapter.tensors | {Q: adapter.tensors[Q].to(torch.int8)}, adapter.config),
+    }
+    for said, (tensors, config) in cases.items():
+        broken = AdapterOf(family, 0)
+        broken.tensors, broken.config = tensors, config
+        assert said in refusal(server, broken, memory_store)
+        assert (answer(server, f"policy@{last}"), named(server)) == (before, names)
+    assert "can't say of which run its model is" in refusal(server, adapter, memory_store, base=("0" * 32, 1))
+    assert f"names policy@{last} of run " in refusal(server, adapter, memory_store, version=last)
+    assert f"names policy@{last} of run " in refusal(server, adapter, memory_store, version=last - 1)
+    path = AdapterOf(family, 2).save(tmp_path / "theirs")
+    loaded = server.post("/v1/load_lora_adapter", {"lora_name": "theirs@7", "lora_path": str(path)})
+    assert loaded.status_code == 200, loaded.text
+    assert "has an adapter 'theirs@7' already" in refusal(server, adapter, memory_store, version=7, name="theirs")
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "theirs@7"}).status_code == 200
+    with pytest.raises(PublishError, match=f"has the adapters .*policy@{last}, which were trained on the model"):
+        publish_model(server, 1, f"{memory_store}/models")
+    assert (answer(server, f"policy@{last}"), named(server)) == (before, names)
+    with publishing(server, AdapterOf(family, 1), memory_store) as (publisher, _):
+        assert answer(server, f"policy@{publisher.publish().version}") != before
+
+
+@on(STOCK_LORA)
+def test_settings_of_layers_and_rslora_are_those_of_a_cold_start(
+    server: Server, memory_store: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    adapter = AdapterOf(server.setup.family, 3)
+    module = "model.layers.1.mlp.down_proj"
+    names = [tensor_name(module, half) for half in ("A", "B")]
+    adapter.tensors |= {
+        names[0]: adapter.tensors[names[0]][:4],
+        names[1]: adapter.tensors[names[1]][:, :4].contiguous(),
+    }
+    adapter.config = msgspec.structs.replace(
+        adapter.config, use_rslora=True, rank_pattern={module: 4}, alpha_pattern={module: 3.0}
+    )
+    with publishing(server, adapter, memory_store) as (publisher, _):
+        got = answer(server, f"policy@{publisher.publish().version}")
+    path = adapter.save(tmp_path / "cold")
+    settings = {"use_rslora": True, "rank_pattern": {module: 4}, "alpha_pattern": {module: 3.0}}
+    config = json.loads((path / "adapter_config.json").read_text()) | settings
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    with Server(server.setup, checkpoint(server.setup.family), adapters={"cold": path}) as cold:
+        assert answer(cold, "cold") == got
+    assert len({str(answer(server, name)) for name in (*versions_of(server), "tiny")}) >= 2
+
+
+@on(STOCK_LORA)
+def test_a_version_that_the_server_can_not_read_is_reported_and_removed(
+    server: Server, memory_store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = server.setup.family
+    with publishing(server, AdapterOf(family, 0), memory_store) as (publisher, source):
+        last = publisher.publish().version
+        before, names = answer(server, f"policy@{last}"), named(server)
+        source.use(AdapterOf(family, 1))
+        monkeypatch.setattr(StockAdapters, "load", load_from_nowhere)
+        with pytest.raises(PublishError) as e:
+            publisher.publish()
+        monkeypatch.undo()
+        for said in (
+            f"could not load policy@{last + 1} from {memory_store.removeprefix('file://')}",
+            "404",
+            "check that it sees this path",
+        ):
+            assert said in str(e.value)
+        assert (answer(server, f"policy@{last}"), named(server)) == (before, names)
+        assert f"policy@{last + 1}" not in directories(memory_store, server)
+        assert publisher.publish().version == last + 2
+        assert answer(server, f"policy@{last + 2}") != before
+
+
+@on(STOCK_LORA)
+def test_after_a_lost_reply_the_server_is_asked(
+    server: Server,
+    memory_store: str,
+    monkeypatch: pytest.MonkeyPatch,
+    cold_answers: Any,
+) -> None:
+    expected, post = cold_answers(server.setup), StockAdapters._post
+
+    def lose(self: StockAdapters, route: str, body: Any) -> None:
+        post(self, route, body)
+        raise PeerTimeoutError("the reply was lost", peer=self.name)
+
+    with publishing(server, AdapterOf(server.setup.family, 0), memory_store) as (publisher, source):
+        last = publisher.publish().version
+        with monkeypatch.context() as patch:
+            patch.setattr(StockAdapters, "_post", lose)
+            assert publisher.publish().ok
+        assert answer(server, f"policy@{last + 1}") == expected[0]
+        assert publisher.sync().ok, "it has the version already"
+        source.use(AdapterOf(server.setup.family, 1))
+        assert answer(server, f"policy@{publisher.publish().version}") == expected[1]
+        assert named(server) == {f"policy@{last + 1}", f"policy@{last + 2}"}
+
+
+@on(STOCK_LORA)
+def test_a_running_request_keeps_its_version_and_its_directory(
+    server: Server,
+    memory_store: str,
+    cold_answers: Any,
+) -> None:
+    cold_answers(server.setup)
+    family = server.setup.family
+    with publishing(server, AdapterOf(family, 0), memory_store, keep=0) as (publisher, source):
+        first = publisher.publish().version
+        label = f"policy@{first}"
+        expected = answer(server, label, num_tokens=40)
+        assert server.post("/reset_prefix_cache").status_code == 200
+        server.call("test_slow_down", 0.02)
+        try:
+            tokens: list[int] = []
+            for choice in server._choices("/v1/completions", completion(PROMPT, 40) | {"model": label}):
+                if not tokens:
+                    for seed in (1, 2, 1, 2, 1, 2):
+                        source.use(AdapterOf(family, seed))
+                        last = publisher.publish().version
+                    assert named(server) == {f"policy@{last}"}
+                    assert directories(memory_store, server) == {label, f"policy@{last - 1}", f"policy@{last}"}
+                tokens += choice["token_ids"] or []
+        finally:
+            server.call("test_slow_down", 0.0)
+        assert tokens == expected.tokens
+        publisher.publish()
+        assert label not in directories(memory_store, server)
+    assert server.is_healthy()
+
+
+@on(PLAIN)
+def test_a_server_without_lora_says_how_to_start_it(server: Server, memory_store: str) -> None:
+    said = refusal(server, AdapterOf(server.setup.family, 0), memory_store)
+    assert "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in said
+    said = refusal(server, AdapterOf(server.setup.family, 0))
+    assert "can load versions only from a store: publish with transport='file:///dir'" in said
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 13))])
+@on(STOCK_LORA, full=[STOCK_LORA_TWO])
+def test_trainers_killed_at_random_leave_whole_versions(
+    server: Server,
+    seed: int,
+    memory_store: str,
+    cold_answers: Any,
+) -> None:
+    family, expected, generator = server.setup.family, cold_answers(server.setup), random.Random(seed)
+    next_number, memory = 1 + max([1000, *versions_of(server).values()]), list[int]()
+    for _ in range(4):
+        is_serving = context.Event()
+        arguments = (server.url, family, next_number, is_serving, memory_store)
+        trainer = context.Process(target=publishing_until_killed, args=arguments)
+        trainer.start()
+        assert is_serving.wait(120)
+        time.sleep(generator.uniform(0.0, 0.3))
+        trainer.kill()
+        trainer.join(120)
+        assert trainer.exitcode == -signal.SIGKILL
+        versions = versions_of(server)
+        assert next_number <= max(versions.values())
+        assert len(versions) <= 3, "the newest, one older, and one that was to be unloaded next"
+        assert versions.keys() <= directories(memory_store, server), "vLLM may read them again"
+        for label, number in versions.items():
+            assert answer(server, label) == expected[number % 3], label
+        assert len(directories(memory_store, server)) <= 5
+        next_number = 1 + max(versions.values())
+        memory.append(footprint(server).rss_bytes)
+    assert server.is_healthy()
+    print(f"version {next_number - 1}; the server's memory after each kill: {[size >> 20 for size in memory]} MiB")
