@@ -123,12 +123,15 @@ class Worker:
         self.instance = secrets.token_hex(16)
         self._offered: WeightVersion | None = None
         self._offered_by: PublisherSession | None = None
-        """The session of that offer, which may have ended."""
+        """The session of that offer, until it ends."""
+        self._was_dropped = False
+        """True if its publisher had said by then that its run goes on without this engine."""
         close_at_exit(self)
 
     def info(self) -> WeightInfo:
         """Return the engine's abilities and its present state."""
-        version, session = self.gate.version, self._session
+        version, session, offered_by = self.gate.version, self._session, self._offered_by
+        is_dropped = self._was_dropped if offered_by is None else offered_by.is_dropped
         has_map = isinstance(self.engine, Mapped) and isinstance(self.engine.install_map, RecordedMap)
         able = {
             "lease": True,
@@ -150,7 +153,7 @@ class Worker:
             instance=self.instance,
             offered=UNSET if self._offered is None else self._offered,
             adapters=UNSET if self.adapters is None else self.adapters.versions(),
-            dropped=True if self._offered_by is not None and self._offered_by.is_dropped else UNSET,
+            dropped=True if is_dropped else UNSET,
         )
 
     def init(self, info: InitInfo) -> None:
@@ -417,7 +420,7 @@ class Worker:
                 f"version {offer.version} was offered after version {newest} (a replayed request?): offer a higher "
                 "version"
             )
-        self._offered, self._offered_by = WeightVersion(offer.run, offer.version), session
+        self._offered, self._offered_by, self._was_dropped = WeightVersion(offer.run, offer.version), session, False
         if offer.install not in self._installs:
             raise UnsupportedError(
                 f"install={offer.install!r} was requested, but {type(self.engine).__name__} does not support it: "
@@ -536,6 +539,8 @@ class Worker:
         """Abort the session's update, lift its pause, disconnect. An install in progress is finished first."""
         session.ended = session.ended or to_record(error)
         session.abort_update(error)
+        if self._offered_by is session:
+            self._was_dropped, self._offered_by = session.is_dropped, None
         session.close()
         self._lift_pause(session)
 
