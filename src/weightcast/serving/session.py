@@ -86,9 +86,9 @@ class PublisherSession:
         return self._has_lost_its_publisher and not (self.update is not None and self.update.is_writing)
 
     @property
-    def is_dropped(self) -> bool:
-        """True if the session's publisher has said that its run goes on without this engine."""
-        return bool(self._links) and self._links[0].is_dropped
+    def link(self) -> WorkerLink:
+        """The link to the publisher. The session must have connected."""
+        return self._links[0]
 
     @property
     def _has_lost_its_publisher(self) -> bool:

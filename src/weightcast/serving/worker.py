@@ -57,6 +57,7 @@ from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import device as host_device
 from weightcast.host.closing import awaited_at_exit, close_at_exit
 from weightcast.host.memory import host_identity
+from weightcast.links.link import WorkerLink
 from weightcast.seams.adapters import ServesAdapters
 from weightcast.seams.engine import Engine, ExposesTensors, SaysDtypes, Undoable
 from weightcast.seams.install_map import Mapped
@@ -122,8 +123,8 @@ class Worker:
         self._closed = False
         self.instance = secrets.token_hex(16)
         self._offered: WeightVersion | None = None
-        self._offered_by: PublisherSession | None = None
-        """The session of that offer, which may have ended."""
+        self._offered_over: WorkerLink | None = None
+        """The link to the publisher of that offer. It may have ended, and keeps nothing of its session alive."""
         close_at_exit(self)
 
     def info(self) -> WeightInfo:
@@ -150,7 +151,7 @@ class Worker:
             instance=self.instance,
             offered=UNSET if self._offered is None else self._offered,
             adapters=UNSET if self.adapters is None else self.adapters.versions(),
-            dropped=True if self._offered_by is not None and self._offered_by.is_dropped else UNSET,
+            dropped=True if self._offered_over is not None and self._offered_over.is_dropped else UNSET,
         )
 
     def init(self, info: InitInfo) -> None:
@@ -417,7 +418,7 @@ class Worker:
                 f"version {offer.version} was offered after version {newest} (a replayed request?): offer a higher "
                 "version"
             )
-        self._offered, self._offered_by = WeightVersion(offer.run, offer.version), session
+        self._offered, self._offered_over = WeightVersion(offer.run, offer.version), session.link
         if offer.install not in self._installs:
             raise UnsupportedError(
                 f"install={offer.install!r} was requested, but {type(self.engine).__name__} does not support it: "
