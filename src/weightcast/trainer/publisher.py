@@ -210,6 +210,8 @@ class Publisher(ClosedOnExit):
     def remove_engine(self, engine: str | EngineClient) -> None:
         """Disconnect an engine. It keeps its version, and another publisher may take it.
 
+        Until it is offered another version, `GET /weight_ready` answers that it is not ready.
+
         Does nothing on a trainer rank that does not publish. Raises ValueError if the engine is not in the fleet, or if
         the engines come from a directory.
         """
