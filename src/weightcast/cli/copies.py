@@ -14,7 +14,7 @@ from weightcast.cli import exits, output, values
 from weightcast.errors import WeightcastError
 from weightcast.format.amounts import size
 
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.25
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
