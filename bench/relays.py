@@ -14,8 +14,10 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -40,7 +42,7 @@ NUM_TENSORS = 48
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A fleet: a host for each engine. `num_relays`: 0 for a publish by the trainer."""
+    """A fleet: a host for each engine. `num_relays`: 0 for a publish by the trainer. Rates in Mbit/s."""
 
     num_engines: int
     num_relays: int
@@ -49,12 +51,12 @@ class Case:
 
 
 CASES = {
-    "direct-4": Case(4, 0, 100, 100),
-    "direct-8": Case(8, 0, 100, 100),
-    "1x4, slow trainer": Case(4, 1, 100, 25),
-    "2x4": Case(8, 2, 100, 100),
-    "4x1": Case(4, 4, 100, 100),
-    "2x4, slow trainer": Case(8, 2, 100, 25),
+    "direct-4": Case(4, 0, 50, 50),
+    "direct-8": Case(8, 0, 50, 50),
+    "1x4": Case(4, 1, 50, 12),
+    "4x1": Case(4, 4, 50, 50),
+    "2x4": Case(8, 2, 50, 50),
+    "2x4, far": Case(8, 2, 50, 12),
 }
 
 
@@ -104,8 +106,8 @@ class Processes:
         self._started: list[subprocess.Popen[str]] = []
 
     def start(self, *command: str) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        self._started.append(process := subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+        pipe, one = subprocess.PIPE, {**os.environ, "OMP_NUM_THREADS": "1"}  # there are more processes than cores
+        self._started.append(process := subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=one))
         return process
 
     def role(self, *words: str) -> subprocess.Popen[str]:
@@ -186,7 +188,7 @@ def substituted(command: str, host: str, net: Network, folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, nargs="+", default=list(CASES))
-    parser.add_argument("--megabytes", type=int, default=48, help="of a version (%(default)s)")
+    parser.add_argument("--megabytes", type=int, default=24, help="of a version (%(default)s)")
     parser.add_argument("--runs", type=int, default=3, help="timed publishes (%(default)s)")
     parser.add_argument("--role", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -197,7 +199,10 @@ def main() -> None:
         case ["train", namespace, url, engines, megabytes]:
             train(namespace, url, engines.split(), int(megabytes))
             return
-    print(f"{'case':20} {'levels':>10} {'planned':>9} {'measured':>9} {'ratio':>6}")
+    # A process that ends closes the others.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    print(f"{'case':10} {'trainer':>9} {'levels':>8} {'planned':>9} {'measured':>9} {'ratio':>6}")
     for name in args.case:
         case = CASES[name]
         found = planned(case, args.megabytes)

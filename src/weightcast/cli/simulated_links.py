@@ -37,7 +37,7 @@ class _Link:
         self._waiting.setdefault(connection, collections.deque()).append(bucket)
         self._left.setdefault(connection, 1.0)
 
-    def take_sent(self, now: float) -> list[tuple[int, tuple[int, int]]]:
+    def remove_sent(self, now: float) -> list[tuple[int, tuple[int, int]]]:
         """Remove the buckets that are at the other end by now; return each with its connection."""
         self._advance(now)
         ended = [connection for connection, left in self._left.items() if left < _NOTHING]
@@ -78,7 +78,7 @@ class _Broadcasts:
             self._arrive(bucket, 0)
         while self._events:
             self._now, host = heapq.heappop(self._events)
-            for bucket, (member, child) in self._links[host].take_sent(self._now):
+            for bucket, (member, child) in self._links[host].remove_sent(self._now):
                 self._leave(bucket, member)
                 self._arrive(bucket, child)
             self._expect(host)
