@@ -212,9 +212,9 @@ def main() -> None:
         measured = list(measure(case, found, args.megabytes, args.runs))
         median = statistics.median(measured[1:])
         all_runs = ", ".join(f"{each:.2f}" for each in measured)
-        print(
-            f"{name:20} {levels:>10} {seconds:8.2f}s {median:8.2f}s {median / seconds:6.3f}   ({all_runs})", flush=True
-        )
+        rate = f"{case.trainer_mbit} Mbit/s"
+        figures = f"{seconds:8.2f}s {median:8.2f}s {median / seconds:6.3f}   ({all_runs})"
+        print(f"{name:10} {rate:>9} {levels:>8} {figures}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.table import Column, Table
 
 from weightcast.cli import exits, output, values
@@ -28,8 +29,9 @@ examples:
 Bytes and memory follow from the bucket plan that a publisher with weights in host memory would make. Seconds are those
 that the links alone need; `weightcast bench` measures packing, checks and installs.
 
-With --relays the trainer publishes into a store, and `weightcast follow` on hosts of the engines passes its versions
-on. auto chooses how many: the fewest hosts that need at most a tenth more time than the fastest choice.
+With --relays the trainer publishes into a store, file:///STORE on its host or one elsewhere (--store-gbit), and
+`weightcast follow` on hosts of the engines passes its versions on. auto chooses how many: the fewest hosts that need at
+most a tenth more time than the fastest choice. In the commands, names of hosts and engines stand for yours.
 """
 
 _MIB = 1 << 20
@@ -88,8 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with output.stage(output.IMPORTING):
-        import msgspec
-
         from weightcast.cli.planned_bytes import Deployment, equal, estimate, of_config
         from weightcast.cli.planned_relays import plan_relays
 
