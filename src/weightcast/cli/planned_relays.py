@@ -6,8 +6,8 @@ The time is that of a model of the links, which follows the code:
   `serve-store`) and a relay (`weightcast follow`) have all of it before they pass it on.
 - Those who read from one host at once share its link.
 - A relay sends to engines on its own host through shared memory, to those on several hosts by gloo's tree, as
-  `simulated_links` has it. With many members, in which only two buckets are on the way at once, a broadcast takes far
-  more time than the busiest link alone: the reason for relays of smaller groups.
+  `simulated_links` has it. Since only two buckets are on the way at once, a broadcast to many engines takes far more
+  time than the busiest link alone. With relays, the groups are smaller.
 """
 
 from __future__ import annotations
