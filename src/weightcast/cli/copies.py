@@ -11,10 +11,10 @@ import threading
 import msgspec
 
 from weightcast.cli import exits, output, values
-from weightcast.errors import WeightcastError
+from weightcast.errors import VersionNotFoundError, WeightcastError
 from weightcast.format.amounts import size
 
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.25
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         from weightcast.store.copying import copy_newest
 
     source, target = StoreAddress.parse(args.source), StoreAddress.parse(args.target)
-    stop, pause_seconds = threading.Event(), 1.0
+    stop, pause_seconds, is_empty = threading.Event(), 1.0, False
 
     def end(number: int, frame: object) -> None:
         # In another thread: the handler may interrupt the thread that waits for `stop` while it has the event's lock.
@@ -43,6 +43,14 @@ def run(args: argparse.Namespace) -> int:
             try:
                 with output.measured(f"copying {args.source}") as on_progress:
                     copied = copy_newest(source, target, deadline_seconds=args.deadline, on_progress=on_progress)
+            except VersionNotFoundError as exc:
+                if not args.follow:
+                    raise
+                if not is_empty:
+                    print(f"weightcast: {exc}; waiting", file=sys.stderr)
+                is_empty = True
+                stop.wait(_LOOK_SECONDS)
+                continue
             except WeightcastError as exc:
                 if not args.follow:
                     raise

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.table import Column, Table
 
 from weightcast.cli import exits, output, values
 from weightcast.format.amounts import count, size
 
 if TYPE_CHECKING:
-    from weightcast.cli.planned_bytes import Deployment, Estimate
+    from weightcast.cli.planned_bytes import Deployment, Estimate, Relays
 
 EPILOG = """
 examples:
@@ -22,9 +23,15 @@ examples:
   weightcast plan --config MODEL_DIR --transport gloo --apart --engines 4 --engine-hosts 2 --link-gbit 100
   weightcast plan --params 1e12 --tensors 70000 --trainer-hosts 32 --ranks-per-host 8 --sharding pp \\
       --transport gloo --apart --engines 1000 --workers 8 --engine-hosts 1000 --link-gbit 400 --json
+  weightcast plan --params 1e12 --transport gloo --apart --engines 1000 --workers 8 --engine-hosts 1000 \\
+      --link-gbit 400 --relays auto
 
 Bytes and memory follow from the bucket plan that a publisher with weights in host memory would make. Seconds are those
 that the links alone need; `weightcast bench` measures packing, checks and installs.
+
+With --relays the trainer publishes into a store, file:///STORE on its host or one elsewhere (--store-gbit), and
+`weightcast follow` on hosts of the engines passes its versions on. auto chooses how many: the fewest hosts that need at
+most a tenth more time than the fastest choice. In the commands, names of hosts and engines stand for yours.
 """
 
 _MIB = 1 << 20
@@ -39,6 +46,11 @@ def _number(text: str) -> float:
     if not 0 < number <= 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as 400 or 1e12")
     return number
+
+
+def _relays(text: str) -> int | None:
+    """Parse a number of relays, or "auto", which is None."""
+    return None if text == "auto" else values.integer(1)(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,12 +80,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--undo", action="store_true", help="engines keep an undo copy of their weights")
     add("--bucket-size-mib", type=positive, metavar="M", help="bucket size in MiB (default: the transport's)")
     add("--link-gbit", type=_number, metavar="G", help="Gbit/s of each host's link, each way; needed for seconds")
+    add("--trainer-gbit", type=_number, metavar="G", help="that of the trainer's hosts, if it is another one")
+    relays = "plan N relays (auto: choose) between the trainer's store and engines that are --apart"
+    add("--relays", type=_relays, default=0, metavar="N", help=relays)
+    store = "Gbit/s of the store that relays read, if it is not on the trainer's host"
+    add("--store-gbit", type=_number, metavar="G", help=store)
     output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     with output.stage(output.IMPORTING):
         from weightcast.cli.planned_bytes import Deployment, equal, estimate, of_config
+        from weightcast.cli.planned_relays import plan_relays
 
     args.bucket_size_bytes = args.bucket_size_mib and args.bucket_size_mib * _MIB
     deployment = Deployment(**{name: getattr(args, name) for name in Deployment.__struct_fields__})
@@ -83,6 +101,9 @@ def run(args: argparse.Namespace) -> int:
         else:
             specs = of_config(args.config, args.dtype)
         found = estimate(specs, deployment)
+        if args.relays != 0:
+            relays = plan_relays(specs, deployment, found, num_relays=args.relays)
+            found = msgspec.structs.replace(found, relays=relays)
     output.show(found, args.json, lambda: _view(found, deployment))
     return exits.OK
 
@@ -98,6 +119,42 @@ def _view(it: Estimate, to: Deployment) -> Iterator[str | Table]:
     for row in _rows(it, to):
         counted.add_row(*row)
     yield counted
+    if it.relays is not None:
+        yield from _relays_view(it.relays)
+
+
+def _relays_view(it: Relays) -> Iterator[str | Table]:
+    counted = Table("relays", Column("value", justify="right"), "")
+    for row in _relay_rows(it):
+        counted.add_row(*row)
+    yield ""
+    yield counted
+    yield ""
+    yield "the first host's commands for each job; --json has those of all:"
+    firsts: dict[str, str] = {}
+    for each in it.commands:
+        job, *engines = each.command.split(" --engine ")
+        if len(engines) > 2:
+            engines = [f"{engines[0]} ...", engines[-1]]
+        firsts.setdefault(job.split()[1], f"  {each.host}: {' --engine '.join([job, *engines])}")
+    yield from firsts.values()
+
+
+def _relay_rows(it: Relays) -> Iterator[tuple[str, str, str]]:
+    *copies, num_relays = it.levels
+    least, most = f"{it.engines[-1]:,}", count(it.engines[0], "engine")
+    each = most if it.engines[-1] == it.engines[0] else f"{least} or {most}"
+    yield "relays", f"{num_relays:,}", f"each on a host of its {each}, over {it.transport}"
+    yield "trainer's store sends", size(it.levels[0] * it.read_bytes), f"to {count(it.levels[0], 'host')}"
+    yield "relay's host sends", size(it.sent_bytes), "to engines; of all relays the most"
+    yield "relay's memory", size(it.memory_bytes), "besides that of the engines on its host"
+    if it.write_seconds:
+        yield "written", f"{it.write_seconds:,.3f} s", "into the trainer's store"
+    for number, seconds in zip(copies, it.read_seconds, strict=False):
+        yield f"read by {count(number, 'host')}", f"{seconds:,.3f} s", "to copy the store, and serve the copy"
+    yield f"read by {count(num_relays, 'relay')}", f"{it.read_seconds[-1]:,.3f} s", ""
+    yield "sent to engines", f"{it.send_seconds:,.3f} s", "once a relay has all of the version"
+    yield "in all", f"{it.seconds:,.3f} s", f"without relays {it.seconds_without:,.3f} s"
 
 
 def _rows(it: Estimate, to: Deployment) -> Iterator[tuple[str, str, str]]:

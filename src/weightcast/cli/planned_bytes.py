@@ -34,7 +34,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     (HSDP, or tensor parallelism within a host); "fsdp": rows of every tensor; "pp" (also for expert parallelism): whole
     tensors, each on one host. engine_hosts: number of hosts over which all workers are distributed, in order;
     `colocated`: these are the first of the trainer's hosts. link_gbit: bandwidth of each host in each direction, in
-    Gbit/s; None: seconds are not computed.
+    Gbit/s; None: seconds are not computed. trainer_gbit: that of each trainer host, if it is another one. store_gbit:
+    that of a store which is not on the trainer's host.
     """
 
     transport: str = "ipc"
@@ -48,6 +49,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     colocated: bool = True
     undo: bool = False
     link_gbit: float | None = None
+    trainer_gbit: float | None = None
+    store_gbit: float | None = None
     bucket_size_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -63,6 +66,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.engine_hosts} engine hosts can't be among {self.trainer_hosts} trainer hosts: pass --apart, or "
                 "fewer --engine-hosts"
             )
+        if self.colocated and self.trainer_gbit:
+            raise ValueError("--trainer-gbit is for a trainer on other hosts than the engines': pass --apart")
         if self.num_workers % self.engine_hosts:
             raise ValueError(
                 f"{self.num_workers} workers can't be distributed evenly over {self.engine_hosts} engine hosts: choose "
@@ -76,6 +81,12 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_staged(self) -> bool:
         return self.install == "staged"
+
+    @property
+    def num_joined(self) -> int:
+        """Number of workers of each engine host that join a broadcast: staged, one for all of an engine's there."""
+        workers = self.num_workers // self.engine_hosts
+        return math.ceil(workers / min(self.workers_per_engine, workers)) if self.is_staged else workers
 
 
 class HostBytes(msgspec.Struct, frozen=True):
@@ -92,12 +103,45 @@ class HostBytes(msgspec.Struct, frozen=True):
     undo: int = 0
 
 
+class HostCommand(msgspec.Struct, frozen=True):
+    """A command and the host that runs it."""
+
+    host: str
+    command: str
+
+
+class Relays(msgspec.Struct, frozen=True):
+    """Relays between the trainer's store and the engines, and the time that the links need for one version.
+
+    levels: number of hosts that read the version, level by level; the last ones are the relays, those before them copy
+    it for the next level. engines: number of engines of each relay. hosts: number of hosts that each relay's engines
+    have. transport: from a relay to its engines, "ipc" if they are on one host. read_bytes: read by each host of a
+    level. sent_bytes: what the link of a relay's host sends to engines, at most. memory_bytes: host memory of each
+    relay. write_seconds: until the store has the version; read_seconds: of each level; send_seconds: from the relays
+    to the engines; seconds: of all; seconds_without: of a publish without relays.
+    """
+
+    levels: list[int]
+    engines: list[int]
+    hosts: list[int]
+    transport: str
+    read_bytes: int
+    sent_bytes: int
+    memory_bytes: int
+    write_seconds: float
+    read_seconds: list[float]
+    send_seconds: float
+    seconds: float
+    seconds_without: float
+    commands: list[HostCommand]
+
+
 class Estimate(msgspec.Struct, frozen=True):
     """The JSON output of `weightcast plan`.
 
     origins: bytes sent from each origin, including headers and padding. members: number of members of each broadcast
     group, including the sender. straddling_bytes: for each worker, bytes of tensors that are joined from several
-    origins. Over `file`, the sum of `origins` is the size of a version in the store.
+    origins. Over `file`, the sum of `origins` is the size of a version in the store. relays: only with `--relays`.
     """
 
     num_tensors: int
@@ -109,6 +153,7 @@ class Estimate(msgspec.Struct, frozen=True):
     straddling_bytes: int
     trainer_host: HostBytes
     engine_host: HostBytes
+    relays: Relays | None = None
 
 
 def estimate(specs: Sequence[TensorSpec], deployment: Deployment) -> Estimate:
@@ -121,9 +166,7 @@ def estimate(specs: Sequence[TensorSpec], deployment: Deployment) -> Estimate:
     manifest = plan(specs, size, origins=_held(specs, it))
     plans = [manifest.of_origin(number) for number in range(len(manifest.spans))]
     wires = [sum(each.buckets) + HEADER_BYTES * len(each.buckets) for each in plans]
-    workers = it.num_workers // it.engine_hosts  # of a host
-    # Staged, one worker of an engine on a host joins the broadcast for all of them there.
-    joined = math.ceil(workers / min(it.workers_per_engine, workers)) if it.is_staged else workers
+    workers, joined = it.num_workers // it.engine_hosts, it.num_joined
     members = 1 + joined * it.engine_hosts if it.transport in ("gloo", "nccl") else 0
     straddling = 0
     if it.is_staged:
@@ -141,9 +184,10 @@ def estimate(specs: Sequence[TensorSpec], deployment: Deployment) -> Estimate:
         of_trainer = max(_memory(each, _SENDER_SLOTS, it.is_staged and it.transport == "ipc") for each in plans)
         received = sum(_memory(each, NUM_SLOTS, it.is_staged) for each in plans)
     of_engines = copies[it.transport] * received + workers * straddling
+    rates = it.trainer_gbit or it.link_gbit, it.link_gbit
     links = [
-        (sent, received, max(sent, received) * 8 / (it.link_gbit * 1e9) if it.link_gbit else 0.0)
-        for sent, received in _link_bytes(it, wires, joined, members)
+        (sent, received, max(sent, received) * 8 / (gbit * 1e9) if gbit else 0.0)
+        for (sent, received), gbit in zip(_link_bytes(it, wires, members), rates, strict=True)
     ]
     undo = num_bytes * it.num_engines // it.engine_hosts if it.undo else 0
     return Estimate(
@@ -193,8 +237,9 @@ def _memory(each: Manifest, num_slots: int, staged: bool, adjoining: bool = Fals
     return pages(arena_layout_of(each, num_slots=num_slots, staged=staged, adjoining=adjoining).size_bytes)
 
 
-def _link_bytes(it: Deployment, wires: Sequence[int], joined: int, members: int) -> list[tuple[int, int]]:
+def _link_bytes(it: Deployment, wires: Sequence[int], members: int) -> list[tuple[int, int]]:
     """Return the bytes sent and received by the trainer host and the engine host that have the most."""
+    joined = it.num_joined
     sent: dict[int, int] = {}
     received: dict[int, int] = {}
 
