@@ -91,6 +91,8 @@ def python() -> Iterator[WarmPython]:
     """One that has imported what trainers need."""
     modules = (
         "real_vllm.trainer",
+        "real_vllm.adapters",
+        "transformers.models.llama.modeling_llama",
         "transformers.models.qwen3.modeling_qwen3",
         "weightcast.integrations.sglang.stock.server",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import random
 import signal
 import threading
@@ -19,16 +20,18 @@ from real_engines.setups import on
 from real_vllm.adapters import (
     AdapterOf,
     Source,
+    assert_answers_are_whole,
     killed_at,
     publish_model,
     publishing,
-    publishing_until_killed,
     refusal,
     versions_of,
 )
 from real_vllm.oracle import PROMPT, Answer, joined
 from real_vllm.test_soak import footprint
+from warm_python import WarmPython
 
+import real_sglang.stand_ins.sitecustomize  # noqa: F401
 from real_sglang.adapters import NUM_STREAMED, NUM_TOKENS, Cold, answer, named, num_loaded
 from real_sglang.faults import Break
 from real_sglang.oracle import LOOSE
@@ -37,13 +40,7 @@ from weightcast import Publisher, PublishError, PublishOptions
 from weightcast.format.adapters import LoraConfig, tensor_name
 from weightcast.trainer.options import Adapter
 
-context = preloaded(
-    "torch",
-    "real_sglang.stand_ins.sitecustomize",
-    "real_vllm.adapters",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.llama.modeling_llama",
-)
+context = preloaded("torch")
 LORA = Setup(max_lora_rank=16)
 LORA_TWO = Setup("llama-tied", tp=2, max_lora_rank=16)
 LORA_BIASES = Setup("qwen2", dtype=torch.bfloat16, max_lora_rank=16)
@@ -337,13 +334,18 @@ def test_a_reload_by_sglang_itself_takes_the_names(server: Server) -> None:
     publish_model(server, 0)
 
 
+def killed(url: str, phase: str, family: str) -> None:
+    """A trainer that is killed at a phase, in a process that has imported this module's stand-in for torchvision."""
+    killed_at(url, phase, family)
+
+
 @pytest.mark.parametrize("phase", ["offered", "packed", "received", "installed"])
 @on(LORA, full=[LORA_TWO])
 def test_a_trainer_that_is_killed_leaves_a_whole_version(
     server: Server, phase: str, cold_with: Callable[..., Cold]
 ) -> None:
     family, expected = server.setup.family, cold_with(server.setup).adapted
-    trainer = context.Process(target=killed_at, args=(server.url, phase, family))
+    trainer = context.Process(target=killed, args=(server.url, phase, family))
     trainer.start()
     trainer.join(120)
     assert trainer.exitcode == -signal.SIGKILL
@@ -356,28 +358,37 @@ def test_a_trainer_that_is_killed_leaves_a_whole_version(
     assert answer(server, "policy") == expected[2]
 
 
+STREAMS = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from real_vllm.adapters import publishing_until_killed
+url, family, first, file = sys.argv[1:]
+publishing_until_killed(url, family, int(first), SimpleNamespace(set=Path(file).touch))
+"""
+"""A trainer of many versions, which makes a file when the first one is served."""
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 13))])
 @on(LORA, full=[LORA_TWO])
 def test_trainers_killed_at_random_leave_whole_versions(
-    server: Server, seed: int, cold_with: Callable[..., Cold]
+    server: Server, seed: int, cold_with: Callable[..., Cold], python: WarmPython, tmp_path: Path
 ) -> None:
     family, expected, generator = server.setup.family, cold_with(server.setup).adapted, random.Random(seed)
     next_number, memory = 1 + max([1000, *versions_of(server).values()]), list[int]()
-    for _ in range(4):
-        is_serving = context.Event()
-        trainer = context.Process(target=publishing_until_killed, args=(server.url, family, next_number, is_serving))
-        trainer.start()
-        assert is_serving.wait(120)
+    for number in range(4):
+        file = tmp_path / str(number)
+        trainer = python.start(STREAMS, server.url, family, str(next_number), str(file))
+        while not file.exists():
+            assert trainer.poll() is None, "the trainer has ended by itself"
+            time.sleep(0.01)
         time.sleep(generator.uniform(0.0, 0.3))
-        trainer.kill()
-        trainer.join(120)
-        versions = versions_of(server)
-        assert next_number <= max(versions.values())
-        for label, number in versions.items():
-            assert answer(server, label) == expected[number % 3], label
-        next_number = 1 + max(versions.values())
-        assert answer(server, "policy") == expected[(next_number - 1) % 3]
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait(60)
+        newest = assert_answers_are_whole(server, expected, answer)
+        assert newest >= next_number
+        next_number = newest + 10
         assert not server.get("/weight_info")["paused"]
         memory.append(footprint(server).rss_bytes)
     assert num_loaded(server) <= 4 * server.setup.tp, "two that can be named, and those of the last trainer's end"
-    print(f"version {next_number - 1}; the server's memory after each kill: {[size >> 20 for size in memory]} MiB")
+    print(f"version {newest}; the server's memory after each kill: {[size >> 20 for size in memory]} MiB")

@@ -151,6 +151,19 @@ def publishing_until_killed(url: str, family: str, first: int, is_serving: Any, 
             is_serving.set()
 
 
+def assert_answers_are_whole(server: Any, expected: list[Answer], answer: Any) -> int:
+    """Each version that the server names, and the alias, answers as a cold start with it; return the newest number.
+
+    The install that a killed trainer began may end meanwhile.
+    """
+    versions = versions_of(server)
+    for label, number in versions.items():
+        assert answer(server, label) == expected[number % 3], label
+    got, newest = answer(server, "policy"), max(versions_of(server).values())
+    assert got in [expected[number % 3] for number in range(max(versions.values()), newest + 1)]
+    return newest
+
+
 # --- stock servers ---
 
 

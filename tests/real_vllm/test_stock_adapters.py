@@ -160,6 +160,27 @@ def test_a_version_that_the_server_can_not_read_is_reported_and_removed(
         assert answer(server, f"policy@{last + 2}") != before
 
 
+@pytest.mark.full
+def test_after_a_failed_load_on_several_ranks_the_other_versions_go_on_and_a_restart_is_due(
+    checkpoint: Checkpoints, memory_store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM leaves the replies of the other ranks unread, so that a later load gets the failure of this one."""
+    setup = STOCK_LORA_TWO
+    with Server(setup, checkpoint(setup.family, 0, setup.dtype)) as server:
+        with publishing(server, AdapterOf(setup.family, 0), memory_store) as (publisher, _):
+            label = f"policy@{publisher.publish().version}"
+            before = answer(server, label)
+            monkeypatch.setattr(StockAdapters, "load", load_from_nowhere)
+            with pytest.raises(PublishError, match="replies of its 2 ranks may be out of step: restart it"):
+                publisher.publish()
+            monkeypatch.undo()
+            assert answer(server, label) == before
+            with pytest.raises(PublishError, match="could not load"):
+                publisher.publish()
+            assert (answer(server, label), named(server)) == (before, {label})
+        assert server.is_healthy()
+
+
 @on(STOCK_LORA)
 def test_after_a_lost_reply_the_server_is_asked(
     server: Server,
@@ -252,7 +273,7 @@ def test_trainers_killed_at_random_leave_whole_versions(
         for label, number in versions.items():
             assert answer(server, label) == expected[number % 3], label
         assert len(directories(memory_store, server)) <= 5
-        next_number = 1 + max(versions.values())
+        next_number = 10 + max(versions.values())
         memory.append(footprint(server).rss_bytes)
     assert server.is_healthy()
-    print(f"version {next_number - 1}; the server's memory after each kill: {[size >> 20 for size in memory]} MiB")
+    print(f"version {next_number - 10}; the server's memory after each kill: {[size >> 20 for size in memory]} MiB")
