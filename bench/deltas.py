@@ -9,7 +9,8 @@ which are left out without it:
     pip install --target SITE_PACKAGES --no-deps basilica-sdk zstandard xxhash
 
 PULSE v3 is basilica-sdk's codec of positions by the old exponent and of zig-zag values, compressed by zstd-1, without
-its headers and digests. The tables end with the bars of weightcast's own codecs that were missed.
+its headers and digests. Install is adding to live tensors. The tables end with the bars of weightcast's own codecs that
+were missed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 
 from weightcast.native.deltas import count_changed, decode, encode
+from weightcast.native.tables import CopyTable, digest
 from weightcast.sources.safetensors import SafetensorsSource
 
 ROUNDS = 3
@@ -42,19 +44,21 @@ class Figures:
     decode_ns: float
     apply_ns: float = 0.0
     undo_ns: float = 0.0
-    digest_ns: float = 0.0
+    install_ns: float = 0.0
 
 
 @dataclasses.dataclass
 class Whole:
-    """Of one pair, in memcpys of its payload, which take `memcpy_seconds`; the receiver without and with digests."""
+    """Of one pair, in memcpys of its payload, which take `memcpy_seconds`.
+
+    `receive`: decoding, adding to the base, digesting that, and adding to live tensors.
+    """
 
     memcpy_seconds: float
     detect: float
     encode: float
     encode_and_advance: float
     receive: float
-    receive_and_digest: float
 
 
 class Clock:
@@ -102,16 +106,17 @@ def measure_ours(base: torch.Tensor, now: torch.Tensor, num_bytes: int, threads:
             assert torch.equal(target, now)
             undoing.append(clock(lambda: changes.apply(target, undo=True, threads=threads), 1)[0])  # noqa: B023
             assert torch.equal(target, base)
-        runs = np.array([[0, num_words, 0, 0]], np.uint64)
-        digesting, _ = clock(lambda: changes.digests(runs, 1, threads=threads))  # noqa: B023
-        target.copy_(base)
+        digesting, _ = clock(lambda: digest(target, threads=threads))
+        live = base.clone()
+        placed = CopyTable([live], [target]).rows_in(target)
+        installing, _ = clock(lambda: changes.scatter(target, placed, threads=threads), 1)  # noqa: B023
+        assert torch.equal(live, now)
         advancing, _ = clock(lambda: encode(target, now, 2, by_classes=by_classes, advance=True, threads=threads), 1)  # noqa: B023
-        each = [s / changed * 1e9 for s in (seconds - detect, decoding, min(adding), min(undoing), digesting)]
+        each = [s / changed * 1e9 for s in (seconds - detect, decoding, min(adding), min(undoing), installing)]
         once = sizes[by_classes]
         assert once is not None
         found.append(Figures("delta by classes" if by_classes else "delta", once.nbytes / changed_once, *each))
-        receiving = decoding + min(adding)
-        rows.append([detect, seconds, advancing, receiving, receiving + digesting])
+        rows.append([detect, seconds, advancing, decoding + min(adding) + digesting + installing])
     return Whole(memcpy, *(seconds / memcpy for seconds in rows[0])), found
 
 
@@ -169,11 +174,11 @@ def bars(density: float, whole: Whole, found: dict[str, Figures]) -> list[tuple[
     if 0.0075 < density < 0.0135:
         steps = [("encode", plain.encode_ns, 12), ("encode by classes", classes.encode_ns, 30)]
         steps += [("decode", plain.decode_ns, 10), ("apply", plain.apply_ns, 20), ("undo", plain.undo_ns, 20)]
-        wanted += [(f"{name} ns", ns, most) for name, ns, most in [*steps, ("digest", plain.digest_ns, 8)]]
-        wanted += [("detection, memcpys", whole.detect, 1.5), ("receiver, memcpys", whole.receive_and_digest, 1.2)]
+        wanted += [(f"{name} ns", ns, most) for name, ns, most in steps]
+        wanted += [("detection, memcpys", whole.detect, 1.5), ("receiver, memcpys", whole.receive, 1.2)]
         wanted.append(("with the new base in the same pass, memcpys", whole.encode_and_advance, 2.2))
     if density < 0.0027:
-        wanted.append(("receiver at 0.2%, memcpys", whole.receive_and_digest, 0.4))
+        wanted.append(("receiver at 0.2%, memcpys", whole.receive, 0.4))
     if "PULSE v3" in found:
         wanted.append(("bytes each by classes beside PULSE v3", classes.bytes_each, found["PULSE v3"].bytes_each))
     return wanted
@@ -197,9 +202,9 @@ def main() -> None:
             found += measure_peers(base, now)
         density = count_changed(base, now, 2) / (base.nbytes // 2)
         print(f"\n{pair.name}: {density:.3%} of {base.nbytes // 2:,} elements changed; {in_memcpys(whole)}")
-        print(f"{'codec':18}{'bytes':>8}{'encode':>9}{'decode':>9}{'apply':>8}{'undo':>8}{'digest':>8}  ns, each")
+        print(f"{'codec':18}{'bytes':>8}{'encode':>9}{'decode':>9}{'apply':>8}{'undo':>8}{'install':>8}  ns, each")
         for it in found:
-            figures = (it.encode_ns, it.decode_ns, it.apply_ns, it.undo_ns, it.digest_ns)
+            figures = (it.encode_ns, it.decode_ns, it.apply_ns, it.undo_ns, it.install_ns)
             shown = "".join(
                 f"{ns:{width}.1f}" if ns else f"{'-':>{width}}"
                 for ns, width in zip(figures, (9, 9, 8, 8, 8), strict=True)
@@ -214,8 +219,7 @@ def main() -> None:
 def in_memcpys(it: Whole) -> str:
     return (
         f"a memcpy takes {it.memcpy_seconds * 1e3:.1f} ms. In memcpys: detection {it.detect:.2f}, with encoding "
-        f"{it.encode:.2f}, with the base's advance {it.encode_and_advance:.2f}; receiver {it.receive:.2f}, with "
-        f"digests {it.receive_and_digest:.2f}"
+        f"{it.encode:.2f}, with the base's advance {it.encode_and_advance:.2f}; receiver {it.receive:.2f}"
     )
 
 
