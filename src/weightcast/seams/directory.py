@@ -3,8 +3,8 @@
     EngineDirectory.engines()        at the beginning of each publish and sync, and after one in which an engine failed
 
 A publisher connects engines that have come, and lets go those that have left. If the call raises, the publisher keeps
-the engines that it has, and says so in its report. If there are none, `publish` raises ValueError and lets none go, unless
-its transport keeps versions.
+the engines that it has, and says so in its report. If there are none, `publish` raises ValueError and lets none go,
+unless its transport keeps versions.
 """
 
 from __future__ import annotations
