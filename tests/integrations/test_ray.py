@@ -233,7 +233,7 @@ class Season:
     def _judge(self, report: PublishReport) -> None:
         """Only engines to which something is done fail or are left out, and the report says so.
 
-        One that dies or leaves is noticed before the publish's deadline. Only one that has stopped takes a deadline.
+        One that dies or leaves is noticed before the publish's deadline. Only one that has stopped takes one deadline.
         """
         members, change = {member.url: member for member in self.members.known}, self._change
         silent = {member.url for _, member in self._stopped}
@@ -254,7 +254,7 @@ class Season:
         if change and prevents_install and report.engines[change.victim.url].ok:
             self.wrong.append(f"version {report.version} does not say what happened to {change.victim.url}: {report}")
         seconds = report.seconds.total - self._changing_seconds
-        if seconds >= DEADLINE_SECONDS * (2 if silent else 1):
+        if seconds >= DEADLINE_SECONDS * (1 + len(silent)):
             self.wrong.append(f"version {report.version} took {seconds:.1f} s, with {change}: {report}")
         kind = "silent" if silent else change.kind if change else ""
         self.longest[kind] = max(self.longest.get(kind, 0.0), round(seconds, 2))
