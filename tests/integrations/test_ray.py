@@ -125,8 +125,8 @@ class Season:
         self._stopped: list[tuple[int, Any]] = []
         """With the number of the version after whose publish they go on."""
         self._woken: list[Any] = []
-        self._calm = set[Any]()
-        """Engines to which nothing is done when a publish begins."""
+        self._calm, self._stayed = set[Any](), set[Any]()
+        """Engines to which nothing is done when a publish begins, and those of them that were so at the last one."""
         for _ in range(NUM_WARM):
             self.members.start()
         self.members.start(is_spare=True)
@@ -187,7 +187,8 @@ class Season:
         for member in self._woken:
             member.is_disturbed = False
         self._woken.clear()
-        self._calm = {member for member in self.members.known if not member.is_disturbed}
+        former, self._calm = self._calm, {member for member in self.members.known if not member.is_disturbed}
+        self._stayed = self._calm & former
         report = self.publisher.publish(self._number)
         self.router.published = self._number
         self._judge(report)
@@ -243,7 +244,8 @@ class Season:
         former = self.reports[-1].engines.keys() if self.reports else set()
         for name in calm & (former | report.engines.keys()):
             result = report.engines.get(name)
-            if result is None or not result.ok:
+            # A replacement at the former one's URL may not be in the directory yet.
+            if members[name] in self._stayed if result is None else not result.ok:
                 self.wrong.append(f"version {report.version}: nothing was done to {name}, which has {result}")
         for name, result in report.engines.items():
             if name not in silent and result.error is not None and result.error.kind == "PeerTimeoutError":
