@@ -96,7 +96,7 @@ class PreparedCopies:
     def run_changes(self, payload: torch.Tensor, changes: Changes, *, former: bool = False) -> None:
         """Add what changed to targets that have the former payload; see `Changes.scatter`. All sources are views of it.
 
-        What torch copies, such as casts, is copied in full, and can't be made as it was before (`former`).
+        Pairs that torch copies, such as casts, are copied in full, and can't be made as they were before (`former`).
         """
         assert not (former and self._jobs)
         if self._rows_of_payload is None:

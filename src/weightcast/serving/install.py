@@ -10,9 +10,8 @@ in newly allocated memory, together with the other members of a load group that 
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -31,6 +30,8 @@ from weightcast.seams.install_map import InstallMap, Mapped
 Named: TypeAlias = tuple[str, torch.Tensor]
 Block: TypeAlias = tuple[str, Region | None]
 """A tensor's name, and the piece of it; None stands for the whole tensor."""
+Changed: TypeAlias = tuple[torch.Tensor, Changes]
+"""The payload of a bucket, and what changed in it."""
 
 
 class BlockCopies:
@@ -43,34 +44,32 @@ class BlockCopies:
         self._sources = sources
         self._prepared: tuple[int, PreparedCopies] | None = None
 
-    def run(self, *, is_bound: bool = False) -> None:
-        """Make the copies. `is_bound`: the map was bound just before. Raises InstallError (torn) for freed memory."""
-        with self._in_place(is_bound) as copies:
-            copies.run()
+    def run(self, *, is_bound: bool = False, changed: Changed | None = None, former: bool = False) -> None:
+        """Make the copies or, given what changed, only add that; `former`: see `PreparedCopies.run_changes`.
 
-    def run_changes(self, payload: torch.Tensor, changes: Changes, *, former: bool = False) -> None:
-        """Add what changed; see `PreparedCopies.run_changes`."""
-        with self._in_place() as copies:
-            copies.run_changes(payload, changes, former=former)
-
-    def can_restore_former(self) -> bool:
-        with self._in_place() as copies:
-            return copies.can_restore_former
-
-    @contextlib.contextmanager
-    def _in_place(self, is_bound: bool = False) -> Iterator[PreparedCopies]:
-        """Context with the prepared copies, made anew if a tensor has moved."""
+        `is_bound`: the map was bound just before. Raises InstallError (torn) for freed memory.
+        """
+        if not self._blocks:
+            return
         try:
             with torch.inference_mode():  # not no_grad: parameters made in inference mode can be written only there
-                revision, copies = self._prepared or (-1, None)
-                is_known = copies is not None and revision == self._install_map.revision
-                if copies is None or not is_known or not copies.are_in_place(targets=not is_bound):
-                    targets = [t for name, piece in self._blocks for t in self._install_map.target_blocks(name, piece)]
-                    copies = PreparedCopies(targets, self._sources)
-                    self._prepared = self._install_map.revision, copies
-                yield copies
+                copies = self.prepared(is_bound=is_bound)
+                if changed is None:
+                    copies.run()
+                else:
+                    copies.run_changes(*changed, former=former)
         except (RuntimeError, ValueError) as exc:
             raise InstallError(f"copying into the model's parameters failed: {exc}", torn=True) from exc
+
+    def prepared(self, *, is_bound: bool = False) -> PreparedCopies:
+        """Return the copies, prepared again if a tensor has moved. Called in inference mode."""
+        revision, copies = self._prepared or (-1, None)
+        is_known = copies is not None and revision == self._install_map.revision
+        if copies is None or not is_known or not copies.are_in_place(targets=not is_bound):
+            targets = [t for name, piece in self._blocks for t in self._install_map.target_blocks(name, piece)]
+            copies = PreparedCopies(targets, self._sources)
+            self._prepared = self._install_map.revision, copies
+        return copies
 
 
 class Part:
@@ -234,20 +233,18 @@ class Install:
         Return this install, or its replacement.
         """
         install = self
-        if not self.binds():
-            uses_map = self._map is not None and self._map.bind()
-            install = Install(self.layout, self.manifest_digest, self.engine, self.specs, uses_map=uses_map)
+        if self._map is not None:
+            is_bound = self._map.bind()
+            if not is_bound or self._map.revision != self._revision:
+                install = Install(self.layout, self.manifest_digest, self.engine, self.specs, uses_map=is_bound)
         if install._map is not None and isinstance(self.engine, Mapped):
             self.engine.begin(install.copied)
         return install
 
-    def binds(self) -> bool:
-        """Bind the map to the live tensors; return whether these are still those that this install was made for."""
-        return self._map is None or (self._map.bind() and self._map.revision == self._revision)
-
     def can_load_changes(self, version: WeightVersion) -> bool:
         """Return whether the live tensors have what this install has put there as this version."""
-        return self._map is not None and self.served == version and self.binds()
+        found = self._map
+        return found is not None and self.served == version and found.bind() and found.revision == self._revision
 
     def forget_views(self) -> None:
         """Drop every view of buckets."""
@@ -319,10 +316,7 @@ class Install:
         parts = [self._part(index, payload) for index, payload in sorted(assembly.payloads.items())]
         self._load([*parts, *joined], assembly, lends=False)
         for (index, payload), part in zip(sorted(assembly.payloads.items()), parts, strict=True):
-            if index in changes:
-                part.copies.run_changes(payload, changes[index])
-            else:
-                part.copies.run()
+            part.copies.run(changed=(payload, changes[index]) if index in changes else None)
         for part in joined:
             part.copies.run()
 
@@ -331,12 +325,13 @@ class Install:
         parts = [(self._part(index, payload), index, payload) for index, payload in assembly.payloads.items()]
         if not changes.keys() >= assembly.payloads.keys() or self._num_joined or self._without_elements:
             return None
-        if any(part.rest or not part.copies.can_restore_former() for part, _, _ in parts):
-            return None
+        with torch.inference_mode():
+            if any(part.rest or not part.copies.prepared().can_restore_former for part, _, _ in parts):
+                return None
 
         def undo() -> None:
             for part, index, payload in parts:
-                part.copies.run_changes(payload, changes[index], former=True)
+                part.copies.run(changed=(payload, changes[index]), former=True)
 
         return undo
 

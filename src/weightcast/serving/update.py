@@ -73,9 +73,9 @@ class State(enum.Enum):
     ABORTED = "aborted"
 
 
-_CHANGES_SHARE = 16
-"""The list of what changed in a bucket is kept until the install if it is this much smaller than the bucket. Adding a
-longer one to the live tensors would take more time than copying the bucket."""
+_LEAST_RATIO = 16
+"""The list of what changed in a bucket is kept until the install if the bucket is at least so many times as large.
+Adding a longer one to the live tensors would take more time than copying the bucket."""
 _ENDED = (State.INSTALLED, State.ABORTED)
 
 
@@ -259,7 +259,7 @@ class Update:
             header = self._check(bucket, origin)
             if header.is_delta:
                 changes = base.add(index, payload[: header.encoded_bytes])
-                if _CHANGES_SHARE * changes.num_bytes <= base.payloads[index].nbytes and self._device.type == "cpu":
+                if _LEAST_RATIO * changes.num_bytes <= base.payloads[index].nbytes and self._device.type == "cpu":
                     self._changes[index] = changes
             else:
                 base.keep(index, payload, header.digest)
