@@ -162,9 +162,11 @@ def test_an_engine_that_is_away_in_between_is_waited_for_again() -> None:
         threading.Thread(target=lambda: servers.put(EngineServer(ModuleEngine(model), port=port).start())).start()
 
     start()
+    first = servers.get(timeout=60.0)
     source, options = ModuleSource(torch.nn.Linear(4, 4)), PublishOptions(deadline_seconds=20.0)
-    with Publisher(source, engines=[f"http://127.0.0.1:{port}"], options=options) as publisher, on_waiting(start):
+    with Publisher(source, engines=[f"http://127.0.0.1:{port}"], options=options) as publisher:
         assert publisher.publish(wait_ready_seconds=60.0).ok
-        servers.get(timeout=60.0).close()
-        assert publisher.publish(wait_ready_seconds=60.0).ok
+        first.close()
+        with on_waiting(start):
+            assert publisher.publish(wait_ready_seconds=60.0).ok
     servers.get(timeout=60.0).close()

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec import UNSET
 from publishers import publisher_of
 
 from weightcast import TensorSource
@@ -122,9 +123,11 @@ class Engine(EngineClient):
         self.require(Ask())
         infos = [reply.info for reply in self.replies]
         holders = {info.holder for info in infos}
-        first, second = (msgspec.structs.replace(info, holder="") for info in infos)
+        # The links of the ranks end one after the other.
+        first, second = (msgspec.structs.replace(info, holder="", dropped=UNSET) for info in infos)
         assert first == second
-        return msgspec.structs.replace(first, holder=holders.pop() if len(holders) == 1 else "")
+        dropped = True if any(info.dropped is True for info in infos) else UNSET
+        return msgspec.structs.replace(first, holder=holders.pop() if len(holders) == 1 else "", dropped=dropped)
 
     def init(self, info: InitInfo) -> None:
         self._run = info.run

@@ -14,7 +14,8 @@ from pathlib import Path
 from store.object_server import Proxy, Request, Spoil, Target
 from store.store_kit import Holder, number_in, url
 
-from weightcast.control.server.connections import HttpServer, listen
+from weightcast.control.server.connections import HttpServer
+from weightcast.control.server.listening import listen
 from weightcast.control.server.store import StoreServer
 from weightcast.serving.follower import Follower
 from weightcast.store.address import StoreAddress

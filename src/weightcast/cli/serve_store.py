@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("--tls-key needs --tls-certificate")
     token = output.read_token(args.token_file)
     with output.stage(output.IMPORTING):
-        from weightcast.control.server.connections import HttpServer, check_exposure, listen, url_of
+        from weightcast.control.server.connections import HttpServer
+        from weightcast.control.server.listening import check_exposure, listen, url_of
         from weightcast.control.server.store import StoreServer
         from weightcast.store.address import StoreAddress
 

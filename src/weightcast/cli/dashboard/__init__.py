@@ -21,7 +21,8 @@ from starlette.routing import Route
 
 from weightcast.cli import exits, output, values
 from weightcast.cli.dashboard.feed import Feed
-from weightcast.control.server.connections import HttpServer, listen, url_of
+from weightcast.control.server.connections import HttpServer
+from weightcast.control.server.listening import listen, url_of
 
 EPILOG = """
 examples:

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weightcast.control.routes import guarded, refusal, reply, weight_handlers
-from weightcast.control.server.connections import HttpServer, check_exposure, listen, url_of
+from weightcast.control.server.listening import check_exposure, listen, url_of
 from weightcast.control.server.metrics import ServerMetrics
 from weightcast.control.server.worker_engine import WorkerEngine
 from weightcast.engines.gate import Gate
@@ -32,6 +32,7 @@ from weightcast.seams.engine import Engine
 from weightcast.serving.worker import Worker
 
 if TYPE_CHECKING:
+    from weightcast.control.server.connections import HttpServer
     from weightcast.engines.transformers import TextGenerator
 
 _NUM_THREADS = 8
@@ -172,6 +173,9 @@ class EngineServer:
             from weightcast.control.server.completions import completion_routes
 
             routes += completion_routes(self.generator, self._metrics, model_name=model_name)
+        # Imported here, since it imports uvicorn's protocol, which is not needed to import EngineServer.
+        from weightcast.control.server.connections import HttpServer
+
         return HttpServer(Starlette(routes=routes, exception_handlers={HTTPException: _http_error}))
 
     async def _health(self, request: Request) -> Response:

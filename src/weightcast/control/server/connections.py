@@ -1,4 +1,4 @@
-"""HTTP servers of the package: their socket, and limits on connections and on the time for sending a request.
+"""HTTP servers of the package, with limits on connections and on the time for sending a request.
 
 Invariant: a connection that has not sent its request completely never keeps a new one out: if there are too many, those
 that have not sent a request are closed first. A connection whose request is being answered is not closed.
@@ -7,7 +7,6 @@ that have not sent a request are closed first. A connection whose request is bei
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import resource
 import socket
@@ -20,7 +19,6 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from weightcast.errors import WeightcastError
 from weightcast.host.deadline import GRACE_SECONDS
 from weightcast.host.descriptors import AcceptLog, shortage
 
@@ -38,55 +36,13 @@ _MAX_BACKLOG = 128
 _QUEUE_LENGTH = 1024
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address of this host. Raises WeightcastError; `port=0` takes a free one."""
-    try:
-        family, *_, address = _resolve(host, port)[0]
-        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        listening = socket.create_server(address, family=family, backlog=_MAX_BACKLOG, dualstack_ipv6=both)
-    except OSError as exc:
-        what = f"can't listen on {host}:{port}: {exc}"
-        raise WeightcastError(f"{what}; pass an address of this host, and a free port or 0") from exc
-    # Accepted connections inherit the option, which asyncio does not set on this socket; without it the body of an
-    # answer waits for the ACK of its header.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
-
-
-def _resolve(host: str, port: int) -> list[Any]:
-    return socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-
-
-def url_of(host: str, port: int, scheme: str = "http") -> str:
-    """Return the URL at which this host reaches a server that listens on an address."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def check_exposure(host: str, token: Any) -> None:
-    """Raise ValueError for a token that can't be sent in a header, and for a reachable host without a token."""
-    if token is not None:
-        if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable() or " " in token:
-            raise ValueError("a token must be text, printable ASCII without spaces, and not empty")
-        return
-    try:
-        addresses = [str(address[0]).partition("%")[0] for *_, address in _resolve(host, 0)]
-    except OSError as exc:
-        raise ValueError(f"{host!r} is not an address of this machine: {exc}") from exc
-    if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
-        raise ValueError(
-            f"{host} can be reached from other machines, which could then replace the weights: "
-            "pass token= (`--token-file`), or listen on 127.0.0.1"
-        )
-
-
 def most_connections() -> int:
     """Return the limit on connections: half of the file descriptors that this process may have."""
     return max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server of `app` with these limits and without logs, to be given a socket of `listen`.
+    """A uvicorn server of `app` with these limits and without logs, to be given a socket of `listening.listen`.
 
     Outside the main thread it sets no signals. `certificate` and `key`: files in PEM format, for TLS; raises ValueError
     if they can't be used.
