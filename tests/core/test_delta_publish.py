@@ -250,6 +250,18 @@ def test_ranks_of_one_host_share_a_base_and_the_work(transport: str) -> None:
             assert report.delta.num_engines == num_engines
 
 
+def test_a_base_may_be_released_after_its_session_has_closed() -> None:
+    client = ParallelEngine("engine", [RecordingEngine() for _ in range(2)])
+    with publishing(TensorSource({"t": torch.randn(64, 64)}), [client], transport="memory://") as publisher:
+        publisher.publish()
+        for worker in client.workers:
+            session = worker._session
+            assert session is not None
+            session.close()
+            session.release(session.last_offered)
+        del session
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_base_that_has_other_bytes_is_refused_and_the_next_publish_is_full(rank: int) -> None:
     tensors = {f"t{i}": torch.randn(64, 64) for i in range(8)}

@@ -59,6 +59,8 @@ class PublisherSession:
         """The packed buckets to which the next version's deltas are added, if the publisher has asked to keep them."""
         self._base_memory: SharedMemory | None = None
         """Memory for the base of all ranks of the engine on this host, which use that of the first of them."""
+        self._freeing = threading.Lock()
+        """Locked while that memory is freed or closed: `release` may run beside `close`."""
         self.install: Install | None = None
         """The install of the layout that was offered last."""
         self.receiver: Receiver | None = None
@@ -187,11 +189,12 @@ class PublisherSession:
                 return
             # `own_stream` relaxes the thread's capture mode: GPU memory is freed while an engine may capture a graph.
             with host_device.own_stream(self.device), contextlib.suppress(WeightcastError):
-                self.base, memory = None, self._base_memory
-                # No other rank uses it now: a version that ended well has ended on all, and none receives the next
-                # one before this rank has accepted it.
-                if memory is not None and os.fstat(memory.descriptor).st_size:
-                    memory.map().free()
+                with self._freeing:
+                    self.base, memory = None, self._base_memory
+                    # No other rank uses it now: a version that ended well has ended on all, and none receives the next
+                    # one before this rank has accepted it.
+                    if memory is not None and os.fstat(memory.descriptor).st_size:
+                        memory.map().free()
                 if self.install is not None:
                     self.install.forget_views()
                 if self.receiver is not None:
@@ -202,9 +205,8 @@ class PublisherSession:
 
         `location`: that of the first of these ranks. Raises UnsupportedError if this process can't open it.
         """
-        if self._base_memory is None or location == self._base_memory.location:
-            return self._base_memory
-        return SharedMemory.open(location)
+        own = self._base_memory
+        return own if own is None or location == own.location else SharedMemory.open(location)
 
     def require_receiver(self) -> Receiver:
         """Return the connected receiver.
@@ -259,9 +261,10 @@ class PublisherSession:
             self.receiver.close()
         for link in self._links:
             link.close()
-        self.base = None
-        if self._base_memory is not None:
-            self._base_memory.close()
+        with self._freeing:
+            self.base, memory, self._base_memory = None, self._base_memory, None
+            if memory is not None:
+                memory.close()
         # Views keep the transport's memory mapped, and this object may be part of a reference cycle.
         if self.install is not None:
             self.install.forget_views()
