@@ -75,7 +75,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "transformers": ("engines.transformers.*", "integrations.trl.*", "cli.planned_bytes", "cli.serve"),
     "fastapi": ("integrations.vllm.routes", "integrations.sglang.engine"),
     "starlette": ("control.routes", "control.server.*", "integrations.*.routes", "cli.dashboard"),
-    "uvicorn": ("control.server.connections",),
+    "uvicorn": ("control.server.app", "control.server.connections"),
     "prometheus_client": ("control.server.metrics", "integrations.plugin.metrics", "trainer.metrics"),
     "opentelemetry": ("trainer.spans",),
     "rich": ("cli.*",),

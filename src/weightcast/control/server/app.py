@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -32,7 +33,6 @@ from weightcast.seams.engine import Engine
 from weightcast.serving.worker import Worker
 
 if TYPE_CHECKING:
-    from weightcast.control.server.connections import HttpServer
     from weightcast.engines.transformers import TextGenerator
 
 _NUM_THREADS = 8
@@ -158,7 +158,7 @@ class EngineServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make_server(self, token: str | None, model_name: str) -> HttpServer:
+    def _make_server(self, token: str | None, model_name: str) -> uvicorn.Server:
         engine = WorkerEngine(self.worker, self._pool)
         handlers = [*weight_handlers(lambda: engine), ("GET", "/weight_specs", engine.specs)]
         routes = [
