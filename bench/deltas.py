@@ -9,7 +9,7 @@ which are left out without it:
     pip install --target SITE_PACKAGES --no-deps basilica-sdk zstandard xxhash
 
 PULSE v3 is basilica-sdk's codec of positions by the old exponent and of zig-zag values, compressed by zstd-1, without
-its headers and digests. Install is adding to live tensors. The tables end with the bars of weightcast's own codecs that
+its headers and digests. Install is copying to live tensors. The tables end with the bars of weightcast's own codecs that
 were missed.
 """
 
@@ -51,7 +51,7 @@ class Figures:
 class Whole:
     """Of one pair, in memcpys of its payload, which take `memcpy_seconds`.
 
-    `receive`: decoding, adding to the base, digesting that, and adding to live tensors.
+    `receive`: decoding, adding to the base, digesting that, and copying to live tensors.
     """
 
     memcpy_seconds: float

@@ -94,7 +94,7 @@ class PreparedCopies:
             job()
 
     def run_changes(self, payload: torch.Tensor, changes: Changes, *, former: bool = False) -> None:
-        """Add what changed to targets that have the former payload; see `Changes.scatter`. All sources are views of it.
+        """Copy what changed to targets that have the former payload; see `Changes.scatter`. All sources are its views.
 
         Pairs that torch copies, such as casts, are copied in full, and can't be made as they were before (`former`).
         """

@@ -107,7 +107,7 @@ def delta_scatter(
     threads: int,
     /,
 ) -> None:
-    """Add differences to the words that rows of `copy_strided` have filled from a payload. Raises ValueError.
+    """Write the changed words of a payload to where rows of `copy_strided` bring them. Raises ValueError.
 
     The rows' sources are offsets in the payload. `former`: write the words as they were, from the payload as it is now.
     """

@@ -1,4 +1,4 @@
-/* Adds changes to a payload or subtracts them, and adds them to what copies of the payload have filled. */
+/* Adds changes to a payload or subtracts them, and writes changed words to where copies bring them. */
 #include "blocks.h"
 #include "delta.h"
 
@@ -111,12 +111,10 @@ typedef struct {
 } scattering;
 
 WC_INLINE void scatter_word(const scattering *all, size_t i, uint64_t target, size_t width) {
-    int64_t difference = all->changes->differences[i];
-    if (all->former) {
-        uint32_t word = wc_word(all->payload + all->changes->positions[i] * (uint64_t)width, width) - (uint32_t)difference;
-        memcpy((uint8_t *)(uintptr_t)target, &word, width);
-    } else
-        add((uint8_t *)(uintptr_t)target, width, difference);
+    uint32_t word = wc_word(all->payload + all->changes->positions[i] * (uint64_t)width, width);
+    if (all->former)
+        word -= (uint32_t)all->changes->differences[i];
+    memcpy((uint8_t *)(uintptr_t)target, &word, width);
 }
 
 WC_INLINE void scatter_row(const scattering *all, const wc_strided_row *row, size_t width) {
@@ -130,6 +128,7 @@ WC_INLINE void scatter_row(const scattering *all, const wc_strided_row *row, siz
         uint64_t offset = positions[i] * (uint64_t)width - row->source, target = row->target;
         if (!dims) {
             uint64_t ahead = positions[i + AHEAD < end ? i + AHEAD : i] * (uint64_t)width - row->source;
+            __builtin_prefetch(all->payload + row->source + ahead);
             __builtin_prefetch((void *)(uintptr_t)(target + ahead), 1);
             scatter_word(all, i, target + offset, width);
             continue;

@@ -63,8 +63,8 @@ const char *wc_decode(const wc_vectors *by, const uint8_t *delta, uint64_t size,
 size_t wc_bad_change(const wc_changes *changes, uint64_t num_words);
 /* Add differences to contiguous words, or subtract them. */
 void wc_apply(uint8_t *words, size_t width, const wc_changes *changes, int subtract, int threads);
-/* Add differences to the words that rows of copies have filled from the payload; with `former`, write these words as
-   they were before, from the payload that has the changes. A row's source is an offset in the payload. */
+/* Write the changed words of a payload, or with `former` those before the changes, to where rows of copies bring them:
+   a target that several rows have, such as a tied one, is right too. A row's source is an offset in the payload. */
 void wc_scatter(const wc_strided_row *rows, size_t count, const uint8_t *payload, size_t width,
                 const wc_changes *changes, int former, int threads);
 /* Return the first row that has source words outside of a payload of `num_words`, or parts of words, or `count`. */

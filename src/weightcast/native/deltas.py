@@ -85,11 +85,10 @@ class Changes:
         _core.delta_apply(payload.data_ptr(), *words, *changes, undo, threads)
 
     def scatter(self, payload: torch.Tensor, rows: Rows, *, former: bool = False, threads: int = 1) -> None:
-        """Add the differences to the words that copies have filled from this payload before it changed.
+        """Write the changed words of a payload, which has the changes, to where copies of it have put the former ones.
 
-        `rows`: of `CopyTable.rows_in` this payload. `former`: write these words as they were, whatever is there, from
-        the payload, which has the changes. Raises ValueError, before it writes any, for a payload of another length,
-        and for a copy that begins or ends within a word.
+        `rows`: of `CopyTable.rows_in` this payload. `former`: write the words as they were before. Raises ValueError,
+        before it writes any, for a payload of another length, and for a copy that begins or ends within a word.
         """
         _require_words(payload, self.num_words, self.word_bytes)
         words, changes = (self.num_words, self.word_bytes), (self.positions, self.differences)

@@ -45,7 +45,7 @@ class BlockCopies:
         self._prepared: tuple[int, PreparedCopies] | None = None
 
     def run(self, *, is_bound: bool = False, changed: Changed | None = None, former: bool = False) -> None:
-        """Make the copies or, given what changed, only add that; `former`: see `PreparedCopies.run_changes`.
+        """Make the copies or, given what changed, only copy that; `former`: see `PreparedCopies.run_changes`.
 
         `is_bound`: the map was bound just before. Raises InstallError (torn) for freed memory.
         """
@@ -310,7 +310,7 @@ class Install:
     def load_changes(self, assembly: Assembly, changes: Mapping[int, Changes]) -> None:
         """Staged: do the same where the live tensors have the version before. `changes`: of buckets, by number.
 
-        Of these buckets only what changed is added to the live tensors.
+        Of these buckets only what changed is copied.
         """
         joined = self._joined_parts(assembly, is_last=True)
         parts = [self._part(index, payload) for index, payload in sorted(assembly.payloads.items())]
@@ -321,7 +321,7 @@ class Install:
             part.copies.run()
 
     def undo_of(self, assembly: Assembly, changes: Mapping[int, Changes]) -> Callable[[], None] | None:
-        """Return a function that undoes `load_changes`, also half-way; None if that does more than adding changes."""
+        """Return a function that undoes `load_changes`, also half-way; None if that does more than copying changes."""
         parts = [(self._part(index, payload), index, payload) for index, payload in assembly.payloads.items()]
         if not changes.keys() >= assembly.payloads.keys() or self._num_joined or self._without_elements:
             return None

@@ -75,7 +75,7 @@ class State(enum.Enum):
 
 _LEAST_RATIO = 16
 """The list of what changed in a bucket is kept until the install if the bucket is at least so many times as large.
-Adding a longer one to the live tensors would take more time than copying the bucket."""
+Copying by a longer one would take more time than copying the bucket."""
 _ENDED = (State.INSTALLED, State.ABORTED)
 
 
@@ -141,7 +141,7 @@ class Update:
         self._changes: dict[int, Changes] = {}
         """By bucket, what a delta has changed."""
         self._installs_changes = False
-        """True if the live tensors have the base's version, so that only what changed is added."""
+        """True if the live tensors have the base's version, so that only what changed is copied."""
         self._assembly = install.assembly(is_staged=not self.is_streaming)
         self._root = ""
         # Locked while the engine's weights are written, so that an abort waits for the end of the write.
