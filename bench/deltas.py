@@ -9,7 +9,7 @@ which are left out without it:
     pip install --target SITE_PACKAGES --no-deps basilica-sdk zstandard xxhash
 
 PULSE v3 is basilica-sdk's codec of positions by the old exponent and of zig-zag values, compressed by zstd-1, without
-its headers and digests. Install is copying to live tensors. The tables end with the bars of weightcast's own codecs that
+its headers and digests. Install is a copy to live tensors. The tables end with the bars of weightcast's own codecs that
 were missed.
 """
 
