@@ -326,6 +326,7 @@ class Router:
 
     def _request(self, client: httpx.Client, member: Member, prompt: int, max_behind: int) -> None:
         oldest, num_disturbances = self.published - max_behind, member.num_disturbances
+        is_disturbed = member.is_disturbed  # it may go on, and the request fail right after that
         try:
             reply = client.get(f"{member.url}/weight_ready", params={"max_behind": max_behind})
             if not reply.is_success:
@@ -334,7 +335,7 @@ class Router:
             tokens = ray.get(member.actor.generate.remote(prompt), timeout=PATIENCE_SECONDS)
         except (httpx.TransportError, ray.exceptions.RayError) as exc:
             self.counts["failed"] += 1
-            if not member.is_disturbed and member.num_disturbances == num_disturbances:
+            if not (is_disturbed or member.is_disturbed) and member.num_disturbances == num_disturbances:
                 self.wrong.append(f"{member.name} failed, and nothing was done to it: {exc!r:.500}")
             return
         self.counts["crossing"] += tokens[0][0] != tokens[-1][0]
