@@ -9,8 +9,8 @@ which are left out without it:
     pip install --target SITE_PACKAGES --no-deps basilica-sdk zstandard xxhash
 
 PULSE v3 is basilica-sdk's codec of positions by the old exponent and of zig-zag values, compressed by zstd-1, without
-its headers and digests. Install is a copy to live tensors. The tables end with the bars of weightcast's own codecs that
-were missed.
+its headers and digests. Adding includes the base's digest. Install is a copy to live tensors, undo its inverse. The
+tables end with the bars of weightcast's own codecs that were missed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from weightcast.native.deltas import count_changed, decode, encode
-from weightcast.native.tables import CopyTable, digest
+from weightcast.native.tables import CopyTable, chunk_lanes, digest, digest_of_lanes
 from weightcast.sources.safetensors import SafetensorsSource
 
 ROUNDS = 3
@@ -51,7 +51,7 @@ class Figures:
 class Whole:
     """Of one pair, in memcpys of its payload, which take `memcpy_seconds`.
 
-    `receive`: decoding, adding to the base, digesting that, and copying to live tensors.
+    `receive`: decoding, adding to the base and to its digest. `install`: that, and copying to live tensors.
     """
 
     memcpy_seconds: float
@@ -59,6 +59,7 @@ class Whole:
     encode: float
     encode_and_advance: float
     receive: float
+    install: float
 
 
 class Clock:
@@ -99,24 +100,30 @@ def measure_ours(base: torch.Tensor, now: torch.Tensor, num_bytes: int, threads:
         assert delta is not None
         known = base if by_classes else None
         decoding, changes = clock(lambda: decode(delta, num_words, 2, base=known, threads=threads))  # noqa: B023
-        adding, undoing = [], []
+        adding, digesting, installing, undoing = (list[float]() for _ in range(4))
         for _ in range(ROUNDS):
             target.copy_(base)
-            adding.append(clock(lambda: changes.apply(target, threads=threads), 1)[0])  # noqa: B023
+            lanes = chunk_lanes(target)
+            seconds_each, changed_words = clock(lambda: changes.apply(target, lanes=lanes, threads=threads), 1)  # noqa: B023
+            adding.append(seconds_each)
             assert torch.equal(target, now)
-            undoing.append(clock(lambda: changes.apply(target, undo=True, threads=threads), 1)[0])  # noqa: B023
-            assert torch.equal(target, base)
-        digesting, _ = clock(lambda: digest(target, threads=threads))
-        live = base.clone()
-        placed = CopyTable([live], [target]).rows_in(target)
-        installing, _ = clock(lambda: changes.scatter(target, placed, threads=threads), 1)  # noqa: B023
-        assert torch.equal(live, now)
+            digesting.append(clock(lambda: digest_of_lanes(lanes, target.nbytes))[0])  # noqa: B023
+            live = base.clone()
+            placed = CopyTable([live], [target]).rows_in(target)
+            installing.append(clock(lambda: changed_words.scatter(placed, threads=threads), 1)[0])  # noqa: B023
+            assert torch.equal(live, now)
+            undoing.append(clock(lambda: changed_words.scatter(placed, former=True, threads=threads), 1)[0])  # noqa: B023
+            assert torch.equal(live, base)
+        assert digest_of_lanes(lanes, target.nbytes) == digest(now)
+        target.copy_(base)
         advancing, _ = clock(lambda: encode(target, now, 2, by_classes=by_classes, advance=True, threads=threads), 1)  # noqa: B023
-        each = [s / changed * 1e9 for s in (seconds - detect, decoding, min(adding), min(undoing), installing)]
+        times = (seconds - detect, decoding, min(adding), min(undoing), min(installing))
+        each = [s / changed * 1e9 for s in times]
         once = sizes[by_classes]
         assert once is not None
         found.append(Figures("delta by classes" if by_classes else "delta", once.nbytes / changed_once, *each))
-        rows.append([detect, seconds, advancing, decoding + min(adding) + digesting + installing])
+        received = decoding + min(adding) + min(digesting)
+        rows.append([detect, seconds, advancing, received, received + min(installing)])
     return Whole(memcpy, *(seconds / memcpy for seconds in rows[0])), found
 
 
@@ -175,10 +182,10 @@ def bars(density: float, whole: Whole, found: dict[str, Figures]) -> list[tuple[
         steps = [("encode", plain.encode_ns, 12), ("encode by classes", classes.encode_ns, 30)]
         steps += [("decode", plain.decode_ns, 10), ("apply", plain.apply_ns, 20), ("undo", plain.undo_ns, 20)]
         wanted += [(f"{name} ns", ns, most) for name, ns, most in steps]
-        wanted += [("detection, memcpys", whole.detect, 1.5), ("receiver, memcpys", whole.receive, 1.2)]
+        wanted += [("detection, memcpys", whole.detect, 1.5), ("receiver, memcpys", whole.install, 1.2)]
         wanted.append(("with the new base in the same pass, memcpys", whole.encode_and_advance, 2.2))
     if density < 0.0027:
-        wanted.append(("receiver at 0.2%, memcpys", whole.receive, 0.4))
+        wanted.append(("receiver at 0.2%, memcpys", whole.install, 0.4))
     if "PULSE v3" in found:
         wanted.append(("bytes each by classes beside PULSE v3", classes.bytes_each, found["PULSE v3"].bytes_each))
     return wanted
@@ -219,7 +226,8 @@ def main() -> None:
 def in_memcpys(it: Whole) -> str:
     return (
         f"a memcpy takes {it.memcpy_seconds * 1e3:.1f} ms. In memcpys: detection {it.detect:.2f}, with encoding "
-        f"{it.encode:.2f}, with the base's advance {it.encode_and_advance:.2f}; receiver {it.receive:.2f}"
+        f"{it.encode:.2f}, with the base's advance {it.encode_and_advance:.2f}; receiver {it.receive:.2f}, "
+        f"with the install {it.install:.2f}"
     )
 
 

@@ -93,13 +93,22 @@ void deltas(void) {
         wc_changes changes = room_for(count);
         REQUIRE(!wc_decode(some_vectors(), of.delta, of.size, of.base, of.num_words, of.width, &changes, (int)drawn(5)));
         REQUIRE(wc_bad_change(&changes, of.num_words) == count);
-        uint8_t *words = malloc(bytes), *target = malloc(bytes);
-        REQUIRE(words && target);
-        memcpy(words, of.base, bytes);
-        wc_apply(words, of.width, &changes, 0, (int)drawn(5));
-        REQUIRE(!memcmp(words, of.words, bytes));
-        wc_apply(words, of.width, &changes, 1, (int)drawn(5));
-        REQUIRE(!memcmp(words, of.base, bytes));
+        uint8_t *payload = malloc(bytes), *target = malloc(bytes);
+        uint32_t *former = malloc(4 * count + 1), *words = malloc(4 * count + 1);
+        uint64_t chunks = (bytes + WC_CHUNK_BYTES - 1) / WC_CHUNK_BYTES;
+        uint64_t *lanes = malloc(16 * chunks), *expected = malloc(16 * chunks);
+        REQUIRE(payload && target && former && words && lanes && expected);
+        memcpy(payload, of.base, bytes);
+        wc_lanes(some_vectors(), of.base, bytes, lanes, (int)drawn(5));
+        wc_lanes(some_vectors(), of.words, bytes, expected, (int)drawn(5));
+        int has_lanes = bytes % 8 == 0;
+        wc_apply(payload, of.width, &changes, has_lanes ? lanes : NULL, former, words, (int)drawn(5));
+        REQUIRE(!memcmp(payload, of.words, bytes));
+        REQUIRE(!has_lanes || !memcmp(lanes, expected, 16 * chunks));
+        wc_sums sums = {0, 0}, all = {0, 0};
+        wc_digest_lanes(expected, bytes, &sums);
+        wc_digest(some_vectors(), of.words, bytes, 0, chunks, &all, (int)drawn(5));
+        REQUIRE(atomic_load(&sums.low) == atomic_load(&all.low) && atomic_load(&sums.high) == atomic_load(&all.high));
         /* Every second word of a part, to the start of another memory, and back. */
         uint64_t first = drawn(of.num_words), taken = (of.num_words - first + 1) / 2, width = of.width;
         wc_strided_row row = {(uint64_t)(uintptr_t)target,
@@ -109,13 +118,17 @@ void deltas(void) {
         REQUIRE(wc_bad_scatter(&row, 1, of.num_words, width) == 1);
         for (uint64_t i = 0; i < taken; i++)
             memcpy(target + i * width, of.base + (first + 2 * i) * width, width);
-        for (int former = 0; former < 3; former++) { /* the second time it is as before already */
-            wc_scatter(&row, 1, of.words, width, &changes, former > 0, 2);
+        for (int again = 0; again < 3; again++) { /* the third time it is as before already */
+            wc_scatter(&row, 1, width, &changes, again ? former : words, 2);
             for (uint64_t i = 0; i < taken; i++)
-                REQUIRE(!memcmp(target + i * width, (former ? of.base : of.words) + (first + 2 * i) * width, width));
+                REQUIRE(!memcmp(target + i * width, (again ? of.base : of.words) + (first + 2 * i) * width, width));
         }
-        free(words);
+        free(payload);
         free(target);
+        free(former);
+        free(words);
+        free(lanes);
+        free(expected);
         release(&changes);
     }
     release_pair(&of);

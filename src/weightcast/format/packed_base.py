@@ -17,16 +17,16 @@ from collections.abc import Iterable
 import torch
 
 from weightcast.errors import IntegrityError
-from weightcast.format.bucket import Digest, payload_digest, root_digest
+from weightcast.format.bucket import Digest, root_digest
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest
 from weightcast.native import deltas
-from weightcast.native.tables import MAX_THREADS
+from weightcast.native.tables import MAX_THREADS, Lanes, added, chunk_lanes, digest_of_lanes
 
 _MAX_WORD_BYTES = 4
 
 
 class PackedBase:
-    """The packed buckets of one version. Memory: those buckets, in host memory.
+    """The packed buckets of one version. Memory: those buckets, in host memory; where deltas are added, 1/128 more.
 
     `number`, `root`: of the version of which all own buckets are here; -1 while they are of none, or of several.
     """
@@ -51,6 +51,8 @@ class PackedBase:
         ends = itertools.accumulate(sizes)
         self.payloads = [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         self.digests: list[Digest] = [b""] * len(sizes)
+        self._lanes: dict[int, Lanes] = {}
+        """By bucket to which a delta was added, its chunks' lanes, by which its digest follows the changes."""
         self._word_bytes = word_sizes(manifest)
         self.num_words = sum(size // word for size, word in zip(manifest.buckets, self._word_bytes, strict=True))
 
@@ -68,6 +70,7 @@ class PackedBase:
         """Copy the new version's bucket, whose payload has this digest, if it is one of this rank's own."""
         if index in self.own:
             self.payloads[index].copy_(payload[: self.payloads[index].nbytes])
+            self._lanes.pop(index, None)
         self.digests[index] = digest
 
     def advance(self, index: int, payload: torch.Tensor, digest: Digest) -> tuple[torch.Tensor, int]:
@@ -82,15 +85,18 @@ class PackedBase:
         self.digests[index] = digest
         return mine if delta is None else delta, num_changed
 
-    def add(self, index: int, delta: torch.Tensor) -> deltas.Changes:
+    def add(self, index: int, delta: torch.Tensor) -> deltas.ChangedWords:
         """Make the bucket that of the new version, and return what changed.
 
-        Raises IntegrityError for a delta that is damaged.
+        The first delta reads all of the bucket for its digest, those after it what they change. Raises IntegrityError
+        for a delta that is damaged.
         """
         mine = self.payloads[index]
-        changes = add_delta(mine, delta, self._word_bytes[index])
-        self.digests[index] = payload_digest(mine)
-        return changes
+        if index not in self._lanes:
+            self._lanes[index] = chunk_lanes(mine, threads=_num_threads())
+        changed = add_delta(mine, delta, self._word_bytes[index], self._lanes[index])
+        self.digests[index] = added(digest_of_lanes(self._lanes[index], mine.nbytes))
+        return changed
 
 
 def word_sizes(manifest: Manifest) -> list[int]:
@@ -102,8 +108,10 @@ def word_sizes(manifest: Manifest) -> list[int]:
     return sizes
 
 
-def add_delta(payload: torch.Tensor, delta: torch.Tensor, word_bytes: int) -> deltas.Changes:
-    """Add a delta to a raw payload, and return it decoded.
+def add_delta(
+    payload: torch.Tensor, delta: torch.Tensor, word_bytes: int, lanes: Lanes | None = None
+) -> deltas.ChangedWords:
+    """Add a delta to a raw payload, and to its lanes; return what changed.
 
     Raises IntegrityError, with nothing changed, for a delta that is damaged.
     """
@@ -112,8 +120,7 @@ def add_delta(payload: torch.Tensor, delta: torch.Tensor, word_bytes: int) -> de
         changes = deltas.decode(delta, payload.nbytes // word_bytes, word_bytes, threads=threads)
     except ValueError as exc:
         raise IntegrityError(f"a bucket's delta is damaged: {exc}; publish again") from exc
-    changes.apply(payload, threads=threads)
-    return changes
+    return changes.apply(payload, lanes=lanes, threads=threads)
 
 
 def _num_threads() -> int:

@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 
 from weightcast.host import device as host_device
-from weightcast.native.deltas import Changes
+from weightcast.native.deltas import ChangedWords
 from weightcast.native.tables import CopyTable, Rows, places
 
 _BYTES_PER_THREAD = 64 << 20
@@ -93,15 +93,16 @@ class PreparedCopies:
         for job in self._jobs:
             job()
 
-    def run_changes(self, payload: torch.Tensor, changes: Changes, *, former: bool = False) -> None:
-        """Copy what changed to targets that have the former payload; see `Changes.scatter`. All sources are its views.
+    def run_changes(self, payload: torch.Tensor, changes: ChangedWords, *, former: bool = False) -> None:
+        """Copy what changed to targets that have the former payload; see `ChangedWords.scatter`.
 
-        Pairs that torch copies, such as casts, are copied in full, and can't be made as they were before (`former`).
+        All sources are views of this payload. Pairs that torch copies, such as casts, are copied in full, and can't be
+        made as they were before (`former`).
         """
         assert not (former and self._jobs)
         if self._rows_of_payload is None:
             self._rows_of_payload = self._table.rows_in(payload)
-        changes.scatter(payload, self._rows_of_payload, former=former, threads=_most_threads())
+        changes.scatter(self._rows_of_payload, former=former, threads=_most_threads())
         for job in self._jobs:
             job()
 

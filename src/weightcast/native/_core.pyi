@@ -25,6 +25,12 @@ def copy_strided(rows: Table, threads: int, cached: bool, /) -> None:
 def digest(address: int, size: int, rows: Table, threads: int, /) -> tuple[int, int]:
     """Return the sum of the digests of chunks, given by rows of (first, end); chunk 0 adds the payload's length."""
 
+def chunk_lanes(address: int, size: int, lanes: Table, threads: int, /) -> None:
+    """Fill a row of two 64-bit words for each chunk of a payload: the chunk's lanes."""
+
+def digest_lanes(lanes: Table, size: int, /) -> tuple[int, int]:
+    """Return the digest of a payload of `size` bytes from its chunks' lanes."""
+
 def copy_and_digest(address: int, size: int, rows: Table, threads: int, cached: bool, /) -> tuple[int, int]:
     """Fill a payload by rows of (offset, source, size), in order; return the sum of the digests of the filled chunks.
 
@@ -92,22 +98,25 @@ def delta_decode(
     """Fill arrays of 32-bit positions and 64-bit differences. `base` is 0 for none. Raises ValueError."""
 
 def delta_apply(
-    target: int, num_words: int, width: int, positions: Any, differences: Any, subtract: bool, threads: int, /
-) -> None:
-    """Add differences to words at positions. Raises ValueError before it adds any."""
-
-def delta_scatter(
-    rows: Table,
     payload: int,
     num_words: int,
     width: int,
     positions: Any,
     differences: Any,
-    former: bool,
+    lanes: Any,
+    former: Any,
+    words: Any,
     threads: int,
     /,
 ) -> None:
-    """Write the changed words of a payload to where rows of `copy_strided` bring them. Raises ValueError.
+    """Add differences to words at positions, and fill `former` and `words` with these words as they were and are.
 
-    The rows' sources are offsets in the payload. `former`: write the words as they were, from the payload as it is now.
+    `lanes`: of `chunk_lanes`, which become those of the payload as it is; empty for none. Raises ValueError before it
+    adds any.
+    """
+
+def delta_scatter(rows: Table, num_words: int, width: int, positions: Any, words: Any, threads: int, /) -> None:
+    """Write the words at these positions of a payload to where rows of `copy_strided` bring them. Raises ValueError.
+
+    The rows' sources are offsets in the payload.
     """

@@ -1,14 +1,15 @@
-/* Adds changes to a payload or subtracts them, and writes changed words to where copies bring them. */
+/* Adds changes to a payload, with the digest of its chunks, and writes changed words to where copies bring them. */
 #include "blocks.h"
 #include "delta.h"
 
-enum { GRAIN = 1 << 14, AHEAD = 16 }; /* changes */
+enum { GRAIN = 1 << 14, AHEAD = 64 }; /* changes */
 
 typedef struct {
-    uint8_t *words;
+    uint8_t *payload;
     size_t width;
     const wc_changes *changes;
-    int subtract;
+    uint64_t *lanes;
+    uint32_t *former, *words;
 } applying;
 
 size_t wc_bad_change(const wc_changes *changes, uint64_t num_words) {
@@ -18,24 +19,47 @@ size_t wc_bad_change(const wc_changes *changes, uint64_t num_words) {
     return changes->count;
 }
 
-WC_INLINE void add(uint8_t *at, size_t width, int64_t difference) {
-    uint32_t sum = wc_word(at, width) + (uint32_t)difference;
-    memcpy(at, &sum, width); /* the lowest bytes, on a little-endian machine */
+/* Let the lanes of a chunk be those with this word at byte `at`, before it is written there. */
+WC_INLINE void move_lanes(const applying *all, uint64_t at, size_t width, uint32_t word) {
+    uint64_t *lanes = all->lanes + 2 * (at / WC_CHUNK_BYTES), key = at % WC_CHUNK_BYTES / 8, before;
+    uint64_t shift = 8 * (at % 8), ones = UINT64_MAX >> (64 - 8 * width);
+    memcpy(&before, all->payload + at / 8 * 8, 8);
+    uint64_t after = (before & ~(ones << shift)) | (word & ones) << shift;
+    for (size_t lane = 0; lane < 2; lane++)
+        lanes[lane] += wc_product(after, wc_keys[lane][key]) - wc_product(before, wc_keys[lane][key]);
 }
 
 WC_INLINE void add_all(const applying *all, size_t first, size_t last, size_t width) {
     const uint32_t *positions = all->changes->positions;
     const int64_t *differences = all->changes->differences;
-    uint8_t *words = all->words;
-    int64_t sign = all->subtract ? -1 : 1;
+    uint8_t *payload = all->payload;
     for (size_t i = first; i < last; i++) {
-        __builtin_prefetch(words + positions[i + AHEAD < last ? i + AHEAD : i] * width, 1);
-        add(words + positions[i] * width, width, sign * differences[i]);
+        uint8_t *at = payload + positions[i] * (uint64_t)width;
+        __builtin_prefetch(payload + positions[i + AHEAD < last ? i + AHEAD : i] * (uint64_t)width, 1);
+        uint32_t former = wc_word(at, width), word = former + (uint32_t)differences[i];
+        if (all->lanes)
+            move_lanes(all, positions[i] * (uint64_t)width, width, word);
+        memcpy(at, &word, width); /* the lowest bytes, on a little-endian machine */
+        if (all->words) {
+            all->former[i] = former;
+            all->words[i] = word;
+        }
     }
+}
+
+/* Return the first change from `i` on that is not in the chunk of the one before: threads share no lanes. */
+static size_t chunk_start(const applying *all, size_t i) {
+    const uint32_t *positions = all->changes->positions;
+    uint64_t words = WC_CHUNK_BYTES / all->width;
+    while (i && i < all->changes->count && positions[i] / words == positions[i - 1] / words)
+        i++;
+    return i;
 }
 
 static void apply_changes(void *context, size_t first, size_t last) {
     const applying *all = context;
+    first = chunk_start(all, first);
+    last = chunk_start(all, last);
     if (all->width == 1)
         add_all(all, first, last, 1);
     else if (all->width == 2)
@@ -44,8 +68,9 @@ static void apply_changes(void *context, size_t first, size_t last) {
         add_all(all, first, last, 4);
 }
 
-void wc_apply(uint8_t *words, size_t width, const wc_changes *changes, int subtract, int threads) {
-    applying all = {.words = words, .width = width, .changes = changes, .subtract = subtract};
+void wc_apply(uint8_t *payload, size_t width, const wc_changes *changes, uint64_t *lanes, uint32_t *former,
+              uint32_t *words, int threads) {
+    applying all = {payload, width, changes, lanes, former, words};
     wc_parallel(apply_changes, &all, changes->count, GRAIN, threads);
 }
 
@@ -104,18 +129,10 @@ size_t wc_bad_scatter(const wc_strided_row *rows, size_t count, uint64_t num_wor
 
 typedef struct {
     const wc_strided_row *rows;
-    const uint8_t *payload;
     size_t width;
     const wc_changes *changes;
-    int former;
+    const uint32_t *words;
 } scattering;
-
-WC_INLINE void scatter_word(const scattering *all, size_t i, uint64_t target, size_t width) {
-    uint32_t word = wc_word(all->payload + all->changes->positions[i] * (uint64_t)width, width);
-    if (all->former)
-        word -= (uint32_t)all->changes->differences[i];
-    memcpy((uint8_t *)(uintptr_t)target, &word, width);
-}
 
 WC_INLINE void scatter_row(const scattering *all, const wc_strided_row *row, size_t width) {
     const uint32_t *positions = all->changes->positions;
@@ -128,9 +145,8 @@ WC_INLINE void scatter_row(const scattering *all, const wc_strided_row *row, siz
         uint64_t offset = positions[i] * (uint64_t)width - row->source, target = row->target;
         if (!dims) {
             uint64_t ahead = positions[i + AHEAD < end ? i + AHEAD : i] * (uint64_t)width - row->source;
-            __builtin_prefetch(all->payload + row->source + ahead);
             __builtin_prefetch((void *)(uintptr_t)(target + ahead), 1);
-            scatter_word(all, i, target + offset, width);
+            memcpy((void *)(uintptr_t)(target + offset), &all->words[i], width);
             continue;
         }
         int is_in = 1;
@@ -141,7 +157,7 @@ WC_INLINE void scatter_row(const scattering *all, const wc_strided_row *row, siz
             target += step * row->dims[order[d]].target_stride;
         }
         if (is_in && offset < row->run)
-            scatter_word(all, i, target + offset, width);
+            memcpy((void *)(uintptr_t)(target + offset), &all->words[i], width);
     }
 }
 
@@ -159,9 +175,9 @@ static void scatter_rows(void *context, size_t first, size_t last) {
     }
 }
 
-void wc_scatter(const wc_strided_row *rows, size_t count, const uint8_t *payload, size_t width,
-                const wc_changes *changes, int former, int threads) {
-    scattering all = {rows, payload, width, changes, former};
+void wc_scatter(const wc_strided_row *rows, size_t count, size_t width, const wc_changes *changes,
+                const uint32_t *words, int threads) {
+    scattering all = {rows, width, changes, words};
     size_t share = count / (16 * (size_t)(threads > 0 ? threads : 1));
     wc_parallel(scatter_rows, &all, count, share ? share : 1, threads);
 }

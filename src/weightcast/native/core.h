@@ -13,7 +13,8 @@
 #define WC_MAX_BYTES ((uint64_t)1 << 47)
 #define WC_DIGEST_BLOCK 4096 /* consecutive words of a tensor that share a weight B */
 #define WC_MAX_CLASSES 6 /* classes of a delta */
-#define WC_RUN_WORDS 2 /* 64-bit words of a row, also in the next two lines */
+#define WC_RUN_WORDS 2 /* 64-bit words of a row, also in the next three lines */
+#define WC_LANES_WORDS 2
 #define WC_COPY_WORDS 3
 #define WC_STRIDED_WORDS (3 + 3 * WC_MAX_DIMS)
 #define WC_MAX_WORDS_DIMS 64 /* dims of a tensor */
@@ -104,6 +105,12 @@ void wc_begin(void); /* to be called once, before anything else */
 void wc_fence(void); /* make all streaming stores of this thread visible to others */
 uint64_t wc_mixed(uint64_t value); /* splitmix64: its increment, then its output function */
 
+/* Return what a word of a chunk adds to one of the chunk's lanes, by its key in that lane. */
+static inline uint64_t wc_product(uint64_t word, uint64_t key) {
+    uint32_t low = (uint32_t)word + (uint32_t)key, high = (uint32_t)(word >> 32) + (uint32_t)(key >> 32);
+    return (uint64_t)low * high;
+}
+
 /* Call `work` for all numbers below `count`, `grain` per call, in at most `threads` threads, including this one. All
    threads have ended when it returns. If a thread can't be made, the others do its work. */
 void wc_parallel(void (*work)(void *context, size_t first, size_t last), void *context, size_t count, size_t grain,
@@ -117,6 +124,9 @@ void wc_copy_strided(const wc_vectors *by, const wc_strided_row *rows, size_t co
 /* Add the digests of a payload's chunks from `first` to `last` to `sums`; chunk 0 also adds the payload's length. */
 void wc_digest(const wc_vectors *by, const uint8_t *payload, uint64_t size, uint64_t first, uint64_t last,
                wc_sums *sums, int threads);
+/* Compute the two lanes of each chunk of a payload, and add the digest of a payload of `size` bytes from its lanes. */
+void wc_lanes(const wc_vectors *by, const uint8_t *payload, uint64_t size, uint64_t *lanes, int threads);
+void wc_digest_lanes(const uint64_t *lanes, uint64_t size, wc_sums *sums);
 /* Return the first row that overlaps the row before or reaches outside of the payload, or `count`. */
 size_t wc_bad_pack(const wc_pack_row *rows, size_t count, uint64_t size);
 /* Fill a payload by rows, which are in order and don't overlap; add the chunks that they cover completely to `sums`. */

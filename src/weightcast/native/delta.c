@@ -97,7 +97,7 @@ static void encode_chunk(const wc_vectors *by, wc_encoding *all, size_t chunk, w
         memcpy(all->out + chunk * WC_DELTA_ROW_BYTES, row, sizeof row);
     }
     if (all->advance && all->by_classes)
-        wc_apply(base, width, changes, 0, 1);
+        wc_apply(base, width, changes, NULL, NULL, NULL, 1);
 }
 
 typedef struct {

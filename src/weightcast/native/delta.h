@@ -61,12 +61,14 @@ const char *wc_decode(const wc_vectors *by, const uint8_t *delta, uint64_t size,
 
 /* Return the first change whose position is not above the one before and below `num_words`, or their number. */
 size_t wc_bad_change(const wc_changes *changes, uint64_t num_words);
-/* Add differences to contiguous words, or subtract them. */
-void wc_apply(uint8_t *words, size_t width, const wc_changes *changes, int subtract, int threads);
-/* Write the changed words of a payload, or with `former` those before the changes, to where rows of copies bring them:
-   a target that several rows have, such as a tied one, is right too. A row's source is an offset in the payload. */
-void wc_scatter(const wc_strided_row *rows, size_t count, const uint8_t *payload, size_t width,
-                const wc_changes *changes, int former, int threads);
+/* Add differences to the words of a payload; store each of these words as it was and as it is, unless `words` is NULL.
+   `lanes`, unless NULL, become those of the payload as it is, whose size is then a multiple of 8 bytes. */
+void wc_apply(uint8_t *payload, size_t width, const wc_changes *changes, uint64_t *lanes, uint32_t *former,
+              uint32_t *words, int threads);
+/* Write the words of a payload that changed to where rows of copies bring them: a target that several rows have, such
+   as a tied one, is right too. A row's source is an offset in the payload; `changes` have only their positions. */
+void wc_scatter(const wc_strided_row *rows, size_t count, size_t width, const wc_changes *changes,
+                const uint32_t *words, int threads);
 /* Return the first row that has source words outside of a payload of `num_words`, or parts of words, or `count`. */
 size_t wc_bad_scatter(const wc_strided_row *rows, size_t count, uint64_t num_words, size_t width);
 

@@ -83,20 +83,22 @@ static PyObject *count(PyObject *self, PyObject *arguments) {
     return wrong ? refused(wrong) : PyLong_FromUnsignedLongLong(found);
 }
 
-/* Get changes from two arrays. */
-static int get_changes(Py_buffer *positions, Py_buffer *differences, wc_changes *changes) {
-    size_t found = (size_t)positions->len / sizeof *changes->positions;
-    if ((size_t)positions->len % sizeof *changes->positions ||
-        (size_t)differences->len != found * sizeof *changes->differences || (uintptr_t)positions->buf % 4 ||
-        (uintptr_t)differences->buf % 8) {
-        PyErr_Format(PyExc_ValueError,
-                     "%zd bytes of positions and %zd bytes of differences, expected aligned arrays of one length, of 4 "
-                     "and 8 bytes each",
-                     positions->len, differences->len);
-        return -1;
-    }
-    *changes = (wc_changes){positions->buf, differences->buf, found};
-    return 0;
+/* Return 1, with an exception, unless an array has `count` aligned elements of `size` bytes. */
+static int bad_array(const Py_buffer *array, const char *name, uint64_t count, size_t size) {
+    if ((uint64_t)array->len == count * size && !((uintptr_t)array->buf % size))
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%zd bytes of %s at %p, expected %llu aligned elements of %zu bytes", array->len, name,
+                 array->buf, (unsigned long long)count, size);
+    return 1;
+}
+
+/* Get changes from two arrays; with `differences` of NULL, only their positions. Return 1, with an exception, if the
+   arrays differ in length. */
+static int bad_arrays(const Py_buffer *positions, const Py_buffer *differences, wc_changes *changes) {
+    uint64_t count = (uint64_t)positions->len / sizeof *changes->positions;
+    *changes = (wc_changes){positions->buf, differences ? differences->buf : NULL, count};
+    return bad_array(positions, "positions", count, sizeof *changes->positions) ||
+           (differences && bad_array(differences, "differences", count, sizeof *changes->differences));
 }
 
 static PyObject *decode(PyObject *self, PyObject *arguments) {
@@ -110,7 +112,7 @@ static PyObject *decode(PyObject *self, PyObject *arguments) {
         return NULL;
     wc_changes changes;
     const char *wrong = NULL;
-    if (!bad_words(num_words, width) && !get_changes(&positions, &differences, &changes)) {
+    if (!bad_words(num_words, width) && !bad_arrays(&positions, &differences, &changes)) {
         PyThreadState *state = released((uint64_t)delta.len + WEIGHT * changes.count);
         wrong = wc_decode(wc_native, delta.buf, (uint64_t)delta.len, (const uint8_t *)(uintptr_t)base, num_words, width,
                           &changes, threads);
@@ -126,10 +128,10 @@ static PyObject *decode(PyObject *self, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-/* Return 1, with an exception, unless these are changes of a payload of `num_words`. */
-static int bad_changes(Py_buffer *positions, Py_buffer *differences, unsigned long long num_words, unsigned int width,
-                       wc_changes *changes) {
-    if (bad_words(num_words, width) || get_changes(positions, differences, changes))
+/* The same, and return 1 unless these are changes of a payload of `num_words`. */
+static int bad_changes(const Py_buffer *positions, const Py_buffer *differences, unsigned long long num_words,
+                       unsigned int width, wc_changes *changes) {
+    if (bad_words(num_words, width) || bad_arrays(positions, differences, changes))
         return 1;
     size_t bad = wc_bad_change(changes, num_words);
     if (bad == changes->count)
@@ -141,21 +143,29 @@ static int bad_changes(Py_buffer *positions, Py_buffer *differences, unsigned lo
 
 static PyObject *apply(PyObject *self, PyObject *arguments) {
     (void)self;
-    Py_buffer positions, differences;
-    unsigned long long target, num_words;
+    Py_buffer positions, differences, lanes, former, words;
+    unsigned long long payload, num_words;
     unsigned int width;
-    int subtract, threads;
-    if (!PyArg_ParseTuple(arguments, "KKIy*y*pi:delta_apply", &target, &num_words, &width, &positions, &differences,
-                          &subtract, &threads))
+    int threads;
+    if (!PyArg_ParseTuple(arguments, "KKIy*y*w*w*w*i:delta_apply", &payload, &num_words, &width, &positions,
+                          &differences, &lanes, &former, &words, &threads))
         return NULL;
     wc_changes changes;
-    if (!bad_changes(&positions, &differences, num_words, width, &changes)) {
+    uint64_t bytes = num_words * width, chunks = bytes / WC_CHUNK_BYTES + (bytes % WC_CHUNK_BYTES != 0);
+    if (!bad_changes(&positions, &differences, num_words, width, &changes) &&
+        !bad_array(&former, "former words", changes.count, sizeof(uint32_t)) &&
+        !bad_array(&words, "words", changes.count, sizeof(uint32_t)) &&
+        !(lanes.len && bad_array(&lanes, "lanes", bytes % 8 ? 0 : 2 * chunks, sizeof(uint64_t)))) {
         PyThreadState *state = released(WEIGHT * changes.count);
-        wc_apply((uint8_t *)(uintptr_t)target, width, &changes, subtract, threads);
+        wc_apply((uint8_t *)(uintptr_t)payload, width, &changes, lanes.len ? lanes.buf : NULL, former.buf, words.buf,
+                 threads);
         acquired(state);
     }
     PyBuffer_Release(&positions);
     PyBuffer_Release(&differences);
+    PyBuffer_Release(&lanes);
+    PyBuffer_Release(&former);
+    PyBuffer_Release(&words);
     if (PyErr_Occurred())
         return NULL;
     Py_RETURN_NONE;
@@ -163,19 +173,17 @@ static PyObject *apply(PyObject *self, PyObject *arguments) {
 
 static PyObject *scatter(PyObject *self, PyObject *arguments) {
     (void)self;
-    Py_buffer rows, positions, differences;
-    unsigned long long payload, num_words;
+    Py_buffer rows, positions, words;
+    unsigned long long num_words;
     unsigned int width;
-    int former, threads;
-    if (!PyArg_ParseTuple(arguments, "y*KKIy*y*pi:delta_scatter", &rows, &payload, &num_words, &width, &positions,
-                          &differences, &former, &threads))
+    int threads;
+    if (!PyArg_ParseTuple(arguments, "y*KIy*y*i:delta_scatter", &rows, &num_words, &width, &positions, &words, &threads))
         return NULL;
     wc_changes changes;
     size_t count = (size_t)rows.len / (8 * WC_STRIDED_WORDS), bad;
-    if (bad_changes(&positions, &differences, num_words, width, &changes)) {
-    } else if ((size_t)rows.len % (8 * WC_STRIDED_WORDS) || (uintptr_t)rows.buf % 8) {
-        PyErr_Format(PyExc_ValueError, "a table has %zd bytes, expected aligned rows of %d words", rows.len,
-                     WC_STRIDED_WORDS);
+    if (bad_changes(&positions, NULL, num_words, width, &changes) ||
+        bad_array(&words, "words", changes.count, sizeof(uint32_t)) ||
+        bad_array(&rows, "rows of a table", count * WC_STRIDED_WORDS, 8)) {
     } else if ((bad = wc_bad_scatter(rows.buf, count, num_words, width)) < count) {
         PyErr_Format(PyExc_ValueError,
                      "row %zu of the table can't take changes: its source is outside of the payload, or has parts of "
@@ -183,12 +191,12 @@ static PyObject *scatter(PyObject *self, PyObject *arguments) {
                      bad);
     } else {
         PyThreadState *state = released(WEIGHT * changes.count);
-        wc_scatter(rows.buf, count, (const uint8_t *)(uintptr_t)payload, width, &changes, former, threads);
+        wc_scatter(rows.buf, count, width, &changes, words.buf, threads);
         acquired(state);
     }
     PyBuffer_Release(&rows);
     PyBuffer_Release(&positions);
-    PyBuffer_Release(&differences);
+    PyBuffer_Release(&words);
     if (PyErr_Occurred())
         return NULL;
     Py_RETURN_NONE;

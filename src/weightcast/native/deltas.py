@@ -55,7 +55,7 @@ import numpy as np
 import torch
 
 from weightcast.native import _core
-from weightcast.native.tables import Rows, require_host_bytes
+from weightcast.native.tables import Lanes, Rows, require_host_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,29 +70,45 @@ class Changes:
     num_words: int
     word_bytes: int
 
+    def apply(self, payload: torch.Tensor, *, lanes: Lanes | None = None, threads: int = 1) -> ChangedWords:
+        """Add the differences to the words of a payload, and return these words.
+
+        `lanes`: those of the payload, which become those of what it has then. Memory: 8 bytes for each change.
+        Raises ValueError, with nothing changed, for a payload of another length, or with `lanes` and not a multiple of
+        8 bytes.
+        """
+        _require_words(payload, self.num_words, self.word_bytes)
+        former, words = (np.empty(len(self.positions), np.uint32) for _ in range(2))
+        _core.delta_apply(
+            *(payload.data_ptr(), self.num_words, self.word_bytes, self.positions, self.differences),
+            *(np.empty(0, np.uint64) if lanes is None else lanes, former, words, threads),
+        )
+        return ChangedWords(self.positions, former, words, self.num_words, self.word_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangedWords:
+    """Ascending positions of the words of a payload that changed; each word's bits as they were and as they are."""
+
+    positions: np.ndarray[Any, np.dtype[np.uint32]]
+    former: np.ndarray[Any, np.dtype[np.uint32]]
+    words: np.ndarray[Any, np.dtype[np.uint32]]
+    num_words: int
+    word_bytes: int
+
     @property
     def num_bytes(self) -> int:
-        """Memory of the positions and differences."""
-        return self.positions.nbytes + self.differences.nbytes
+        """Memory of the arrays."""
+        return 3 * self.positions.nbytes
 
-    def apply(self, payload: torch.Tensor, *, undo: bool = False, threads: int = 1) -> None:
-        """Add the differences to the words of a payload; with `undo`, subtract them.
+    def scatter(self, rows: Rows, *, former: bool = False, threads: int = 1) -> None:
+        """Write the words to where copies of the payload have put the former ones.
 
-        Raises ValueError for a payload of another length.
+        `rows`: of `CopyTable.rows_in` the payload. `former`: write the words as they were. Raises ValueError, before it
+        writes any, for a copy that reaches outside of the payload, or begins or ends within a word.
         """
-        _require_words(payload, self.num_words, self.word_bytes)
-        words, changes = (self.num_words, self.word_bytes), (self.positions, self.differences)
-        _core.delta_apply(payload.data_ptr(), *words, *changes, undo, threads)
-
-    def scatter(self, payload: torch.Tensor, rows: Rows, *, former: bool = False, threads: int = 1) -> None:
-        """Write the changed words of a payload, which has the changes, to where copies of it have put the former ones.
-
-        `rows`: of `CopyTable.rows_in` this payload. `former`: write the words as they were before. Raises ValueError,
-        before it writes any, for a payload of another length, and for a copy that begins or ends within a word.
-        """
-        _require_words(payload, self.num_words, self.word_bytes)
-        words, changes = (self.num_words, self.word_bytes), (self.positions, self.differences)
-        _core.delta_scatter(rows, payload.data_ptr(), *words, *changes, former, threads)
+        words = self.former if former else self.words
+        _core.delta_scatter(rows, self.num_words, self.word_bytes, self.positions, words, threads)
 
 
 def encode(

@@ -12,6 +12,7 @@ typedef struct {
     const wc_pack_row *rows;
     size_t count;
     wc_sums *sums;
+    uint64_t *lanes;
     int stream;
 } digesting;
 
@@ -37,18 +38,22 @@ static void add_sums(const digesting *all, const uint64_t sums[2]) {
     atomic_fetch_add_explicit(&all->sums->high, sums[1], memory_order_relaxed);
 }
 
+static void chunk_lanes(const digesting *all, uint64_t chunk, uint64_t lanes[2]) {
+    uint64_t start = chunk * WC_CHUNK_BYTES, left = all->size - start;
+    if (left >= WC_CHUNK_BYTES) {
+        all->by->lanes(NULL, all->payload + start, 0, lanes);
+    } else {
+        uint8_t filled[WC_CHUNK_BYTES] = {0};
+        memcpy(filled, all->payload + start, left);
+        all->by->lanes(NULL, filled, 0, lanes);
+    }
+}
+
 static void digest_chunks(void *context, size_t first, size_t last) {
     const digesting *all = context;
     uint64_t sums[2] = {0, 0}, lanes[2];
     for (uint64_t chunk = all->first + first; chunk < all->first + last; chunk++) {
-        uint64_t start = chunk * WC_CHUNK_BYTES, left = all->size - start;
-        if (left >= WC_CHUNK_BYTES) {
-            all->by->lanes(NULL, all->payload + start, 0, lanes);
-        } else {
-            uint8_t filled[WC_CHUNK_BYTES] = {0};
-            memcpy(filled, all->payload + start, left);
-            all->by->lanes(NULL, filled, 0, lanes);
-        }
+        chunk_lanes(all, chunk, lanes);
         if (!chunk)
             sums[0] += all->size;
         add_chunk(chunk, lanes, sums);
@@ -65,6 +70,26 @@ void wc_digest(const wc_vectors *by, const uint8_t *payload, uint64_t size, uint
         last = num_chunks(size);
     if (first < last)
         wc_parallel(digest_chunks, &all, last - first, CHUNKS, threads);
+}
+
+static void lanes_of_chunks(void *context, size_t first, size_t last) {
+    const digesting *all = context;
+    for (size_t chunk = first; chunk < last; chunk++)
+        chunk_lanes(all, chunk, all->lanes + 2 * chunk);
+}
+
+void wc_lanes(const wc_vectors *by, const uint8_t *payload, uint64_t size, uint64_t *lanes, int threads) {
+    digesting all = {.by = by, .payload = (uint8_t *)(uintptr_t)payload, .size = size, .lanes = lanes};
+    if (size)
+        wc_parallel(lanes_of_chunks, &all, num_chunks(size), CHUNKS, threads);
+}
+
+void wc_digest_lanes(const uint64_t *lanes, uint64_t size, wc_sums *sums) {
+    digesting all = {.sums = sums};
+    uint64_t found[2] = {size, 0};
+    for (uint64_t chunk = 0; chunk < num_chunks(size); chunk++)
+        add_chunk(chunk, lanes + 2 * chunk, found);
+    add_sums(&all, found);
 }
 
 size_t wc_bad_pack(const wc_pack_row *rows, size_t count, uint64_t size) {

@@ -117,6 +117,52 @@ static PyObject *digest(PyObject *self, PyObject *arguments) {
     return sums_as_ints(&sums);
 }
 
+/* Get the lanes of a payload: two for each chunk. */
+static int get_lanes(PyObject *from, unsigned long long size, table *out) {
+    uint64_t chunks = size / WC_CHUNK_BYTES + (size % WC_CHUNK_BYTES != 0);
+    if (get_table(from, WC_LANES_WORDS, out))
+        return -1;
+    if (out->rows == chunks)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "lanes of %zu chunks, expected those of %llu bytes", out->rows, size);
+    PyBuffer_Release(&out->view);
+    return -1;
+}
+
+static PyObject *chunk_lanes(PyObject *self, PyObject *arguments) {
+    (void)self;
+    unsigned long long address, size;
+    PyObject *lanes;
+    int threads;
+    table to;
+    if (!PyArg_ParseTuple(arguments, "KKOi:chunk_lanes", &address, &size, &lanes, &threads))
+        return NULL;
+    if (too_large(address, size) || get_lanes(lanes, size, &to))
+        return NULL;
+    threads = num_threads(threads, size);
+    PyThreadState *state = size >= WC_GIL_BYTES ? PyEval_SaveThread() : NULL;
+    wc_lanes(wc_native, (const uint8_t *)(uintptr_t)address, size, to.view.buf, threads);
+    if (state)
+        PyEval_RestoreThread(state);
+    PyBuffer_Release(&to.view);
+    Py_RETURN_NONE;
+}
+
+static PyObject *digest_lanes(PyObject *self, PyObject *arguments) {
+    (void)self;
+    unsigned long long size;
+    PyObject *lanes;
+    table from;
+    if (!PyArg_ParseTuple(arguments, "OK:digest_lanes", &lanes, &size) || get_lanes(lanes, size, &from))
+        return NULL;
+    wc_sums sums;
+    atomic_init(&sums.low, 0);
+    atomic_init(&sums.high, 0);
+    wc_digest_lanes(from.words, size, &sums);
+    PyBuffer_Release(&from.view);
+    return sums_as_ints(&sums);
+}
+
 static PyObject *copy_and_digest(PyObject *self, PyObject *arguments) {
     (void)self;
     unsigned long long address, size;
@@ -223,6 +269,8 @@ static PyMethodDef methods[] = {
     {"copy", copy, METH_VARARGS, NULL},
     {"copy_strided", copy_strided, METH_VARARGS, NULL},
     {"digest", digest, METH_VARARGS, NULL},
+    {"chunk_lanes", chunk_lanes, METH_VARARGS, NULL},
+    {"digest_lanes", digest_lanes, METH_VARARGS, NULL},
     {"copy_and_digest", copy_and_digest, METH_VARARGS, NULL},
     {"digest_words", digest_words, METH_VARARGS, NULL},
     {"quantise", quantise, METH_VARARGS, NULL},

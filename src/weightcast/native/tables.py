@@ -26,6 +26,8 @@ _COPY_WORDS, _STRIDED_WORDS = 3, 12
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Chunks: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 """A mark for each chunk of a payload."""
+Lanes: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+"""Of each chunk of a payload, [number of chunks, 2]: the payload's digest follows from them alone."""
 Sums: TypeAlias = tuple[int, int]
 """The digest's two words over some chunks of a payload or all of them. The sums of parts add up to the whole's."""
 _TYPES = {torch.Tensor, torch.nn.Parameter}
@@ -51,6 +53,19 @@ def digest(payload: torch.Tensor, chunks: Chunks | None = None, *, threads: int 
     require_host_bytes(payload)
     runs = np.array([[0, _num_chunks(payload.nbytes)]]) if chunks is None else _runs(chunks)
     return _core.digest(payload.data_ptr(), payload.nbytes, runs, threads)
+
+
+def chunk_lanes(payload: torch.Tensor, *, threads: int = 1) -> Lanes:
+    """Return the lanes of each chunk of a contiguous payload in host memory: 16 bytes for 2,048."""
+    require_host_bytes(payload)
+    lanes = np.empty((_num_chunks(payload.nbytes), 2), np.uint64)
+    _core.chunk_lanes(payload.data_ptr(), payload.nbytes, lanes, threads)
+    return lanes
+
+
+def digest_of_lanes(lanes: Lanes, num_bytes: int) -> Sums:
+    """Return the digest of a payload of so many bytes, whose lanes these are. Raises ValueError for other lanes."""
+    return _core.digest_lanes(lanes, num_bytes)
 
 
 def unfilled_chunks(spans: Rows, num_bytes: int) -> Chunks:

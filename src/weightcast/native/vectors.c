@@ -25,14 +25,13 @@ static void lanes_plain(uint8_t *target, const uint8_t *source, int stream, uint
     (void)stream;
     uint64_t first = 0, second = 0;
     for (size_t i = 0; i < WC_CHUNK_WORDS; i++) {
-        uint64_t word, a = wc_keys[0][i], b = wc_keys[1][i];
+        uint64_t word;
         memcpy(&word, source + 8 * i, 8);
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
 #error "payloads are little-endian, and so must the machine be"
 #endif
-        uint32_t low = (uint32_t)word, high = (uint32_t)(word >> 32);
-        first += (uint64_t)(uint32_t)(low + (uint32_t)a) * (uint32_t)(high + (uint32_t)(a >> 32));
-        second += (uint64_t)(uint32_t)(low + (uint32_t)b) * (uint32_t)(high + (uint32_t)(b >> 32));
+        first += wc_product(word, wc_keys[0][i]);
+        second += wc_product(word, wc_keys[1][i]);
     }
     if (target)
         memcpy(target, source, WC_CHUNK_BYTES);

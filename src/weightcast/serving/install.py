@@ -23,14 +23,14 @@ from weightcast.format.manifest import TensorRecord, TensorSpec, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
 from weightcast.host.copy import PreparedCopies, copy_all
-from weightcast.native.deltas import Changes
+from weightcast.native.deltas import ChangedWords
 from weightcast.seams.engine import Engine
 from weightcast.seams.install_map import InstallMap, Mapped
 
 Named: TypeAlias = tuple[str, torch.Tensor]
 Block: TypeAlias = tuple[str, Region | None]
 """A tensor's name, and the piece of it; None stands for the whole tensor."""
-Changed: TypeAlias = tuple[torch.Tensor, Changes]
+Changed: TypeAlias = tuple[torch.Tensor, ChangedWords]
 """The payload of a bucket, and what changed in it."""
 
 
@@ -307,7 +307,7 @@ class Install:
                 copies.run(is_bound=not rest)
         self.has_lent_views = bool(rest) and lends
 
-    def load_changes(self, assembly: Assembly, changes: Mapping[int, Changes]) -> None:
+    def load_changes(self, assembly: Assembly, changes: Mapping[int, ChangedWords]) -> None:
         """Staged: do the same where the live tensors have the version before. `changes`: of buckets, by number.
 
         Of these buckets only what changed is copied.
@@ -320,7 +320,7 @@ class Install:
         for part in joined:
             part.copies.run()
 
-    def undo_of(self, assembly: Assembly, changes: Mapping[int, Changes]) -> Callable[[], None] | None:
+    def undo_of(self, assembly: Assembly, changes: Mapping[int, ChangedWords]) -> Callable[[], None] | None:
         """Return a function that undoes `load_changes`, also half-way; None if that does more than copying changes."""
         parts = [(self._part(index, payload), index, payload) for index, payload in assembly.payloads.items()]
         if not changes.keys() >= assembly.payloads.keys() or self._num_joined or self._without_elements:

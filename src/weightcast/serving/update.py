@@ -38,7 +38,7 @@ from weightcast.format.packed_base import PackedBase
 from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
-from weightcast.native.deltas import Changes
+from weightcast.native.deltas import ChangedWords
 from weightcast.seams.engine import OnDevice, Undoable
 from weightcast.seams.transport import Bucket, Portion, Receiver
 from weightcast.serving.install import Install
@@ -138,7 +138,7 @@ class Update:
         self._restore: Callable[[], None] | None = None
         self._touched = False
         self._has_begun = False
-        self._changes: dict[int, Changes] = {}
+        self._changes: dict[int, ChangedWords] = {}
         """By bucket, what a delta has changed."""
         self._installs_changes = False
         """True if the live tensors have the base's version, so that only what changed is copied."""
