@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import pytest
 import torch
 from publishers import publisher_of
+from torch import nn
 
 from core.direct import RecordingEngine
 from core.parallel import ParallelEngine
-from weightcast import TensorSource
+from weightcast import ModuleEngine, TensorSource
 from weightcast.errors import PublishError
+from weightcast.format.manifest import WeightVersion
 from weightcast.serving.worker import Worker
 from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.options import PublishEvent
@@ -28,14 +31,46 @@ class StopsHere(Exception):
     """Raised by the trainer's own callback."""
 
 
+class CopiedEngine(ModuleEngine):
+    """A module that gets copies of what changed: one parameter is tied, one strided."""
+
+    def __init__(self) -> None:
+        module = nn.Module()
+        for name in NAMES:
+            module.register_parameter(name, nn.Parameter(torch.zeros(640), requires_grad=False))
+        module.t1 = nn.Parameter(torch.zeros(1280)[::2], requires_grad=False)
+        module.tied = module.t3
+        module.t5 = nn.Parameter(torch.zeros(640, dtype=torch.float64), requires_grad=False)
+        super().__init__(module)
+        self.module = module
+        self.versions: list[WeightVersion] = []
+        self.fail_after: int | None = None
+
+    @property
+    def held(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self.module, name).data for name in NAMES}
+
+    def begin(self, copied: Collection[str]) -> None:
+        if self.fail_after is not None and self.fail_after % 2:
+            raise RuntimeError("this engine was told to fail before it is written")
+        super().begin(copied)
+
+    def commit(self, version: WeightVersion) -> None:
+        if self.fail_after is not None:
+            raise RuntimeError("this engine was told to fail after it was written")
+        super().commit(version)
+        self.versions.append(version)
+
+
 class Schedule:
     """A publisher with up to two engines, of each of which this knows the tensors that it must have."""
 
     def __init__(self, random: random.Random, url: str) -> None:
         self.random = random
+        self.make, self.undo = random.choice([(RecordingEngine, False), (CopiedEngine, False), (CopiedEngine, True)])
         self.weights = {name: torch.arange(640.0) for name in NAMES}
         self.weights["t5"] = torch.arange(640, dtype=torch.float64)
-        self.engines: dict[str, list[RecordingEngine]] = {}
+        self.engines: dict[str, list[Any]] = {}
         """By engine, one for each of its ranks."""
         self.clients: dict[str, ParallelEngine] = {}
         self.served: dict[str, dict[str, torch.Tensor]] = {}
@@ -47,6 +82,7 @@ class Schedule:
             TensorSource(self.weights),
             transport=url,
             delta="always",
+            undo=self.undo,
             bucket_size_bytes=4096,
             deadline_seconds=10.0,
             on_failure="report",
@@ -63,7 +99,7 @@ class Schedule:
             return
         name = f"engine-{self.num_made}"
         self.num_made += 1
-        self.engines[name] = ranks = [RecordingEngine() for _ in range(self.random.randrange(1, 3))]
+        self.engines[name] = ranks = [self.make() for _ in range(self.random.randrange(1, 3))]
         self.clients[name], self.served[name] = ParallelEngine(name, ranks), {}
         self.publisher.add_engine(self.clients[name])
 
@@ -88,7 +124,7 @@ class Schedule:
 
     def publish(self) -> None:
         report = self.publisher.publish()
-        assert report.ok, report
+        assert report.ok, [result.error for result in report.engines.values()]
         assert report.delta is not None
         self.num_deltas += report.delta.num_engines
         self.note(self.engines)
@@ -106,7 +142,8 @@ class Schedule:
         report = self.publisher.publish()
         first.fail_after = None
         assert not report.engines[name].ok
-        self.served[name] = {}  # torn
+        if not self.undo:
+            self.served[name] = {}  # torn
         self.last = {key: tensor.clone() for key, tensor in self.weights.items()}
         self.note(engine for engine in self.engines if engine != name)
 
