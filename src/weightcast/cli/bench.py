@@ -68,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-tensors", type=positive, default=500, metavar="N", help=default)
     add("--total-mib", type=positive, default=512, metavar="M", help=default)
     add("--runs", type=positive, default=5, metavar="R", help=f"publishes after the first one {default}")
-    add("--changed", type=values.percent, metavar="PERCENT", help="change so many elements only, and send deltas")
+    changed_help = "change only this share of the elements, and send deltas"
+    add("--changed", type=values.percent, metavar="PERCENT", help=changed_help)
     output.add_json(parser)
 
 

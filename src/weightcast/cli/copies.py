@@ -19,8 +19,8 @@ _LOOK_SECONDS = 0.25
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--follow", action="store_true", help="go on with every newer version, until Ctrl-C or SIGTERM")
-    add("--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="of each wait (%(default)s)")
+    add("--follow", action="store_true", help="then copy each newer version too, until Ctrl-C or SIGTERM")
+    add("--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="longest single wait (%(default)s)")
     output.add_json(parser)
 
 

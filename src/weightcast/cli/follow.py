@@ -28,8 +28,9 @@ examples:
   weightcast follow file:///mnt/weights --engine http://127.0.0.1:8000 --once --json
   weightcast follow outputs/broadcasts --marker STABLE --engine http://127.0.0.1:8000
 
-It starts with the newest version and runs until Ctrl-C or SIGTERM. A version that an engine did not install is sent to
-that engine again, until it has installed it or there is a newer version. With --json each version is one line.
+It starts with the newest version, or waits for the first, and runs until Ctrl-C or SIGTERM. A version that an engine
+did not install is sent to it again, until the engine has installed it or there is a newer version. With --json each
+version is one line.
 
 With --marker TARGET is a directory in which a training loop makes one directory of safetensors for each version:
 step_12, weight_v000012, checkpoint-12. The last digits of its name are the version's number; the directory that was

@@ -28,6 +28,8 @@ examples:
   weightcast inspect ./checkpoint --filter '*.layers.0.*'
   weightcast inspect ./checkpoint --json | jq '.tensors[].name'
   weightcast inspect file:///mnt/weights
+
+vLLM and SGLang report their version and state, but don't list their tensors.
 """
 
 _HOST_AND_PORT = re.compile(r"[^/\s]+:\d+/?")

@@ -54,12 +54,12 @@ def add_token(parser: argparse.ArgumentParser) -> None:
 def add_update(parser: argparse.ArgumentParser, *, transport_help: str) -> None:
     """Add the options of `Publisher` that every publishing command has."""
     add, default, url = parser.add_argument, "(default: %(default)s)", values.transport_between_processes
-    installs = f"staged: engines serve until all has arrived; streaming: paused meanwhile, less memory {default}"
+    installs = f"staged: engines generate during the transfer; streaming: they are paused, with less memory {default}"
     add("--transport", type=url, default="ipc://", metavar="URL", help=f"{transport_help} {default}")
     add("--install", choices=("staged", "streaming"), default="staged", help=installs)
     add("--undo", action="store_true", help="engines roll back to the old version if the install fails")
-    add("--takeover", action="store_true", help="take over engines that another publisher holds")
-    add("--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="of each wait (%(default)s)")
+    add("--takeover", action="store_true", help="take engines from another publisher")
+    add("--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="longest single wait (%(default)s)")
 
 
 def read_token(path: Path | None) -> str | None:

@@ -30,8 +30,9 @@ Bytes and memory follow from the bucket plan that a publisher with weights in ho
 that the links alone need; `weightcast bench` measures packing, checks and installs.
 
 With --relays the trainer publishes into a store, file:///STORE on its host or one elsewhere (--store-gbit), and
-`weightcast follow` on hosts of the engines passes its versions on. auto chooses how many: the fewest hosts that need at
-most a tenth more time than the fastest choice. In the commands, names of hosts and engines stand for yours.
+`weightcast follow` on hosts of the engines (relays) passes its versions on. auto chooses their number: the fewest hosts
+that need at most a tenth more time than the fastest choice. Replace the names of hosts and engines in the
+printed commands by yours.
 """
 
 _MIB = 1 << 20
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--undo", action="store_true", help="engines keep an undo copy of their weights")
     add("--bucket-size-mib", type=positive, metavar="M", help="bucket size in MiB (default: the transport's)")
     add("--link-gbit", type=_number, metavar="G", help="Gbit/s of each host's link, each way; needed for seconds")
-    add("--trainer-gbit", type=_number, metavar="G", help="that of the trainer's hosts, if it is another one")
+    add("--trainer-gbit", type=_number, metavar="G", help="Gbit/s of the trainer's links, if it is not --link-gbit")
     relays = "plan N relays (auto: choose) between the trainer's store and engines that are --apart"
     add("--relays", type=_relays, default=0, metavar="N", help=relays)
     store = "Gbit/s of the store that relays read, if it is not on the trainer's host"

@@ -13,8 +13,8 @@ examples:
   weightcast pull store+http://127.0.0.1:8200 file:///mnt/weights --follow --json
 
 The source is a store that `weightcast serve-store` serves, or any other. The version keeps its run and number. It
-becomes the newest one here when every bucket has come and was checked. Of an interrupted pull the buckets that came are
-kept: do the same again. With --follow every newer version is pulled, too, until Ctrl-C or SIGTERM.
+becomes the newest one here once every bucket has arrived and was checked. An interrupted pull keeps the buckets that
+have arrived: run the same command again. With --follow each newer version is pulled too, until Ctrl-C or SIGTERM.
 """
 
 

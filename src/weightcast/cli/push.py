@@ -13,8 +13,9 @@ examples:
   weightcast push file:///mnt/weights store+http://127.0.0.1:8200 --follow --json
 
 The target is a store that `weightcast serve-store --allow-push` serves. The version keeps its run and number. It
-becomes the newest one there when every bucket has come and was checked there. Of an interrupted push the buckets that
-came are kept: do the same again. With --follow every newer version is pushed, too, until Ctrl-C or SIGTERM.
+becomes the newest one there once every bucket has arrived and was checked there. After an interrupted push the server
+keeps the buckets that have arrived: run the same command again. With --follow each newer version is pushed too, until
+Ctrl-C or SIGTERM.
 """
 
 

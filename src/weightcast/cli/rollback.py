@@ -13,17 +13,17 @@ examples:
   weightcast rollback file:///mnt/weights --version 700
   weightcast rollback file:///mnt/weights --version 700 --json
 
-Without --version it is the version before the newest. A store keeps two versions, or num_slots of its URL. Readers that
-follow the store install it as any new version. A publisher that has the store open must be closed first; within its
-program, call Publisher.rollback.
+A store keeps two versions, or as many as num_slots in its URL says. Readers that follow the store install the version
+like any new one. A publisher that has the store open must be closed first; within its program, call Publisher.rollback.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, number = parser.add_argument, values.integer(0, MAX_VERSION)
     add("store", type=values.store, metavar="STORE", help="a store, file:///dir or s3://bucket/prefix")
-    add("--version", type=number, metavar="N", help="the number of the version to roll back to")
-    add("--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="of each wait (%(default)s)")
+    version_help = "number of the version to publish again (default: the one before the newest)"
+    add("--version", type=number, metavar="N", help=version_help)
+    add("--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="longest single wait (%(default)s)")
     output.add_json(parser)
 
 

@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=values.integer(0, 65535), default=8200, help="port; 0: any free one (default: %(default)s)")
     add("--token-file", type=Path, metavar="FILE", help="a file with the bearer token that all requests need")
     add("--tls-certificate", type=Path, metavar="FILE", help="serve TLS: a certificate with its chain, in PEM format")
-    add("--tls-key", type=Path, metavar="FILE", help="its private key, in PEM format, if that is in another file")
-    add("--allow-push", action="store_true", help="take versions from `weightcast push`; without it, only reads")
+    add("--tls-key", type=Path, metavar="FILE", help="the private key, in PEM format, if it is in a file of its own")
+    add("--allow-push", action="store_true", help="accept versions from `weightcast push` (default: only reads)")
     parser.set_defaults(usage_error=parser.error)
 
 

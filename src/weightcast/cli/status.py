@@ -28,8 +28,8 @@ examples:
   weightcast status http://127.0.0.1:8000 http://127.0.0.1:8001 --watch 2
   weightcast status http://127.0.0.1:8000 --json | jq '.engines[].behind'
 
-The newest version is the highest number that any of these engines serves. The status is 0 if every engine answers and
-serves it, and is neither paused nor torn. --watch asks again and again until Ctrl-C; with --json each time in one line.
+The newest version is the highest number that any of these engines serves. The exit status is 0 if every engine answers
+and serves it, and is neither paused nor torn. --watch asks again until Ctrl-C; with --json, one line each time.
 """
 
 Answer: TypeAlias = WeightInfo | ErrorRecord
@@ -64,8 +64,8 @@ class FleetStatus(msgspec.Struct, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("engines", nargs="+", metavar="URL", help="an engine, such as http://127.0.0.1:8000")
-    add("--watch", type=values.seconds, metavar="SECONDS", help="ask again after so many seconds, until Ctrl-C")
-    add("--deadline", type=values.seconds, default=10.0, metavar="SECONDS", help="of each answer (%(default)s)")
+    add("--watch", type=values.seconds, metavar="SECONDS", help="ask again every SECONDS, until Ctrl-C")
+    add("--deadline", type=values.seconds, default=10.0, metavar="SECONDS", help="longest wait (%(default)s)")
     output.add_token(parser)
     output.add_json(parser)
 

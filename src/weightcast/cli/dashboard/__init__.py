@@ -31,9 +31,9 @@ examples:
   weightcast dashboard --publisher http://127.0.0.1:9464 --port 0
 
 --publisher is the address at which a Publisher(metrics="127.0.0.1:9464") serves its metrics: the page then has its last
-publishes, and the reasons for which engines are behind. Its engines are asked, too, those that join later included; a
-token is sent to them as well. The first line on stdout is `weightcast: dashboard at URL`. The page shows no data of
-requests; the address needs no token. Ctrl-C or SIGTERM ends it, with status 0.
+publishes, and the reasons for which engines are behind. The publisher's engines are asked too, also those that join
+later; a token is sent to them as well. The first line on stdout is `weightcast: dashboard at URL`. The page shows no
+data of requests, and needs no token. Ctrl-C or SIGTERM ends the command, with status 0.
 """
 
 _LOOK_SECONDS = 0.1
