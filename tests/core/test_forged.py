@@ -7,11 +7,12 @@ import threading
 
 import pytest
 import torch
+from msgspec import UNSET
 
 import weightcast
 from core.direct import DirectEngine, RecordingEngine, fleet
 from weightcast import TensorSource
-from weightcast.errors import EngineBusyError, WeightcastError
+from weightcast.errors import EngineBusyError, RefusedError, WeightcastError
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, Seal, UpdateInfo
 from weightcast.trainer.options import PublishOptions
@@ -104,6 +105,29 @@ def test_a_stranger_who_installs_too_early_is_refused_alone(moment: str) -> None
         assert publisher.publish(CURRENT).ok
         assert publisher.publish().ok
     assert [v.number for v in client.engine.versions] == [CURRENT, CURRENT + 1]
+    client.close()
+
+
+def test_a_stranger_can_not_say_that_a_dropped_engine_has_the_last_version() -> None:
+    is_dropped = []
+
+    class Watched(DirectEngine):
+        def update(self, info: UpdateInfo) -> None:
+            if isinstance(info, Seal) and self.info().dropped is True:
+                for secret in SECRETS:
+                    with pytest.raises(RefusedError):
+                        super().update(forged("seal", publisher, info.version, secret))
+                    is_dropped.append(self.info().dropped)
+            super().update(info)
+
+    client = Watched("engine", RecordingEngine())
+    with Publisher(TensorSource(TENSORS), engines=[client]) as publisher:
+        publisher.publish(CURRENT)
+        publisher.remove_engine(client)
+        publisher.add_engine(client, sync=True)
+        assert is_dropped == [True, True]
+        assert client.info().dropped is UNSET
+        assert publisher.publish().ok
     client.close()
 
 

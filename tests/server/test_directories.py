@@ -165,6 +165,21 @@ def test_a_file_without_engines_lets_no_engine_go(fleet: Fleet, tmp_path: Path) 
         assert publisher.publish().ok
 
 
+def test_an_engine_that_left_and_came_back_is_ready_again_after_a_sync(fleet: Fleet) -> None:
+    stays, leaves = fleet.start(), fleet.start()
+    ready = f"{leaves.url}/weight_ready?max_behind=0"
+    with publisher_of(EngineFile(fleet.path)) as (publisher, fill):
+        fill(1)
+        publisher.publish(1)
+        fleet.write(f"{stays.url}\n")
+        assert set(publisher.sync().engines) == {stays.url}
+        assert httpx.get(ready, trust_env=False).status_code == 503
+        fleet.write()
+        assert set(publisher.sync().engines) == {stays.url, leaves.url}
+        assert httpx.get(ready, trust_env=False).status_code == 200
+        assert serves(fleet.models[leaves]) == 1
+
+
 def test_another_client_under_the_same_name_is_another_engine() -> None:
     class Directory:
         present: list[DirectEngine]

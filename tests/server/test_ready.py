@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -91,6 +92,44 @@ def test_an_engine_without_which_its_run_goes_on_is_not_ready(url: str) -> None:
         publisher.publish(12)
         assert ready(url) == (200, "12")
     assert ready(url) == (200, "12")
+
+
+@pytest.mark.parametrize("transport", ["ipc://", "file://{}/store"])
+def test_a_sync_makes_a_dropped_engine_ready_again_if_it_serves_the_last_version(
+    url: str, tmp_path: Path, transport: str
+) -> None:
+    source = TensorSource(WEIGHT)
+    with (
+        EngineServer(ModuleEngine(nn.Linear(3, 2, bias=False)), port=0) as other,
+        Publisher(source, transport=transport.format(tmp_path), engines=[other.url, url]) as publisher,
+    ):
+        publisher.publish(4)
+        publisher.remove_engine(url)
+        assert ready(url, 1000)[0] == 503
+        publisher.add_engine(url)
+        assert publisher.sync(url).ok
+        assert ready(url, 0) == (200, "4")
+        publish_in_vain(publisher, source, 5)
+        publisher.remove_engine(url)
+        publisher.add_engine(url)
+        assert ready(url, 1000)[0] == 503
+        with pytest.raises(ValueError, match="version 5 was not sent completely"):
+            publisher.sync()
+        assert ready(url, 1000)[0] == 503
+
+
+def test_a_sync_sends_a_dropped_engine_the_versions_that_it_has_missed(url: str) -> None:
+    with (
+        EngineServer(ModuleEngine(nn.Linear(3, 2, bias=False)), port=0) as other,
+        Publisher(TensorSource(WEIGHT), engines=[other.url, url]) as publisher,
+    ):
+        publisher.publish(4)
+        publisher.remove_engine(url)
+        publisher.publish(5)
+        assert publisher.sync().ok
+        assert ready(url, 1000)[0] == 503, "it is not in the fleet"
+        publisher.add_engine(url, sync=True)
+        assert ready(url, 0) == (200, "5")
 
 
 def test_a_torn_engine_is_not_ready(url: str) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from store.store_kit import RUN, can_mount, follow_command, model, small_filesystem, url, write
+from store.remote_kit import StoreThread, Wire, damaged
+from store.store_kit import RUN, can_mount, follow_command, model, number_in, small_filesystem, url, write
 
 from weightcast import ModuleSource, Publisher, TensorSource, cli
 from weightcast.cli import exits
 from weightcast.control.server.app import EngineServer
 from weightcast.engines.module import ModuleEngine
-from weightcast.errors import InstallError, PublishError, UnsupportedError
+from weightcast.errors import IntegrityError, PublishError, UnsupportedError
 from weightcast.seams.source import Source
 from weightcast.serving.follower import Follower
 from weightcast.sources.safetensors import SafetensorsSource
@@ -178,38 +179,90 @@ def test_follow_passes_versions_on_to_a_server_until_it_is_told_to_end(tmp_path:
             assert int(module.t3[0]) == number * 100 + 3  # type: ignore[index]
 
 
-@pytest.mark.parametrize("install", ["staged", "streaming"])
-def test_an_engine_that_is_away_is_sent_the_version_alone_when_it_is_back(tmp_path: Path, install: Any) -> None:
-    """As of directories; the engine that was there is not sent it once more."""
-    with EngineServer(ModuleEngine(Module())) as server, contextlib.ExitStack() as stack:
-        other = stack.enter_context(EngineServer(ModuleEngine(Module())))
+@pytest.mark.parametrize(
+    ("install", "transport"),
+    [
+        ("staged", "ipc://"),
+        ("streaming", "ipc://"),
+        ("staged", "gloo://127.0.0.1:0"),
+        ("streaming", "gloo://127.0.0.1:0"),
+    ],
+)
+def test_an_engine_that_is_away_is_sent_the_version_alone_when_it_is_back(
+    tmp_path: Path, install: Any, transport: str
+) -> None:
+    """As of directories; the engine that was there is not sent it once more, and each version is read once."""
+    modules = Module(), Module(), Module()
+    with contextlib.ExitStack() as stack:
+        server, other = (stack.enter_context(EngineServer(ModuleEngine(module))) for module in modules[:2])
         port = other.port
         options = PublishOptions(install=install)
-        relay = stack.enter_context(contextlib.closing(Relay([server.url, other.url], options=options)))
-        with Follower(url(tmp_path), relay) as follower:
-            write(tmp_path, 5)
-            assert follower.poll() is not None
-            other.close()
-            write(tmp_path, 6)
+        relay = Relay([server.url, other.url], transport=transport, options=options)
+        stack.callback(relay.close)
+        wire = Wire(stack.enter_context(contextlib.closing(StoreThread(tmp_path))))
+        stack.callback(wire.close)
+        follower = stack.enter_context(Follower(wire.url, relay))
+
+        def num_read() -> int:
+            return sum("/buckets/" in key for _, key in wire.proxy.requests)
+
+        write(tmp_path, 5)
+        assert follower.poll() is not None
+        each = num_read()
+        other.close()
+        write(tmp_path, 6)
+        for _ in range(3):
+            with pytest.raises(PublishError, match=str(port)):
+                follower.poll()
+        assert num_read() == 2 * each
+        served = server.gate.version
+        assert served is not None
+        assert served.number == 6
+        again = stack.enter_context(EngineServer(ModuleEngine(modules[2]), port=port))
+        followed = follower.poll()
+        assert followed is not None
+        assert followed.version == 6
+        assert server.gate.version == served
+        assert install == "streaming" or again.gate.version == served
+        assert again.gate.version is not None
+        assert again.gate.version.number == 6
+        assert number_in(dict(modules[2].state_dict())) == 6
+        assert follower.poll() is None
+        assert num_read() == 2 * each
+        write(tmp_path, 7)
+        assert follower.poll() is not None
+        assert num_read() == 3 * each
+        assert server.gate.version == again.gate.version
+        assert server.gate.version != served
+
+
+def test_a_newer_version_takes_the_place_of_one_that_an_engine_lacks(tmp_path: Path) -> None:
+    """Also of a damaged one nothing gets to an engine that lacks the version before."""
+    modules = Module(), Module()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(EngineServer(ModuleEngine(modules[0])))
+        other = EngineServer(ModuleEngine(Module())).start()
+        relay = Relay([server.url, other.url], options=PublishOptions(install="streaming"))
+        stack.callback(relay.close)
+        wire = Wire(stack.enter_context(contextlib.closing(StoreThread(tmp_path))))
+        stack.callback(wire.close)
+        follower = stack.enter_context(Follower(wire.url, relay))
+        port = other.port
+        other.close()
+        write(tmp_path, 6)
+        with pytest.raises(PublishError, match=str(port)):
+            follower.poll()
+        again = stack.enter_context(EngineServer(ModuleEngine(modules[1]), port=port))
+        write(tmp_path, 7)
+        with wire.spoilt("GET", "/buckets/3", damaged):
             for _ in range(2):
-                with pytest.raises((PublishError, InstallError)):
+                with pytest.raises(IntegrityError):
                     follower.poll()
-            served = server.gate.version
-            assert served is not None
-            assert served.number == 6
-            with EngineServer(ModuleEngine(Module()), port=port) as again:
-                followed = follower.poll()
-                assert followed is not None
-                assert followed.version == 6
-                assert server.gate.version == served
-                assert install == "streaming" or again.gate.version == served
-                assert again.gate.version is not None
-                assert again.gate.version.number == 6
-                assert follower.poll() is None
-                write(tmp_path, 7)
-                assert follower.poll() is not None
-                assert server.gate.version == again.gate.version
-                assert server.gate.version != served
+        assert again.gate.version is None
+        followed = follower.poll()
+        assert followed is not None
+        assert followed.version == 7
+        assert all(number_in(dict(module.state_dict())) == 7 for module in modules)
 
 
 def test_follow_once_and_verify_against_the_server(tmp_path: Path, call: Callable[..., tuple[int, dict]]) -> None:

@@ -122,7 +122,10 @@ class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
 
 
 class Seal(msgspec.Struct, frozen=True, tag="seal", tag_field="kind"):
-    """Every worker has received everything: `root` is the digest of all bucket digests, in order."""
+    """Every worker has received everything: `root` is the digest of all bucket digests, in order.
+
+    To an engine that serves the version, before an offer of this session: it is the run's last one.
+    """
 
     run: RunId
     version: VersionNumber

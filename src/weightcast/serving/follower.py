@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -46,6 +46,20 @@ class Followed(msgspec.Struct, frozen=True):
     seconds: float
     install_seconds: float
     lag_seconds: float
+
+
+@runtime_checkable
+class PassesOn(Protocol):
+    """An engine that passes versions on to others; its `commit` returns once one of them has installed the version.
+
+    It keeps the tensors for `catch_up` until `discard`, so that the version is not read again.
+    """
+
+    def require_all(self) -> object:
+        """Raise WeightcastError that names the engines that did not install the last version."""
+
+    def catch_up(self) -> object:
+        """Send the last version to these engines. Raises WeightcastError that names those that fail again."""
 
 
 class Follower(ClosedOnExit):
@@ -90,6 +104,9 @@ class Follower(ClosedOnExit):
         self._on_failure = on_failure
         self._install_deadline_seconds = install_deadline_seconds
         self._seen: WeightVersion | None = None
+        self._relay = engine if isinstance(engine, PassesOn) else None
+        self._partial: StoredVersion | None = None
+        """A version that some of the relay's engines have not installed yet."""
         self._install: Install | None = None
         self._num_bytes = 0
 
@@ -97,24 +114,38 @@ class Follower(ClosedOnExit):
         """Install the newest version, if it is newer than the last one that was read; return None if there is none.
 
         Does not wait for a publisher. With `on_failure="raise"`, raises IntegrityError, IncompatibleWeightsError,
-        InsufficientMemoryError or InstallError, also at the next call for the same version.
+        InsufficientMemoryError or InstallError, also at the next call for the same version. If some of a relay's
+        engines lack a version, raises the relay's error; the next call sends it to these without reading it again.
         """
         try:
             start, kept = time.perf_counter(), self._receiver.newest(self._seen)
-            if kept is None:
-                return None
-            if self._on_failure == "report":
+            if kept is not None:
+                if self._partial is not None:
+                    # The memory of its tensors gets the newer version's.
+                    self._partial = None
+                    self._engine.discard()
+                if self._on_failure == "report":
+                    self._seen = kept.version
+                try:
+                    install_seconds = self._install_version(kept)
+                finally:
+                    self._receiver.end()
                 self._seen = kept.version
-            try:
-                install_seconds = self._install_version(kept)
-            finally:
-                self._receiver.end()
+                if self._relay is not None:
+                    self._partial = kept if self._on_failure == "raise" else None
+                    self._relay.require_all()
+            elif self._relay is not None and self._partial is not None:
+                kept = self._partial
+                self._relay.catch_up()
+                install_seconds = time.perf_counter() - start
+            else:
+                return None
+            self._partial = None
         except WeightcastError as exc:
             if self._on_failure == "raise":
                 raise
             logger.warning("a version of %s was not installed: %s", self._url, exc)
             return None
-        self._seen = kept.version
         return Followed(
             kept.version.number,
             kept.version.run,

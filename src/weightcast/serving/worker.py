@@ -212,6 +212,12 @@ class Worker:
                     self._offer(session, info)
             case Seal():
                 with self._call("seal", info) as session:
+                    version = WeightVersion(info.run, info.version)
+                    if session.update is None and self.serves(version):
+                        # Its publisher has connected again to an engine that has the run's last version.
+                        session.require_publisher(info)
+                        self._offered, self._offered_by, self._was_dropped = version, session, False
+                        return
                     update = self._current(session, info.version)
                     session.require_publisher(info)
                     update.seal(info)

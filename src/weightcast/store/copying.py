@@ -42,6 +42,9 @@ from weightcast.store.remote import BucketAnswer, CopyAnswer, CopyRequest, Remot
 from weightcast.store.storage import BucketReader
 from weightcast.store.writing import StoreWriter
 
+_NUM_LOOKS = 8
+"""Headers of buckets that are read at once, to find out what an interrupted copy has left."""
+
 
 class Copied(msgspec.Struct, frozen=True):
     """A version that was copied. `num_bytes`: of its tensors. `sent_bytes`: what was transferred of its buckets."""
@@ -118,7 +121,9 @@ class LocalCopy(ClosedOnExit):
             left = self._writer.left(stored, manifest)
             if left is not None:
                 self._left = self._read_from(left)
-                self.left = {index for index in range(len(self._digests)) if self._checked(index, only_header=True)}
+                with ThreadPoolExecutor(_NUM_LOOKS, "weightcast-copy") as pool:
+                    found = pool.map(lambda index: self._checked(index, only_header=True), range(len(self._digests)))
+                    self.left = {index for index, buffer in enumerate(found) if buffer is not None}
 
     def _read_from(self, data: BucketReader) -> PinnedVersion:
         return PinnedVersion(self._stored, self._manifest, data, base=self._base)
@@ -146,6 +151,7 @@ class LocalCopy(ClosedOnExit):
     def has(self, index: int) -> bool:
         self.raw_bytes(index)
         if self._digests[index] is None and index in self.left:
+            self._writer.keep(index)
             buffer = self._checked(index)
             if buffer is not None:
                 self._digests[index] = header_digest(buffer.header)

@@ -95,7 +95,7 @@ class LockedSlot:
 
     def __init__(self, number: int, path: Path, lock: LockFile, address: DirectoryAddress) -> None:
         self.number = number
-        self.is_left = False
+        self._is_left = False
         self._path = path
         self._lock = lock
         self._address = address
@@ -111,7 +111,7 @@ class LockedSlot:
         that died or aborted stay, so that the same version can be continued.
         """
         layout = _layout(manifest, self._address)
-        self.is_left = not os.path.lexists(self._path / files.SEAL)
+        self._is_left = not os.path.lexists(self._path / files.SEAL)
         files.remove(self._path / files.SEAL)
         paths = [self._path / files.data_name(file) for file in range(layout.num_files)]
         for path in set(self._path.glob(files.data_name("*"))).difference(paths):
@@ -123,7 +123,7 @@ class LockedSlot:
                 stack.callback(os.close, descriptors[-1])
             if is_delta:
                 for descriptor, size in zip(descriptors, layout.sizes_bytes, strict=True):
-                    if not self.is_left:
+                    if not self._is_left:
                         os.ftruncate(descriptor, 0)
                     os.ftruncate(descriptor, size)
                 files.grow([self._path / files.PINS], [self._lock.descriptor], [locks.PINS_BYTES])
@@ -141,6 +141,11 @@ class LockedSlot:
                 [locks.PINS_BYTES, *layout.sizes_bytes],
             )
         return layout.num_files
+
+    def left(self, stored: Stored, manifest: Manifest) -> SlotFiles | None:
+        return SlotFiles(self._path, stored, manifest) if self._is_left else None
+
+    def keep(self, index: int) -> None: ...
 
     def allow_origins(self) -> None:
         # Unlock the other origins' bytes for their writers. A writer of a former attempt would have blocked this.
@@ -264,7 +269,7 @@ class DirectoryStorage:
         if self._address.fsync:
             files.sync_directory(self._directory)
 
-    def free_slot(self, newest: set[int], previous: set[int], attempt: int) -> LockedSlot:
+    def free_slot(self, newest: set[int], previous: set[int], attempt: int, *, continues: bool) -> LockedSlot:
         """Return a slot that no reader has pinned: one without a version, or a new one up to `num_slots`, else the
         oldest, else a new one.
         """

@@ -4,6 +4,8 @@ Each attempt to write a version has a slot of its own, whose number is that of t
 object: `slots/N/bucket.K`. There are no locks. The publisher that has opened the store last owns it: `writer.json` and
 the pointer are replaced only by conditional puts, so that of two publishers one loses, before it writes to a slot.
 
+A copy of a version that was interrupted goes on in a slot of its own: the server copies the buckets that are left.
+
 Invariants: no two writers write to one slot, and none overwrites an object that readers may have found; a version stays
 for `keep_seconds` after it was replaced; a conditional put whose answer was lost is decided by what is there then.
 """
@@ -15,7 +17,7 @@ import datetime
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -58,7 +60,9 @@ from weightcast.store.storage import read_record
 logger = logging.getLogger(__name__)
 
 _MAX_PUT_BYTES = 4 << 30
-"""A larger bucket is uploaded in parts, of which a dead writer may leave some behind; S3 has a limit of 5 GiB."""
+"""A larger bucket is uploaded in parts, of which a dead writer may leave some behind; S3 has a limit of 5 GiB, also for
+what the server copies.
+"""
 _DENIED = (PermissionDeniedError, UnauthenticatedError)
 _REFUSED = (AlreadyExistsError, PreconditionError)
 _CLOSED = "the publisher has closed the store"
@@ -72,11 +76,15 @@ class _NoPin:
 
 
 class ObjectReader:
-    """The buckets of a complete version; see `BucketReader`. Memory: that of one read, in each thread."""
+    """The buckets of a version; see `BucketReader`. Memory: that of one read, in each thread.
 
-    def __init__(self, storage: ObjectStorage, slot: int) -> None:
+    `others`: by its name, the slot of each bucket that is in another one.
+    """
+
+    def __init__(self, storage: ObjectStorage, slot: int, others: Mapping[str, int] = {}) -> None:
         self._storage: ObjectStorage | None = storage
         self._slot = slot
+        self._others = others
 
     def read(self, index: int, parts: Sequence[memoryview], start: int) -> None:
         storage, num_bytes = self._storage, sum(map(len, parts))
@@ -84,10 +92,12 @@ class ObjectReader:
             raise ClosedError("this version was closed while it was read: pin it again")
         if not num_bytes:
             return
-        data = memoryview(storage.read_range(_bucket_name(index), self._slot, start, num_bytes))
+        name = _bucket_name(index)
+        slot = self._others.get(name, self._slot)
+        data = memoryview(storage.read_range(name, slot, start, num_bytes))
         if len(data) != num_bytes:
             raise IntegrityError(
-                f"{storage.path(_bucket_name(index), self._slot)} ends after {start + len(data)} bytes, expected "
+                f"{storage.path(name, slot)} ends after {start + len(data)} bytes, expected "
                 f"{start + num_bytes}: it was truncated; publish again"
             )
         for part in parts:
@@ -114,13 +124,15 @@ class ObjectWriter:
 
 
 class AttemptSlot:
-    """The slot of one attempt to write a version; see `Slot`."""
+    """The slot of one attempt to write a version; see `Slot`.
 
-    is_left = False
+    `left`: by the name of its object, the slot of each bucket that former attempts have left.
+    """
 
-    def __init__(self, number: int, storage: ObjectStorage) -> None:
+    def __init__(self, number: int, storage: ObjectStorage, left: dict[str, int]) -> None:
         self.number = number
         self._storage = storage
+        self._left = left
         self._pid: int | None = os.getpid()
 
     @property
@@ -129,6 +141,15 @@ class AttemptSlot:
 
     def prepare(self, manifest: Manifest, *, is_delta: bool) -> int:
         return 1
+
+    def left(self, stored: Stored, manifest: Manifest) -> ObjectReader | None:
+        return ObjectReader(self._storage, self.number, self._left) if self._left else None
+
+    def keep(self, index: int) -> None:
+        slot = self._left.get(name := _bucket_name(index))
+        if slot is not None:
+            self._storage.move(name, slot, self.number)
+            del self._left[name]
 
     def allow_origins(self) -> None: ...
 
@@ -299,6 +320,16 @@ class ObjectStorage:
             except FileNotFoundError as exc:
                 raise self._no_bucket() from exc
 
+    def move(self, name: str, slot: int, target: int) -> None:
+        """Have the server move an object to another slot, if it is there.
+
+        After it, no late request of this call can overwrite the target: there is nothing left to copy.
+        """
+        key = _key(name, slot)
+        with self._calls(key), contextlib.suppress(FileNotFoundError):
+            obstore.copy(self._client, key, _key(name, target))
+            obstore.delete(self._client, key)
+
     def write_owner(self, data: bytes) -> None:
         is_first = self._owner is None
         tag = self._put_if_unchanged(files.WRITER, data, self._owner_tag)
@@ -325,12 +356,12 @@ class ObjectStorage:
         with contextlib.suppress(PeerError):  # a next.json that equals the pointer does no harm
             self.remove(files.NEXT)
 
-    def free_slot(self, newest: set[int], previous: set[int], attempt: int) -> AttemptSlot:
+    def free_slot(self, newest: set[int], previous: set[int], attempt: int, *, continues: bool) -> AttemptSlot:
         """Return the slot of this attempt, after former slots that are no longer needed were removed.
 
-        Those are: slots without a seal, which dead or aborted publishers left, and versions beyond `num_slots` that
-        another one has replaced as the newest more than `keep_seconds` ago. Slots from this attempt's number on may be
-        those of a publisher that has taken the store meanwhile.
+        Those are: slots without a seal, which dead or aborted publishers left, unless this attempt `continues` theirs;
+        and versions beyond `num_slots` that another one has replaced as the newest more than `keep_seconds` ago. Slots
+        from this attempt's number on may be those of a publisher that has taken the store meanwhile.
         """
         known = {slot for slot in self.slot_numbers() if slot < attempt}
         for slot in known - self._sealed.keys():
@@ -346,17 +377,25 @@ class ObjectStorage:
                     kept.add(needed.slot)
                     needed = None if needed.base is None else self._sealed.get(needed.base.slot)
             replaced_at = stored.committed_at
+        unsealed = sorted(known - kept - self._sealed.keys()) if continues else []
+        # Of a bucket that several have, the one of the last attempt.
+        left = {
+            key.rpartition("/")[2]: slot
+            for slot in unsealed
+            for key, num_bytes in self._objects(slot)
+            if num_bytes <= _MAX_PUT_BYTES
+        }
         try:
-            for slot in sorted(known - kept):
+            for slot in sorted(known - kept.union(unsealed)):
                 # The seal first, so that what is left after a failure is not taken for a version.
                 self.remove(files.SEAL, slot)
                 self._remove([key for key, _ in self._objects(slot)])
         except PeerError as exc:
             logger.warning("old versions in %s were not removed: %s", self._where, exc)
-        return AttemptSlot(attempt, self)
+        return AttemptSlot(attempt, self, left)
 
     def join_slot(self, slot: int, origin: int) -> AttemptSlot:
-        return AttemptSlot(slot, self)
+        return AttemptSlot(slot, self, {})
 
     # --- calls of the server ---
 

@@ -57,14 +57,17 @@ class Slot(Protocol):
 
     number: int
 
-    is_left: bool
-    """After `prepare`: the slot may have buckets of a version that was not completed."""
-
     def prepare(self, manifest: Manifest, *, is_delta: bool) -> int:
         """Remove the former version's seal, and make room for another; return `num_files` of its seal.
 
         Raises InsufficientMemoryError.
         """
+
+    def left(self, stored: Stored, manifest: Manifest) -> BucketReader | None:
+        """Return, after `prepare`, what may be there of `stored`, which was not completed; None if nothing is."""
+
+    def keep(self, index: int) -> None:
+        """Have in this slot what is left of a bucket. Thread-safe."""
 
     def allow_origins(self) -> None:
         """Allow the writers of other origins to write theirs from now on."""
@@ -148,10 +151,11 @@ class Storage(ReadStorage, Protocol):
         Raises StaleVersionError if the pointer was changed, PeerError if it is unknown which one is there.
         """
 
-    def free_slot(self, newest: set[int], previous: set[int], attempt: int) -> Slot:
+    def free_slot(self, newest: set[int], previous: set[int], attempt: int, *, continues: bool) -> Slot:
         """Return a slot for the next version, waiting while readers have pinned all. `attempt`: the writer's next.
 
         `newest`, `previous`: the slots that the newest version needs, which must stay, and the one before.
+        `continues`: the former attempt was to write the same version.
         """
 
     def join_slot(self, slot: int, origin: int) -> Slot | None:

@@ -130,8 +130,10 @@ class StoreWriter(_SlotWriter):
             with contextlib.suppress(IntegrityError):
                 former = read_record(self._storage, files.WRITER, WriterRecord)
             attempt, number = max(self._storage.slot_numbers(), default=0), -1
+            self._begun: WeightVersion | None = None
             if former is not None:
                 attempt, number = former.attempt, former.number
+                self._begun = WeightVersion(former.run, number)
             self._write_record(WriterRecord(FORMAT, run, socket.gethostname(), os.getpid(), attempt, number))
             self._storage.sweep()
 
@@ -190,12 +192,16 @@ class StoreWriter(_SlotWriter):
         _, data, digest = self._manifest
         number = self._record.attempt + 1
         slot = self._storage.free_slot(
-            self._needed(newest), self._needed(None if self._commit is None else self._commit.previous), number
+            self._needed(newest),
+            self._needed(None if self._commit is None else self._commit.previous),
+            number,
+            continues=version == self._begun,
         )
         with on_failure(slot.close):
             num_files = slot.prepare(manifest, is_delta=base is not None)
             # Before anything else is written: a writer that has lost the store to another must not touch its slots.
             self._write_record(msgspec.structs.replace(self._record, attempt=number, number=version.number, aborted=""))
+            self._begun = version
             held = None
             with contextlib.suppress(IntegrityError):
                 held = self._storage.read(files.MANIFEST, MAX_MESSAGE_BYTES, slot.number)
@@ -208,11 +214,16 @@ class StoreWriter(_SlotWriter):
         return encode(SlotAttempt(slot.number, number)).decode()
 
     def left(self, stored: Stored, manifest: Manifest) -> BucketReader | None:
-        """Return what the slot may have of this version, which was begun, from a writer that did not complete it."""
-        if self._attempt is None or self._slot is None or not self._slot.is_left:
+        """Return what there may be of this version, which was begun, from a writer that did not complete it."""
+        if self._attempt is None or self._slot is None:
             return None
         here = msgspec.structs.replace(stored, slot=self._attempt.slot, num_files=self._attempt.num_files)
-        return self._storage.open_slot(here, manifest)
+        return self._slot.left(here, manifest)
+
+    def keep(self, index: int) -> None:
+        """Make what is `left` of a bucket a part of the version, to be checked then. Thread-safe."""
+        assert self._slot is not None
+        self._slot.keep(index)
 
     def seal(self, digests: list[bytes]) -> Stored:
         """Seal the version, after the files of all origins are finished: readers can read it by its number.

@@ -459,7 +459,13 @@ class PublishRun:
         """Set the number of the version. Engines that serve it already are skipped from now on."""
         if self._again is not None:
             self.number = number = self._again.number
+            connected = self._fleet.healthy()
             self._fleet.each(lambda member: member.notice(number))
+            # An engine that was dropped after its install is not ready until it learns that this version is the last.
+            root = root_digest(self._again.manifest_digest, self._again.digests)
+            seal = Seal(self._run, number, len(self._again.digests), root, inputs.connections.listener.secret)
+            serving = [member for member in connected if member.result.ok and member.links]
+            self._fleet.each(lambda member: member.client.update(seal), serving)
             if self._again.manifest_digest != self._pack_plan.manifest_digest:
                 self._fail_changed(self._fleet.healthy())
         elif inputs.version is not None:

@@ -536,9 +536,9 @@ class Publisher(ClosedOnExit):
         """Send the last version again to one engine of the fleet, under its number; block until the engine serves it.
 
         Use it for an engine that was added since, failed then, or was started again; the others are not disturbed. An
-        engine that serves the version already is skipped. Without `engine`, do so for all engines of the fleet, such as
-        those that have come into its directory. `wait_ready_seconds`, `on_progress`: see `publish`. The report has
-        these engines only.
+        engine that serves the version already is sent nothing; if this publisher had dropped it, it is ready again.
+        Without `engine`, do so for all engines of the fleet, such as those that have come into its directory.
+        `wait_ready_seconds`, `on_progress`: see `publish`. The report has these engines only.
 
         The sent bytes are those still staged (from a store: the stored version), else the source's weights. If these
         have changed since, the engine's update fails and the engine keeps its version: publish a new one. A source that

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import torch
 
-from weightcast.errors import EngineResult, PublishReport, publish_error
+from weightcast.errors import EngineResult, PublishError, PublishReport, publish_error
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host.closing import on_failure
@@ -59,7 +59,6 @@ class Relay:
         self.report: PublishReport | None = None
         self.given = RelayedTensors()
         self.missing: list[str] = []
-        self._committed: WeightVersion | None = None
         self._engines = {engine.rstrip("/") if isinstance(engine, str) else engine.name: engine for engine in engines}
         self._is_streaming = options is not None and options.install == "streaming"
         self._make_publisher = functools.partial(
@@ -91,18 +90,19 @@ class Relay:
     def catch_up(self) -> PublishReport:
         """Send the last version to the `missing` engines. Raises PublishError that names those that fail again."""
         assert self._publisher is not None
+        engines: dict[str, EngineResult] = {}
         if self._is_streaming:
             # With install="streaming" the publisher can't send a version again: use a new publisher.
             with self._make_publisher(engines=[self._engines[name] for name in self.missing]) as publisher:
                 report = publisher.publish(self._publisher.version)
-            self.missing = [name for name, result in report.engines.items() if not result.ok]
-            return _whole(report)
-        engines: dict[str, EngineResult] = {}
-        for name in list(self.missing):
-            report = self._publisher.sync(name)
-            engines |= report.engines
-            if report.ok:
-                self.missing.remove(name)
+            engines = report.engines
+        else:
+            for name in self.missing:
+                report = self._publisher.sync(name)
+                engines |= report.engines
+        self.missing = [name for name, result in engines.items() if not result.ok]
+        if not self.missing:
+            self.given.held = {}
         return _whole(msgspec.structs.replace(report, engines=engines))
 
     def _release(self) -> None:
@@ -125,15 +125,24 @@ class Relay:
         self.given.held = {spec.name: ((whole(spec.shape), found[spec.name]),) for spec in self.given.specs()}
 
     def commit(self, version: WeightVersion) -> None:
-        """Publish the version, or send it to the `missing` engines if it was published before.
+        """Publish the version. Raises PublishError if no engine has installed it; offer it again then.
 
-        Raises PublishError; offer the version again then.
+        If some have, the tensors are kept for `catch_up`, until `discard`.
         """
-        is_again, self._committed = version == self._committed, version
         try:
-            self.report = self.catch_up() if is_again and self.missing else self.publish(version.number)
+            self.report = self.publish(version.number)
+        except PublishError as exc:
+            self.report = exc.report
+            if not self.missing:
+                raise
         finally:
-            self.given.held = {}
+            if not self.missing:
+                self.given.held = {}
+
+    def require_all(self) -> None:
+        """Raise PublishError that names the engines that did not install the last version."""
+        if self.report is not None:
+            _whole(self.report)
 
     def discard(self) -> None:
         self.given.held = {}
