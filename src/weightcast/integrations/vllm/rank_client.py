@@ -8,12 +8,13 @@ is an object of this process, a `Refusal` does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 
 from weightcast.control.worker_rpc import (
+    METHOD,
     Ask,
     Dtypes,
     Init,
@@ -27,7 +28,14 @@ from weightcast.control.worker_rpc import (
     numbered,
     replies_to,
 )
-from weightcast.errors import ClosedError, UnsupportedError, WeightcastError
+from weightcast.errors import (
+    ClosedError,
+    ControlError,
+    PeerDiedError,
+    PeerTimeoutError,
+    UnsupportedError,
+    WeightcastError,
+)
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldWeights, InitInfo, Offer, PauseMode, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.refusal import Refusal
@@ -37,74 +45,97 @@ from weightcast.seams.client import EngineClient, ServesTraffic
 logger = logging.getLogger(__name__)
 
 
-class Status(NamedTuple):
-    """State that vLLM reports: its version label, whether its scheduler is paused, and its number of ranks.
-
-    `world_size`: over all data-parallel engines, which a dense model's ranks do not know; None if unknown.
-    """
-
-    label: str
-    is_paused: bool
-    world_size: int | None = None
-
-
-class Control(Protocol):
-    """vLLM's own control methods. Every call has a deadline; errors are PeerError or the engine's own."""
-
-    def call_ranks(self, call: Any) -> list[Any]:
-        """Run the method `worker_rpc.METHOD` on every rank; return the replies of the first data-parallel engine."""
-        ...
-
-    def status(self) -> Status: ...
-
-    def pause(self, mode: PauseMode) -> None:
-        """Stop scheduling and drop every cache of the present weights. Idempotent."""
-        ...
-
-    def resume(self) -> None:
-        """Schedule again, unless the engine's memory is asleep. Idempotent."""
-        ...
-
-    def set_label(self, version: str) -> None: ...
+Call: TypeAlias = Callable[..., Any]
+"""Calls an engine's method, given its name and arguments. Raises what it raises, TimeoutError after the deadline."""
 
 
 class RankClient(EngineClient, ServesTraffic):
-    """An `EngineClient` over a `Control`, with `TwoPhaseInstall`. `name`: the engine's name in errors.
+    """An `EngineClient` with `TwoPhaseInstall` over the methods of an engine. `name`: the engine's name in errors.
 
-    `refusal`: for an engine object of this process with which callers generate. `token`: the value of WEIGHTCAST_TOKEN
-    in the engine's processes. `pause`: see HttpEngine.
+    `call`: has a deadline of `timeout_seconds`. `is_async`: the methods are those of an `AsyncLLM`, else of an `LLM`,
+    which is paused by a sleep that frees no memory. `world_size`: number of ranks over all data-parallel engines, which
+    a dense model's ranks do not know; None if unknown. `refusal`: for an engine object of this process with which
+    callers generate. `token`: the value of WEIGHTCAST_TOKEN in the engine's processes. `pause`: see HttpEngine.
     """
 
     def __init__(
         self,
         name: str,
-        control: Control,
+        call: Call,
+        timeout_seconds: float,
         *,
+        is_async: bool = False,
+        world_size: int | None = None,
         refusal: Refusal | None = None,
         pause: PauseMode = "keep",
         token: str | None = None,
     ) -> None:
         self.name = name
+        self._untranslated = call
+        self._timeout_seconds = timeout_seconds
+        self._is_async = is_async
+        self._given_world_size = world_size
         self._refusal = refusal
-        self._control = control
         self._pause_mode = pause
         self._token = token
         self._run = ""
         self._world_size = 1
 
+    # --- the engine's methods: each call has a deadline, and raises PeerError or an error of the engine's ranks ---
+
+    def _label(self) -> str:
+        return str(self._call("get_weight_version"))
+
+    def _set_label(self, version: str) -> None:
+        self._call("update_weight_version", version)
+
+    def _stop(self, mode: PauseMode) -> None:
+        """Stop scheduling and drop every cache of the present weights. Idempotent."""
+        if self._is_async:
+            self._call("pause_generation", mode=mode, clear_cache=True)
+            return
+        self._call("sleep", level=0, mode=mode)
+        if not self._call("reset_prefix_cache", reset_running_requests=True, reset_connector=True):
+            raise ControlError(
+                f"{self.name} did not drop its prefix cache, since requests are running: publish when it is idle",
+                peer=self.name,
+            )
+
+    def _schedule(self) -> None:
+        """Schedule again, unless the engine's memory is asleep. Idempotent."""
+        # Not resume_generation: an engine whose KV cache is asleep must not schedule.
+        self._call("wake_up", tags=["scheduling"])
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method, and translate the errors of vLLM, asyncio and Ray."""
+        name = self.name
+        try:
+            return self._untranslated(method, *args, **kwargs)
+        except WeightcastError:
+            raise
+        except TimeoutError as exc:
+            text = f"{name}.{method} gave no answer in time: use a larger timeout_seconds ({self._timeout_seconds:g})"
+            raise PeerTimeoutError(text, peer=name) from exc
+        except Exception as exc:
+            if {"EngineDeadError", "RayActorError"} & {kind.__name__ for kind in type(exc).__mro__}:
+                raise PeerDiedError(f"{name} has died: {exc}", peer=name) from exc
+            raise ControlError(f"{name}.{method} failed: {type(exc).__name__}: {exc}", peer=name) from exc
+
+    # --- the control protocol ---
+
     def info(self) -> WeightInfo:
         """Return the ranks' combined state; `weight_version` is vLLM's label until the first update by weightcast."""
-        status = self._control.status()
+        label, is_paused = self._label(), self._is_async and self._call("is_paused")
         info = self._required(Ask()).info
         if info.torn:
             # Also if no update follows, as after a sleep that has freed the weights.
             self._refuse(info.torn)
-        self._world_size = info.world_size if status.world_size is None else status.world_size
-        version = status.label if info.weight_version == "default" else info.weight_version
+        self._world_size = self._given_world_size or info.world_size
+        version = label if info.weight_version == "default" else info.weight_version
         # Streaming needs the server's routes, adapters its list of models.
         abilities = tuple(ability for ability in info.abilities if ability not in ("streaming", "adapters"))
         return msgspec.structs.replace(
-            info, weight_version=version, paused=status.is_paused, world_size=self._world_size, abilities=abilities
+            info, weight_version=version, paused=is_paused, world_size=self._world_size, abilities=abilities
         )
 
     def init(self, info: InitInfo) -> None:
@@ -138,7 +169,7 @@ class RankClient(EngineClient, ServesTraffic):
             self._replies(settle)
 
     def pause(self, run: str) -> None:
-        self._control.pause(self._pause_mode)
+        self._stop(self._pause_mode)
 
     def resume(self, run: str) -> None:
         """Label the engine with its ranks' version, and resume it; if it is torn, it stays paused."""
@@ -146,8 +177,8 @@ class RankClient(EngineClient, ServesTraffic):
             replies = self._replies(Ask())
             if not replies.torn:
                 if replies.info.weight_version != "default":
-                    self._control.set_label(replies.info.weight_version)
-                self._control.resume()
+                    self._set_label(replies.info.weight_version)
+                self._schedule()
         except WeightcastError as exc:
             self._refuse(f"the engine could not be resumed: {exc}")
             raise
@@ -162,7 +193,7 @@ class RankClient(EngineClient, ServesTraffic):
         self._refuse(reason)
         # Before the pause, since every resume asks the ranks first.
         self._required(Quarantine(reason[:4096]))
-        self._control.pause("keep")
+        self._stop("keep")
 
     def _refuse(self, reason: str) -> None:
         if self._refusal is not None:
@@ -191,5 +222,11 @@ class RankClient(EngineClient, ServesTraffic):
         return replies
 
     def _replies(self, call: RankCall) -> Replies:
+        """Call the first data-parallel engine's ranks."""
         values = numbered(call)
-        return Replies(replies_to(values, self._control.call_ranks(values), self.name), num_engines=1)
+        # By position: engines other than vLLM's may have other argument names, and no defaults.
+        answers = self._call("collective_rpc", METHOD, None, (values,), None)
+        if isinstance(answers, list):
+            # TorchRL returns a list of replies for each engine.
+            answers = [one for answer in answers for one in (answer if isinstance(answer, list) else [answer])]
+        return Replies(replies_to(values, answers, self.name), num_engines=1)
