@@ -29,26 +29,24 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def percent(text: str) -> float:
-    """Parse a number from 0 to 100."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 100")
-    return number
+def number(is_right: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
+    """Return a parser of numbers for which `is_right`."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not is_right(number):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return number
+
+    return parse
 
 
-def seconds(text: str) -> float:
-    """Parse a positive number of seconds, up to the longest possible wait."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number <= MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of seconds above 0, at most {MAX_SECONDS}")
-    return number
+percent = number(lambda given: 0 <= given <= 100, "a number from 0 to 100")
+positive = number(lambda given: 0 < given <= 1e18, "a number above 0, such as 400 or 1e12")
+seconds = number(lambda given: 0 < given <= MAX_SECONDS, f"a finite number of seconds above 0, at most {MAX_SECONDS}")
 
 
 def is_store(target: str) -> bool:

@@ -125,11 +125,20 @@ class PluginEngine(ServedEngine, abc.ABC):
         await self.call(Init(info))
 
     async def update(self, info: UpdateInfo) -> None:
+        """Offer, seal or abort a version. Raises ClosedError for a streaming offer to an engine that is not paused."""
         if isinstance(info, Offer) and info.target and self._adapters is not None:
             self._adapters.require_room(info)
             await self.call(Unload(self._adapters.idle()))
         with engine_metrics().stage(type(info).__name__.lower()):
-            await self.call(UpdateCall(info))
+            if not isinstance(info, Offer) or info.install != "streaming":
+                await self.call(UpdateCall(info))
+                return
+            async with self._alone():
+                if not await self._in_time(self._is_stopped()):
+                    raise ClosedError('the engine is generating: send /pause before an offer with install="streaming"')
+                # From now on only the ranks know whether the engine may generate.
+                self._mutex.in_doubt = True
+                await self.call(UpdateCall(info))
 
     async def shutdown(self) -> None:
         await self.call(Leave())
@@ -154,18 +163,7 @@ class PluginEngine(ServedEngine, abc.ABC):
         return answer
 
     async def call(self, call: RankCall) -> None:
-        """Send a call to all ranks. Raises the first error of any rank.
-
-        Raises ClosedError for a streaming offer to an engine that is not paused.
-        """
-        if isinstance(call, UpdateCall) and isinstance(call.info, Offer) and call.info.install == "streaming":
-            async with self._alone():
-                if not await self._in_time(self._is_stopped()):
-                    raise ClosedError('the engine is generating: send /pause before an offer with install="streaming"')
-                # From now on only the ranks know whether the engine may generate.
-                self._mutex.in_doubt = True
-                (await self._in_time(self._replies(call))).raise_first()
-            return
+        """Send a call to all ranks. Raises the first error of any rank."""
         (await self._in_time(self._replies(call))).raise_first()
 
     async def info(self) -> WeightInfo:

@@ -13,7 +13,6 @@ state.
 from __future__ import annotations
 
 import hmac
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +98,6 @@ class RankWorker:
 
         Never raises for a failed update.
         """
-        start = time.perf_counter()
         held: tuple[list[HeldTensor], int] = ([], -1)
         dtypes: dict[str, str] = {}
         with Attempt() as attempt:
@@ -114,20 +112,16 @@ class RankWorker:
             else:
                 self.do(call)
         serial = str(values.get("serial", "")) if isinstance(values, dict) else ""
-        seconds, asleep = time.perf_counter() - start, self._weights_asleep()
-        rank, instance = self._worker.engine_rank, self._worker.instance
-        info, is_loading = self.info(), self._gate.is_writing
         table = self._worker.adapters
         reply = RankReply(
-            rank,
-            info,
+            self._worker.engine_rank,
+            self.info(),
             attempt.error,
-            seconds,
-            asleep,
+            self._weights_asleep(),
             serial,
-            instance,
+            self._worker.instance,
             *held,
-            is_loading,
+            self._gate.is_writing,
             dtypes,
             adapter=self.offered_adapter,
             adapter_ids={} if table is None else dict(table.layers.ids),
@@ -179,12 +173,6 @@ class RankWorker:
                     self._worker.adapters.unload(labels)
             case Ask() | Prove() | Dtypes():
                 pass
-
-    def finish(self) -> None:
-        """Install the sealed version and keep it, for a caller that names no version and does not settle."""
-        self._install(None)
-        if (version := self._worker.unsettled) is not None:
-            self._settle(version, keep=True)
 
     # --- what the host does by itself ---
 
@@ -269,20 +257,17 @@ class RankWorker:
 
     # --- an install, in rounds ---
 
-    def _install(self, version: WeightVersion | None) -> None:
-        """Install `version`, by default the sealed one, on all ranks or on none. Idempotent for a version."""
-        serves = False
+    def _install(self, version: WeightVersion) -> None:
+        """Install `version` on all ranks or on none. Idempotent."""
+        serves = self._worker.serves(version)
         with Attempt() as own:
-            if version is None or not self._worker.serves(version):
+            if not serves:
                 sealed = self._worker.installable()
-                if version is not None and version != sealed:
+                if version != sealed:
                     raise StaleVersionError(
                         f"an install of version {version.number} of run {version.run} was requested, but version "
                         f"{sealed.number} of run {sealed.run} is sealed: publish again"
                     )
-                version = sealed
-            serves = self._worker.serves(version)
-            if not serves:
                 self._require_ready()
         outcomes = self._ranks.exchange(Outcome(own.error, serves))
         _raise_if(self._ranks.first_error(outcomes))
@@ -292,7 +277,6 @@ class RankWorker:
             reason = "its ranks have two versions"
             self._gate.tear(f"{reason}; publish a complete update to heal this engine")
             raise InstallError(f"this engine can't serve: {reason}", torn=True)
-        assert version is not None
         self._is_agreeing = True
         try:
             with Attempt() as own:
