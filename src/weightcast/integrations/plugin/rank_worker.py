@@ -19,20 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from weightcast.control.worker_rpc import (
-    Ask,
-    Dtypes,
-    Init,
-    InstallCall,
-    Leave,
-    Prove,
-    Quarantine,
-    RankCall,
-    RankReply,
-    Settle,
-    Unload,
-    UpdateCall,
-)
+from weightcast.control import worker_rpc as rpc
 from weightcast.engines.gate import Gate
 from weightcast.errors import (
     ClosedError,
@@ -102,18 +89,18 @@ class RankWorker:
         dtypes: dict[str, str] = {}
         with Attempt() as attempt:
             try:
-                call = convert(values, RankCall)
+                call = convert(values, rpc.RankCall)
             except msgspec.ValidationError as exc:
                 raise ManifestError(f"this is not a valid call of weightcast's ranks: {exc}", fault="type") from exc
-            if isinstance(call, Prove):
+            if isinstance(call, rpc.Prove):
                 held = self._held(call)
-            elif isinstance(call, Dtypes):
+            elif isinstance(call, rpc.Dtypes):
                 dtypes = self._worker.dtypes(call.tensors)
             else:
                 self.do(call)
         serial = str(values.get("serial", "")) if isinstance(values, dict) else ""
         table = self._worker.adapters
-        reply = RankReply(
+        reply = rpc.RankReply(
             self._worker.engine_rank,
             self.info(),
             attempt.error,
@@ -148,30 +135,30 @@ class RankWorker:
         abilities = tuple(a for a in info.abilities if a != "lease")
         return msgspec.structs.replace(info, abilities=abilities, torn=torn, instance=UNSET)
 
-    def do(self, call: RankCall) -> None:
+    def do(self, call: rpc.RankCall) -> None:
         """Carry out a call together with all ranks. An error on any rank is raised on all of them."""
         match call:
-            case Init(info):
+            case rpc.Init(info):
                 self._init(info)
-            case UpdateCall(info):
+            case rpc.UpdateCall(info):
                 self._update(info)
-            case InstallCall(run, number, world_size, keep):
+            case rpc.InstallCall(run, number, world_size, keep):
                 self._is_one_of_several = world_size > self._ranks.num_ranks
                 version = WeightVersion(run, number)
                 self._install(version)
                 if keep:
                     # All ranks have just agreed, so no further exchange is needed.
                     self._worker.settle(version, keep=True)
-            case Settle(run, number, keep):
+            case rpc.Settle(run, number, keep):
                 self._settle(WeightVersion(run, number), keep=keep)
-            case Leave():
+            case rpc.Leave():
                 self._worker.shutdown()
-            case Quarantine(reason):
+            case rpc.Quarantine(reason):
                 self._gate.tear(f"{reason}; publish a complete update to heal this engine")
-            case Unload(labels):
+            case rpc.Unload(labels):
                 if self._worker.adapters is not None:
                     self._worker.adapters.unload(labels)
-            case Ask() | Prove() | Dtypes():
+            case rpc.Ask() | rpc.Prove() | rpc.Dtypes():
                 pass
 
     # --- what the host does by itself ---
@@ -200,7 +187,7 @@ class RankWorker:
 
     # --- the calls ---
 
-    def _held(self, call: Prove) -> tuple[list[HeldTensor], int]:
+    def _held(self, call: rpc.Prove) -> tuple[list[HeldTensor], int]:
         engine = self._worker.engine
         install_map = engine.install_map if isinstance(engine, Mapped) else None
         if not isinstance(install_map, RecordedMap):

@@ -12,7 +12,7 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
-from weightcast.errors import ControlError, with_extra
+from weightcast.errors import ControlError, import_of_extra
 from weightcast.format.messages import PauseMode
 from weightcast.host.deadline import in_background
 from weightcast.integrations.plugin.refusal import Refusal
@@ -129,10 +129,8 @@ class RayEngine(RankClient):
         token: str | None = None,
         timeout_seconds: float = 60.0,
     ) -> None:
-        try:
+        with import_of_extra():
             import ray
-        except ModuleNotFoundError as exc:
-            raise with_extra(exc) from exc
         if not hasattr(handle, "_actor_id"):
             raise TypeError(
                 f"{type(handle).__name__} is not a handle of a Ray actor: pass the handle; for an LLM use LLMEngine"

@@ -13,21 +13,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from weightcast.control.worker_rpc import (
-    METHOD,
-    Ask,
-    Dtypes,
-    Init,
-    InstallCall,
-    Leave,
-    Prove,
-    Quarantine,
-    RankCall,
-    Settle,
-    UpdateCall,
-    numbered,
-    replies_to,
-)
+from weightcast.control import worker_rpc as rpc
 from weightcast.errors import (
     ClosedError,
     ControlError,
@@ -126,7 +112,7 @@ class RankClient(EngineClient, ServesTraffic):
     def info(self) -> WeightInfo:
         """Return the ranks' combined state; `weight_version` is vLLM's label until the first update by weightcast."""
         label, is_paused = self._label(), self._is_async and self._call("is_paused")
-        info = self._required(Ask()).info
+        info = self._required(rpc.Ask()).info
         if info.torn:
             # Also if no update follows, as after a sleep that has freed the weights.
             self._refuse(info.torn)
@@ -139,7 +125,7 @@ class RankClient(EngineClient, ServesTraffic):
         )
 
     def init(self, info: InitInfo) -> None:
-        self._required(Init(info if self._token is None else msgspec.structs.replace(info, token=self._token)))
+        self._required(rpc.Init(info if self._token is None else msgspec.structs.replace(info, token=self._token)))
         self._run = info.run
 
     def update(self, info: UpdateInfo) -> None:
@@ -149,7 +135,7 @@ class RankClient(EngineClient, ServesTraffic):
                 f'install="streaming" needs weightcast\'s routes in the server, which {self.name} lacks: '
                 "publish with install='staged', or serve vLLM with VLLM_PLUGINS=weightcast"
             )
-        self._required(UpdateCall(info))
+        self._required(rpc.UpdateCall(info))
 
     def finish(self, version: int) -> None:
         """Install on every rank.
@@ -158,10 +144,10 @@ class RankClient(EngineClient, ServesTraffic):
         """
         if not self._run:
             raise ClosedError(f"no publisher holds {self.name}: call init() first")
-        self._required(InstallCall(self._run, version, self._world_size))
+        self._required(rpc.InstallCall(self._run, version, self._world_size))
 
     def settle(self, version: int, *, keep: bool) -> None:
-        settle = Settle(self._run, version, keep)
+        settle = rpc.Settle(self._run, version, keep)
         if keep:
             self._required(settle)
         else:
@@ -174,7 +160,7 @@ class RankClient(EngineClient, ServesTraffic):
     def resume(self, run: str) -> None:
         """Label the engine with its ranks' version, and resume it; if it is torn, it stays paused."""
         try:
-            replies = self._replies(Ask())
+            replies = self._replies(rpc.Ask())
             if not replies.torn:
                 if replies.info.weight_version != "default":
                     self._set_label(replies.info.weight_version)
@@ -192,7 +178,7 @@ class RankClient(EngineClient, ServesTraffic):
         """Have the engine refuse requests if it is an object of this process; otherwise they wait in a pause."""
         self._refuse(reason)
         # Before the pause, since every resume asks the ranks first.
-        self._required(Quarantine(reason[:4096]))
+        self._required(rpc.Quarantine(reason[:4096]))
         self._stop("keep")
 
     def _refuse(self, reason: str) -> None:
@@ -201,32 +187,32 @@ class RankClient(EngineClient, ServesTraffic):
 
     def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
         """Return digests of the live tensors (or of `names`); None before the first offer to this engine."""
-        if "prove" not in self._required(Ask()).info.abilities:
+        if "prove" not in self._required(rpc.Ask()).info.abilities:
             return None
-        return self._required(Prove(names=tuple(names))).held(with_blocks=bool(names))
+        return self._required(rpc.Prove(names=tuple(names))).held(with_blocks=bool(names))
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str] | None:
-        return self._required(Dtypes(list(specs))).dtypes()
+        return self._required(rpc.Dtypes(list(specs))).dtypes()
 
     def shutdown(self) -> None:
         """End the present run's session; the engine goes on serving."""
-        self._required(Leave())
+        self._required(rpc.Leave())
 
     def close(self) -> None:
         """Do nothing, since the engine is the caller's."""
 
-    def _required(self, call: RankCall) -> Replies:
+    def _required(self, call: rpc.RankCall) -> Replies:
         """Return every rank's reply. Raises the first error among them."""
         replies = self._replies(call)
         replies.raise_first(self.name)
         return replies
 
-    def _replies(self, call: RankCall) -> Replies:
+    def _replies(self, call: rpc.RankCall) -> Replies:
         """Call the first data-parallel engine's ranks."""
-        values = numbered(call)
+        values = rpc.numbered(call)
         # By position: engines other than vLLM's may have other argument names, and no defaults.
-        answers = self._call("collective_rpc", METHOD, None, (values,), None)
+        answers = self._call("collective_rpc", rpc.METHOD, None, (values,), None)
         if isinstance(answers, list):
             # TorchRL returns a list of replies for each engine.
             answers = [one for answer in answers for one in (answer if isinstance(answer, list) else [answer])]
-        return Replies(replies_to(values, answers, self.name), num_engines=1)
+        return Replies(rpc.replies_to(values, answers, self.name), num_engines=1)
