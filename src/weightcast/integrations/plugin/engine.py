@@ -263,7 +263,7 @@ class PluginEngine(ServedEngine, abc.ABC):
                 raise StaleVersionError(
                     f"the update is from run {run}, but run {holder} holds this engine: publish from that run only"
                 )
-            if before.adapter:
+            if before.ranks[0].adapter:
                 return await self._install_adapter(before, number)
             goes_on = bool(before.torn) or not was_paused
             self._mutex.in_doubt = True

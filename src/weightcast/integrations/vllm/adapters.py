@@ -49,12 +49,12 @@ class VllmAdapters(AdapterLayers):
         manager = self._model.lora_manager
         layers = manager.modules.keys() - manager.packed_modules.keys()
         layers |= {part for parts in manager.packed_modules.values() for part in parts}
-        return linear_shapes(self._reference(), "vLLM", lambda module: self._vllms(module) in layers)
+        vllms_name, mapper = internals.require().lora_module, self._mapper
 
-    def _vllms(self, module: str) -> str:
-        """Return vLLM's name of a checkpoint's module."""
-        name: str = internals.require().lora_module(f"base_model.model.{module}.lora_A.weight", self._mapper)[0]
-        return name
+        def is_adaptable(module: str) -> bool:
+            return vllms_name(f"base_model.model.{module}.lora_A.weight", mapper)[0] in layers
+
+        return linear_shapes(self._reference(), "vLLM", is_adaptable)
 
     @property
     def _mapper(self) -> Any:

@@ -60,7 +60,8 @@ class StockSender(Sender):
     def joined(cls, server: SglangStockServer, known: Sequence[ClientSender], context: SenderContext) -> StockSender:
         """Return the one sender for all stock servers of a publisher; `server` replaces a former one of its name."""
         sender = next((other for other in known if isinstance(other, cls)), None) or cls(context)
-        if (former := sender._by_name.get(server.name)) is not None:
+        former = sender._by_name.get(server.name)
+        if former is not None and former is not server:
             former.leave_group()
         sender._by_name[server.name] = server
         return sender
