@@ -16,11 +16,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from weightcast import registry
 from weightcast.errors import IncompleteUpdateError, UnsupportedError, WeightcastError
-from weightcast.format.messages import InitInfo, Offer, UpdateInfo, WeightInfo
+from weightcast.format.messages import InitInfo, Offer, UpdateInfo
 from weightcast.integrations.sglang.stock.group import StockGroup
 from weightcast.integrations.sglang.stock.routes import SglangRoutes
 from weightcast.integrations.stock_directory import StockServer
@@ -34,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 class SglangStockServer(StockServer):
     """Client of one stock server. All such clients share one sender (see `join`)."""
+
+    abilities = ("adapters", "streaming")
 
     def __init__(
         self,
@@ -56,9 +56,6 @@ class SglangStockServer(StockServer):
             self.name,
             routes.remedy,
         )
-
-    def info(self) -> WeightInfo:
-        return msgspec.structs.replace(super().info(), abilities=("adapters", "streaming"))
 
     def init(self, info: InitInfo) -> None:
         """Begin a session. Stock SGLang has no sessions, so a second publisher of the server is not detected."""
