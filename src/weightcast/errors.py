@@ -460,6 +460,15 @@ def with_extra(error: ModuleNotFoundError) -> ModuleNotFoundError:
     return ModuleNotFoundError(f"{error}; {remedy}", name=error.name)
 
 
+def import_of_extra() -> Translated:
+    """Return a context for an import, in which a missing package's error also says how to install it."""
+
+    def raise_with_extra(error: ModuleNotFoundError) -> None:
+        raise with_extra(error) from error
+
+    return Translated(ModuleNotFoundError, raise_with_extra)
+
+
 def warn_if_untested(
     logger: logging.Logger, name: str, found: str, *tested: str, symptom: str = "updates fail"
 ) -> None:

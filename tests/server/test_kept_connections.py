@@ -248,7 +248,7 @@ def test_what_must_not_be_asked_twice_has_a_connection_of_its_own(serve: Serve) 
     server = serve(answer)
     server.get()
     with pytest.raises(PeerDiedError, match="without an answer"):
-        server.routes.post("/once", b"{}", once=True)
+        server.routes.post("/once", {}, once=True)
     assert (server.num_accepted, len(server.requests)) == (2, 2)
 
 

@@ -172,7 +172,7 @@ def test_errors_of_vllm_become_ours(
 def test_an_engine_whose_workers_answer_otherwise_is_named(
     llm: OfflineLLM, monkeypatch: pytest.MonkeyPatch, answers: object
 ) -> None:
-    monkeypatch.setattr(llm, "collective_rpc", lambda method, args: answers)
+    monkeypatch.setattr(llm, "collective_rpc", lambda *_: answers)
     with pytest.raises(ControlError, match="the ranks of LLM did not answer as weightcast's plugin does"):
         LLMEngine(llm).info()
 

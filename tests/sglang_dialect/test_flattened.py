@@ -190,20 +190,21 @@ def test_memory_of_a_gpu_is_shared_once_with_each_rank_of_a_server(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="GPU-0"))
     sent: dict[str, list[list[str]]] = {"a": [], "b": []}
     routes = {n: types.SimpleNamespace(map=lambda handles, is_last, n=n: sent[n].append(handles)) for n in sent}
-    fleet = [types.SimpleNamespace(name=name, num_ranks=2, routes=routes[name]) for name in sent]
-    servers: Any = types.SimpleNamespace(each=lambda call: [call(server) for server in fleet])
+    servers: list[Any] = [types.SimpleNamespace(name=name, num_ranks=2, routes=routes[name]) for name in sent]
     with LazyGpu() as gpu:
         context: Any = types.SimpleNamespace(device=gpu.device)
         route = TensorRoute(context)
         slot, places = route.allocate(64), lay_out([TensorSpec("t", "uint8", (8,))])
         for size in (64, 32, 64):
-            route.ship(servers, places, slot[:size], is_last=False)
+            for server in servers:
+                route.ship(server, places, slot[:size], is_last=False)
         assert len(shares) == 4
         handles = [handle for messages in sent.values() for handle in messages[0]]
         assert len(set(handles)) == 4
         assert sent["a"][0] == sent["a"][2]
         route.allocate(64)
-        route.ship(servers, places, slot, is_last=True)
+        for server in servers:
+            route.ship(server, places, slot, is_last=True)
         assert len(shares) == 8
 
 
@@ -216,11 +217,10 @@ def test_a_group_that_breaks_each_time_asks_for_what_may_differ(backend: str, mo
         context = SenderContext(f"{backend}://127.0.0.1:0", VERSION.run, gpu.device, 10.0)
         route = route_distributed.DistributedRoute(context)
         server: Any = types.SimpleNamespace(name="http://server")
-        servers: Any = types.SimpleNamespace(living=[], each=lambda call: call(server))
         with pytest.raises(PeerDiedError, match="lost its group 3 times") as caught:
-            route.open(servers, 1)
+            route.open(server)
         assert ("this process's version of NCCL" in str(caught.value)) is (backend == "nccl")
-        route.close(servers)
+        route.close()
 
 
 def _broken(route: object, server: object) -> None:

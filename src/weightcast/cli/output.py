@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -80,6 +81,17 @@ def show(result: object, as_json: bool, view: Callable[[], Iterable[str | Table]
         console = Console(width=_UNBOUNDED)
     for part in view():
         console.print(Text(printable(part)) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
+
+
+@contextlib.contextmanager
+def until_interrupted() -> Iterator[None]:
+    """Context of a server, which Ctrl-C ends, and SIGTERM likewise, so that everything is closed."""
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,17 +37,6 @@ printed commands by yours.
 _MIB = 1 << 20
 
 
-def _number(text: str) -> float:
-    """Parse a number above 0, also written as 1e12."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number <= 1e18:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as 400 or 1e12")
-    return number
-
-
 def _relays(text: str) -> int | None:
     """Parse a number of relays, or "auto", which is None."""
     return None if text == "auto" else values.integer(1)(text)
@@ -59,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     positive, default = values.integer(1), "(default: %(default)s)"
     model = parser.add_argument_group("model, one of these").add_mutually_exclusive_group(required=True)
     model.add_argument("--config", type=Path, metavar="DIR", help="a model directory with a config.json")
-    model.add_argument("--params", type=_number, metavar="N", help="number of parameters, such as 1e12")
+    model.add_argument("--params", type=values.positive, metavar="N", help="number of parameters, such as 1e12")
     add = parser.add_argument_group("model, besides").add_argument
     add("--tensors", type=positive, default=1000, metavar="N", help=f"number of equal tensors, with --params {default}")
     add("--dtype", choices=values.DTYPES, default="bfloat16", help=default)
@@ -80,12 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--install", choices=("staged", "streaming"), default="staged", help=default)
     add("--undo", action="store_true", help="engines keep an undo copy of their weights")
     add("--bucket-size-mib", type=positive, metavar="M", help="bucket size in MiB (default: the transport's)")
-    add("--link-gbit", type=_number, metavar="G", help="Gbit/s of each host's link, each way; needed for seconds")
-    add("--trainer-gbit", type=_number, metavar="G", help="Gbit/s of the trainer's links, if it is not --link-gbit")
+    add("--link-gbit", type=values.positive, metavar="G", help="Gbit/s of each host's link, each way; needed for seconds")
+    add("--trainer-gbit", type=values.positive, metavar="G", help="Gbit/s of the trainer's links, if it is not --link-gbit")
     relays = "plan N relays (auto: choose) between the trainer's store and engines that are --apart"
     add("--relays", type=_relays, default=0, metavar="N", help=relays)
     store = "Gbit/s of the store that relays read, if it is not on the trainer's host"
-    add("--store-gbit", type=_number, metavar="G", help=store)
+    add("--store-gbit", type=values.positive, metavar="G", help=store)
     output.add_json(parser)
 
 

@@ -74,10 +74,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--host {args.host} is not an address of this machine: {exc}") from exc
     if args.exit_with_parent:
         threading.Thread(target=_end_with_stdin, name="weightcast-stdin", daemon=True).start()
-    with contextlib.ExitStack() as stack:
-        # SIGTERM raises like Ctrl-C, so that everything is closed.
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+    with output.until_interrupted():
         with output.stage(f"loading {args.model}"):
             model, tokenizer = _load(args.model, args.dtype, args.random_weights, args.threads)
         _serve(model, tokenizer, args, token)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import signal
 from pathlib import Path
 
 from weightcast.cli import exits, output, values
@@ -48,10 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_exposure(args.host, token)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    with contextlib.ExitStack() as stack:
-        # SIGTERM raises like Ctrl-C, so that everything is closed.
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+    with output.until_interrupted(), contextlib.ExitStack() as stack:
         listening = stack.enter_context(listen(args.host, args.port))
         store = StoreServer(StoreAddress.parse(args.store), token=token, allow_push=args.allow_push)
         stack.callback(store.close)

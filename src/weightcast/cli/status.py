@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TypeAlias
 
 import msgspec
@@ -79,7 +78,10 @@ def run(args: argparse.Namespace) -> int:
             for url in urls
         ]
         pool = stack.enter_context(ThreadPoolExecutor(_MAX_ASKED_AT_ONCE, thread_name_prefix="weightcast-status"))
-        look = partial(fleet_status, engines, pool)
+
+        def look() -> FleetStatus:
+            return judged(dict(zip((engine.name for engine in engines), pool.map(ask, engines), strict=True)))
+
         if args.watch is None:
             found = look()
             output.show(found, args.json, lambda: _view(found))
@@ -93,11 +95,6 @@ def run(args: argparse.Namespace) -> int:
                 lines = (Text(part) if isinstance(part, str) else part for part in _view(look()))
                 live.update(Group(*lines), refresh=True)
                 time.sleep(args.watch)
-
-
-def fleet_status(engines: Sequence[HttpEngine], pool: ThreadPoolExecutor) -> FleetStatus:
-    """Ask all engines at once, each with its own deadline."""
-    return judged(dict(zip((engine.name for engine in engines), pool.map(ask, engines), strict=True)))
 
 
 def judged(answers: Mapping[str, Answer], published: int | None = None) -> FleetStatus:

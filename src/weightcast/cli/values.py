@@ -3,52 +3,42 @@
 from __future__ import annotations
 
 import argparse
-import math
+import contextlib
 from collections.abc import Callable
+from typing import TypeVar
 
 from weightcast.host.deadline import MAX_SECONDS
 from weightcast.store.address import SCHEMES, StoreAddress
+
+N = TypeVar("N", int, float)
 
 DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes that a checkpoint can be cast to when it is published."""
 
 
-def integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `low` to `high`, both included."""
-    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+def number(convert: Callable[[str], N], is_right: Callable[[N], bool], wanted: str) -> Callable[[str], N]:
+    """Return a parser of numbers for which `is_right`. `wanted`: a description of these."""
 
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = low - 1
-        if number < low or (high is not None and number > high):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-        return number
+    def parse(text: str) -> N:
+        with contextlib.suppress(ValueError):
+            if is_right(given := convert(text)):
+                return given
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
 
     return parse
 
 
-def percent(text: str) -> float:
-    """Parse a number from 0 to 100."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 100")
-    return number
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Return a parser of whole numbers from `low` to `high`, both included."""
+    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    return number(int, lambda given: low <= given and (high is None or given <= high), wanted)
 
 
-def seconds(text: str) -> float:
-    """Parse a positive number of seconds, up to the longest possible wait."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number <= MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of seconds above 0, at most {MAX_SECONDS}")
-    return number
+percent = number(float, lambda given: 0 <= given <= 100, "a number from 0 to 100")
+positive = number(float, lambda given: 0 < given <= 1e18, "a number above 0, such as 400 or 1e12")
+seconds = number(
+    float, lambda given: 0 < given <= MAX_SECONDS, f"a finite number of seconds above 0, at most {MAX_SECONDS}"
+)
 
 
 def is_store(target: str) -> bool:

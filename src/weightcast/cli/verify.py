@@ -205,16 +205,12 @@ def verify(
 def _verdict(
     url: str, answer: Callable[[], tuple[str, Holding]], ours: Holding, token: str | None, *, quarantine: bool
 ) -> EngineVerdict:
-    weight_version, theirs = answer()
-    verdict = EngineVerdict(url, weight_version, compare(ours, theirs), dict(theirs.unproven))
-    if verdict.differences and quarantine:
-        _quarantine(url, token, verdict)
-    return verdict
-
-
-def _quarantine(url: str, token: str | None, verdict: EngineVerdict) -> None:
     from weightcast.control.client import HttpEngine
 
+    weight_version, theirs = answer()
+    verdict = EngineVerdict(url, weight_version, compare(ours, theirs), dict(theirs.unproven))
+    if not (verdict.differences and quarantine):
+        return verdict
     names = listed([repr(difference.name) for difference in verdict.differences], separator=", ")
     with contextlib.closing(HttpEngine(url, token=token)) as engine:
         now = engine.connect().info().weight_version
@@ -222,6 +218,7 @@ def _quarantine(url: str, token: str | None, verdict: EngineVerdict) -> None:
             change = f"from version {verdict.weight_version}, which differs, to {now}"
             raise ControlError(f"{url} changed {change} before it could be quarantined: verify it again", peer=url)
         engine.quarantine(f"it was compared with a checkpoint and differs in {names}")
+    return verdict
 
 
 def _ask(url: str, token: str | None, timeout_seconds: float, bandwidth: int | None) -> tuple[str, Holding]:

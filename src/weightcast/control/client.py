@@ -34,7 +34,7 @@ from weightcast.errors import (
     WeightcastError,
     from_record,
 )
-from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, convert, decode, encode
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, convert, decode
 from weightcast.format.messages import (
     DtypesQuestion,
     HeldWeights,
@@ -56,7 +56,6 @@ _MAX_IDLE_SECONDS = 4.0
 _READ_BYTES = 1 << 16
 _PAGE_BYTES = 64 << 20
 """Bytes of weights that an engine reads in one request, during which it does not generate."""
-_encode = msgspec.json.encode
 
 _NOT_READY = (502, 503, 504)
 _START_FIRST = "start the server first, or wait for it: publish(wait_ready_seconds=...) or `weightcast publish --wait`"
@@ -116,23 +115,22 @@ class HttpEngine(EngineClient, ServesTraffic):
         """POST /init_weight_transfer_engine. Raises EngineBusyError, UnsupportedError, PeerError."""
         token = self._routes.token
         info = info if token is None else msgspec.structs.replace(info, token=token)
-        self._routes.post("/init_weight_transfer_engine", _encode({"init_info": info}))
+        self._routes.post("/init_weight_transfer_engine", {"init_info": info})
         self._run = info.run
 
     def update(self, info: UpdateInfo) -> None:
         """POST /update_weights with an offer, a seal or an abort. Raises the engine's error."""
-        self._routes.post("/update_weights", _encode({"update_info": info}))
+        self._routes.post("/update_weights", {"update_info": info})
 
     def finish(self, version: int) -> None:
         """POST /finish_weight_update: install the sealed update. Raises IncompleteUpdateError, InstallError.
 
         An engine with the ability "install" pauses by itself, in this client's `pause` mode.
         """
-        body, run = _encode({"weight_version": str(version)}), f"&run={self._run}" if self._run else ""
+        run = f"&run={self._run}" if self._run else ""
         path, start, said_seconds = f"/finish_weight_update?mode={self._pause_mode}{run}", time.perf_counter(), None
         try:
-            content = self._routes.request("POST", path, body)[1]
-            said_seconds = self._routes.decoded(path, content, _Finished).pause_seconds
+            said_seconds = self._routes.post_for(path, {"weight_version": str(version)}, _Finished).pause_seconds
         finally:
             if self.paused_seconds is not None:
                 self.paused_seconds = time.perf_counter() - start if said_seconds is None else said_seconds
@@ -157,7 +155,7 @@ class HttpEngine(EngineClient, ServesTraffic):
         """POST /weight_dtypes. Returns None if the server has no such route. Raises UnsupportedError, PeerError."""
         if "dtypes" not in self.info().abilities:
             return None
-        return self._routes.post_for("/weight_dtypes", encode(DtypesQuestion(list(specs))), TensorDtypes).dtypes
+        return self._routes.post_for("/weight_dtypes", DtypesQuestion(list(specs)), TensorDtypes).dtypes
 
     def held(
         self,
@@ -209,7 +207,7 @@ class HttpEngine(EngineClient, ServesTraffic):
 
     def quarantine(self, reason: str) -> None:
         """POST /quarantine: the engine refuses to serve until a complete update has come."""
-        self._routes.post("/quarantine", _encode({"reason": reason[:4096]}))
+        self._routes.post("/quarantine", {"reason": reason[:4096]})
 
     def recovery_requests(self, run: str) -> list[RecoveryRequest]:
         """Return the requests that the watchdog process sends if this process dies during the pause of `run`.
@@ -218,7 +216,7 @@ class HttpEngine(EngineClient, ServesTraffic):
         """
         if self._has_lease:
             return []
-        return [RecoveryRequest(url=f"{self.name}/resume?run={run}", headers=dict(self._routes.headers))]
+        return [self._routes.recovery_request(f"/resume?run={run}")]
 
     def close(self) -> None:
         """Close the connections, and the client that `connect` returned last. Idempotent."""
@@ -289,16 +287,21 @@ class HttpRoutes:
         """Send a GET and decode the reply. Raises PeerError, the engine's error; ControlError for an invalid reply."""
         return self.decoded(path, self.request("GET", path)[1], kind)
 
-    def post(self, path: str, body: bytes = b"", *, once: bool = False) -> bytes:
-        """Send a POST and return the reply's bytes. Raises PeerError, or the engine's error.
+    def post(self, path: str, body: object = None, *, once: bool = False) -> bytes:
+        """Send a POST, `body` as JSON, and return the reply's bytes. Raises PeerError, or the engine's error.
 
         `once`: for a request that is not idempotent. It uses a new connection and is never repeated.
         """
-        return self.request("POST", path, body, once=once)[1]
+        return self.request("POST", path, b"" if body is None else msgspec.json.encode(body), once=once)[1]
 
-    def post_for(self, path: str, body: bytes, kind: type[T]) -> T:
+    def post_for(self, path: str, body: object, kind: type[T]) -> T:
         """Send a POST and decode the reply. Raises what `get` raises."""
-        return self.decoded(path, self.request("POST", path, body)[1], kind)
+        return self.decoded(path, self.post(path, body), kind)
+
+    def recovery_request(self, path: str, body: object = None, **options: Any) -> RecoveryRequest:
+        """Return such a POST as a request for the watchdog process. `options`: those of `RecoveryRequest`."""
+        text = "" if body is None else msgspec.json.encode(body).decode()
+        return RecoveryRequest(f"{self.name}{path}", dict(self.headers), text, **options)
 
     def probe(self, path: str, kind: type[T]) -> T | None:
         """Send a GET; return None if the server lacks the route or its reply is invalid. Else raises what `get` raises.

@@ -107,7 +107,6 @@ class RankReply(msgspec.Struct, frozen=True):
     engine_rank: Count
     info: WeightInfo
     error: ErrorRecord | None = None
-    seconds: float = 0.0
     weights_asleep: bool = False
     serial: str = ""
     instance: str = ""

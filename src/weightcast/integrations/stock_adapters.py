@@ -203,7 +203,7 @@ class StockAdapters:
             raise IncompleteUpdateError(f"no version was sealed for {self.name}: publish again")
         label, path = adapter_label(self._target.name, version), self._path
         try:
-            self._post(self._api.load_route, {"lora_name": label, "lora_path": str(path)})
+            self._api.http.post(self._api.load_route, {"lora_name": label, "lora_path": str(path)}, once=True)
         except ControlError as exc:
             # SGLang keeps it on the ranks that have loaded it, until it is told to unload it.
             with contextlib.suppress(WeightcastError):
@@ -224,10 +224,7 @@ class StockAdapters:
 
     def _unload(self, labels: Sequence[str]) -> None:
         for label in labels:
-            self._post(self._api.unload_route, {"lora_name": label})
-
-    def _post(self, route: str, body: Mapping[str, str]) -> None:
-        self._api.http.post(route, msgspec.json.encode(body), once=True)
+            self._api.http.post(self._api.unload_route, {"lora_name": label}, once=True)
 
     # --- the directories ---
 

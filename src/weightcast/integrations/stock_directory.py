@@ -101,6 +101,8 @@ class StockApi(Protocol):
 class StockServer(EngineClient, ServesTraffic):
     """Client of a stock server. It runs no weightcast worker, so only its own replies describe an install."""
 
+    abilities: tuple[str, ...] = ("adapters",)
+
     def __init__(self, api: StockApi) -> None:
         self.name = api.name
         self.api = api
@@ -127,7 +129,7 @@ class StockServer(EngineClient, ServesTraffic):
             torn=f"{self.name} has no whole version" if self.is_torn else "",
             paused=is_paused,
             world_size=0,
-            abilities=("adapters",),
+            abilities=self.abilities,
             adapters=self._adapters.versions(),
         )
 

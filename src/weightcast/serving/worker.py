@@ -82,6 +82,20 @@ class StageMetrics(Protocol):
     stage_failures: Any
 
 
+@contextlib.contextmanager
+def observed(metrics: StageMetrics | None, stage: str) -> Iterator[None]:
+    """Time a stage of an update, and count it as failed if it raises."""
+    start, ok = time.perf_counter(), False
+    try:
+        yield
+        ok = True
+    finally:
+        if metrics is not None:
+            metrics.stage_seconds.labels(stage).observe(time.perf_counter() - start)
+            if not ok:
+                metrics.stage_failures.labels(stage).inc()
+
+
 class Worker:
     """Implements the control protocol for one `Engine`. Every method may be called from any thread.
 
@@ -238,7 +252,7 @@ class Worker:
         if self.serves(version):
             return version
         try:
-            with self._observed("install"):
+            with observed(self._metrics, "install"):
                 update = self._current(session, number)
                 try:
                     seconds = update.install()
@@ -365,7 +379,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _call(self, stage: str, info: Offer | Seal) -> Iterator[PublisherSession]:
-        with self._observed(stage):
+        with observed(self._metrics, stage):
             session = self._require_session(info.run)
             try:
                 yield session
@@ -375,18 +389,6 @@ class Worker:
                     session.send(Failed(info.version, record))
                 session.require_going_on()
                 raise
-
-    @contextlib.contextmanager
-    def _observed(self, stage: str) -> Iterator[None]:
-        start, ok = time.perf_counter(), False
-        try:
-            yield
-            ok = True
-        finally:
-            if self._metrics is not None:
-                self._metrics.stage_seconds.labels(stage).observe(time.perf_counter() - start)
-                if not ok:
-                    self._metrics.stage_failures.labels(stage).inc()
 
     def _require_session(self, run: str | None = None) -> PublisherSession:
         session = self._session
@@ -515,7 +517,7 @@ class Worker:
             contextlib.nullcontext() if device.type == "cpu" else host_device.own_stream(device, session.stream)
         )
         try:
-            with self._observed("receive"), update.aborted_on_failure(), own_stream:
+            with observed(self._metrics, "receive"), update.aborted_on_failure(), own_stream:
                 root = update.receive()
         except Exception as exc:
             # If this side has aborted the update, its reason counts: the receiver's error says only that it was ended.

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from weightcast.errors import IntegrityError, UnsupportedError, VersionNotFoundError, with_extra
+from weightcast.errors import IntegrityError, UnsupportedError, VersionNotFoundError, import_of_extra
 from weightcast.format.bucket import (
     HEADER_BYTES,
     BucketBuffer,
@@ -67,10 +67,8 @@ def writable(address: StoreAddress, *, deadline_seconds: float = 60.0) -> Storag
         case DirectoryAddress():
             return DirectoryStorage(address, deadline_seconds)
         case ObjectStoreAddress():
-            try:
+            with import_of_extra():
                 from weightcast.store.objects import ObjectStorage
-            except ModuleNotFoundError as exc:
-                raise with_extra(exc) from exc
             return ObjectStorage(address, deadline_seconds)
     raise TypeError(f"{address!r:.80} is not the address of a store; use StoreAddress.parse(url)")
 

@@ -80,14 +80,11 @@ class Kill(Fault):
 SenderFault: TypeAlias = Corrupt | Drop | Duplicate | Stall | Kill
 
 
-class FaultySender(Sender):
-    """A `Sender` that passes all calls on to `inner`, except for `fault`, which may be set again between updates."""
+class SenderWrapper(Sender):
+    """A `Sender` that passes calls on to `inner`, except those of an update's buckets."""
 
-    def __init__(self, inner: Sender, fault: SenderFault | None = None) -> None:
+    def __init__(self, inner: Sender) -> None:
         self.inner = inner
-        self.fault = fault
-        self._buffers: dict[int, BucketBuffer] = {}
-        self._before: dict[int, BucketBuffer] = {}
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
@@ -99,6 +96,40 @@ class FaultySender(Sender):
 
     def prepare(self, manifest: Manifest, *, staged: bool) -> None:
         self.inner.prepare(manifest, staged=staged)
+
+    def connected(self, peers: Sequence[str]) -> Sequence[str]:
+        return self.inner.connected(peers)
+
+    def newest_version(self) -> int | None:
+        return self.inner.newest_version()
+
+    def begin_together(self, manifest: Manifest, version: WeightVersion) -> str:
+        return self.inner.begin_together(manifest, version)
+
+    def join(self, manifest: Manifest, origin: int, place: str) -> None:
+        self.inner.join(manifest, origin, place)
+
+    def seal(self, others: Sequence[bytes]) -> None:
+        self.inner.seal(others)
+
+    def commit(self) -> None:
+        self.inner.commit()
+
+    def release(self) -> None:
+        self.inner.release()
+
+    def abort(self, reason: str) -> None:
+        self.inner.abort(reason)
+
+
+class FaultySender(SenderWrapper):
+    """Passes all calls on to another sender, except for `fault`, which may be set again between updates."""
+
+    def __init__(self, inner: Sender, fault: SenderFault | None = None) -> None:
+        super().__init__(inner)
+        self.fault = fault
+        self._buffers: dict[int, BucketBuffer] = {}
+        self._before: dict[int, BucketBuffer] = {}
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         self._buffers.clear()
@@ -124,30 +155,6 @@ class FaultySender(Sender):
                 buffer.header.copy_(came.header)
                 buffer.payload[:num_payload_bytes] = came.payload[:num_payload_bytes]
         self.inner.send(index, num_bytes)
-
-    def connected(self, peers: Sequence[str]) -> Sequence[str]:
-        return self.inner.connected(peers)
-
-    def newest_version(self) -> int | None:
-        return self.inner.newest_version()
-
-    def begin_together(self, manifest: Manifest, version: WeightVersion) -> str:
-        return self.inner.begin_together(manifest, version)
-
-    def join(self, manifest: Manifest, origin: int, place: str) -> None:
-        self.inner.join(manifest, origin, place)
-
-    def seal(self, others: Sequence[bytes]) -> None:
-        self.inner.seal(others)
-
-    def commit(self) -> None:
-        self.inner.commit()
-
-    def release(self) -> None:
-        self.inner.release()
-
-    def abort(self, reason: str) -> None:
-        self.inner.abort(reason)
 
     def close(self) -> None:
         self._buffers.clear()

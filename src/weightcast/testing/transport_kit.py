@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from weightcast import registry
-from weightcast.errors import IntegrityError, PeersLostError, WeightcastError
+from weightcast.errors import IntegrityError, PeersLostError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Layout, check_bucket, queued_digest, write_header
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.messages import Hello
@@ -22,6 +22,7 @@ from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.links.link import LinkListener, WorkerLink
 from weightcast.seams.transport import Bucket, Receiver, Sender
+from weightcast.testing.faults import SenderWrapper
 from weightcast.testing.payloads import DTYPES, Payload, region_slices
 from weightcast.trainer.packer import Fill, Packer, pack
 from weightcast.trainer.publish_run import connect
@@ -177,27 +178,16 @@ def pack_and_send(sender: Sender, fill: Fill, manifest: Manifest, version: Weigh
     sender.send(index, num_bytes)
 
 
-class RecoveringSender(Sender):
+class RecoveringSender(SenderWrapper):
     """Passes all calls on to another sender. If that loses peers, it opens the update again, as a publish run does.
 
     It keeps copies of the sent buckets and sends them again, so that tests can send bucket by bucket after a loss.
     """
 
     def __init__(self, inner: Sender) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._buffer: BucketBuffer | None = None
         self._sent: list[torch.Tensor] = []
-
-    @property
-    def failures(self) -> Mapping[str, WeightcastError]:
-        return self.inner.failures
-
-    @property
-    def memory_seconds(self) -> float:
-        return self.inner.memory_seconds
-
-    def prepare(self, manifest: Manifest, *, staged: bool) -> None:
-        self.inner.prepare(manifest, staged=staged)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         self._open = functools.partial(self.inner.open, manifest, version, staged=staged)
@@ -226,12 +216,6 @@ class RecoveringSender(Sender):
         self._sent.append(self._buffer.flat(num_bytes).clone())
         if survivors is not None:
             self._recover(survivors)
-
-    def connected(self, peers: Sequence[str]) -> Sequence[str]:
-        return self.inner.connected(peers)
-
-    def abort(self, reason: str) -> None:
-        self.inner.abort(reason)
 
     def close(self) -> None:
         self._buffer = None

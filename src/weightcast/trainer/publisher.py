@@ -34,9 +34,9 @@ from weightcast.errors import (
     PublishReport,
     UpdateAbortedError,
     WeightcastError,
+    import_of_extra,
     publish_error,
     to_record,
-    with_extra,
 )
 from weightcast.format.adapters import AdapterTarget
 from weightcast.format.bucket import Layout
@@ -822,10 +822,8 @@ class Publisher(ClosedOnExit):
 
     def _serve_metrics(self, target: MetricsTarget) -> None:
         """Raises OSError if the address is taken, ModuleNotFoundError without prometheus-client."""
-        try:
+        with import_of_extra():
             from weightcast.trainer.metrics import PublisherMetrics
-        except ModuleNotFoundError as exc:
-            raise with_extra(exc) from exc
         # Weakly: clients may refer to this publisher, which the metrics would keep alive.
         fleet, scheme = weakref.ref(self._fleet), self._url.partition("://")[0]
 

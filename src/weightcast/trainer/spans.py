@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 
-from weightcast.errors import with_extra
+from weightcast.errors import import_of_extra
 from weightcast.trainer.options import Phase, PublishEvent
 
-try:
+with import_of_extra():
     from opentelemetry import trace
-except ModuleNotFoundError as exc:
-    raise with_extra(exc) from exc
 
 _STAGES: dict[Phase, str] = {"offered": "offer", "packed": "pack", "received": "receive", "installed": "install"}
 

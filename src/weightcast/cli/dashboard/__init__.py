@@ -7,7 +7,6 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -69,10 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.engines and args.publisher is None:
         args.usage_error("at least one URL or --publisher is required")
     token = output.read_token(args.token_file)
-    with contextlib.ExitStack() as stack:
-        # SIGTERM raises like Ctrl-C, so that everything is closed.
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+    with output.until_interrupted(), contextlib.ExitStack() as stack:
         listening = stack.enter_context(listen(args.host, args.port))
         feed = Feed(args.engines, args.publisher, token=token, every_seconds=args.every, deadline_seconds=args.deadline)
         stack.callback(feed.close)

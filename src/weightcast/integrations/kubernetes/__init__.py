@@ -11,13 +11,11 @@ from typing import Literal
 
 import msgspec
 
-from weightcast.errors import ControlError, PeerDiedError, WeightcastError, with_extra
+from weightcast.errors import ControlError, PeerDiedError, WeightcastError, import_of_extra
 from weightcast.format.manifest import decode
 
-try:
+with import_of_extra():
     import httpx
-except ModuleNotFoundError as exc:
-    raise with_extra(exc) from exc
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Token, certificate and namespace of the pod's service account."""

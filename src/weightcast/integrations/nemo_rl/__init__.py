@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from weightcast.errors import with_extra
+from weightcast.errors import import_of_extra
 
-try:
+with import_of_extra():
     import nemo_rl as _nemo_rl  # noqa: F401  # first: where it is missing, whatever else is missing is no help
 
     from weightcast.integrations.nemo_rl.checkpoint_engine import NemoCheckpointEngine
-except ModuleNotFoundError as exc:
-    raise with_extra(exc) from exc
 
 __all__ = ["NemoCheckpointEngine"]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -50,18 +50,6 @@ class AcceptedOffer:
     together: Mapping[str, frozenset[str]]
     overwritten: frozenset[str]
     pads: bool
-
-
-class Acceptance(Protocol):
-    """Decides which offers a rank's loader can install."""
-
-    def accept(self, manifest: Manifest) -> AcceptedOffer:
-        """Accept an offer, or raise IncompatibleWeightsError with every tensor that does not fit."""
-        ...
-
-    def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
-        """Return, by record name, the rank's dtypes of the tensors of which it has a part."""
-        ...
 
 
 Trial: TypeAlias = Callable[[Sequence[TensorSpec]], DryRunOutcome]
@@ -98,6 +86,7 @@ class ByReference:
         self._accepted = _accepted(model, loaded, outcome, self._tied, reference)
 
     def accept(self, manifest: Manifest) -> AcceptedOffer:
+        """Accept an offer, or raise IncompatibleWeightsError with every tensor that does not fit."""
         problems = []
         offered, misfits = set[str](), set[tuple[str, str]]()
         for record in manifest.tensors:
@@ -117,6 +106,7 @@ class ByReference:
         return dataclasses.replace(self._accepted, names=frozenset(offered - self._tied.keys()))
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        """Return, by record name, the rank's dtypes of the tensors of which it has a part."""
         known = {spec.name: next((n for n in spec.names if n in self._held), None) for spec in specs}
         return {name: self._held[held].kept for name, held in known.items() if held is not None}
 
@@ -130,7 +120,37 @@ class ByDryRun:
     is_alone: bool
 
     def accept(self, manifest: Manifest) -> AcceptedOffer:
-        return _tried(self.model, self.trial, manifest, is_alone=self.is_alone)
+        """Make a dry run of the offer, and accept it if the loader would set everything once."""
+        offered = {name: TensorSpec(name, r.dtype, r.shape) for r in manifest.tensors for name in r.names}
+        tied = _tied(self.model, offered.keys())
+        specs = [spec for name, spec in offered.items() if name not in tied]
+        outcome = self.trial(specs)
+        problems, misfits = _faults(outcome), set[tuple[str, str]]()
+        for spec in specs:
+            if spec.name not in outcome.used:
+                continue
+            (num_used, dtypes), whole = outcome.used[spec.name], math.prod(spec.shape)
+            if num_used and spec.dtype not in {DTYPE_NAMES[dtype] for dtype in dtypes}:
+                problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {', '.join(map(str, dtypes))}")
+                misfits |= {(spec.dtype, DTYPE_NAMES[dtype]) for dtype in dtypes}
+            if self.is_alone and num_used < whole:
+                what = f"only {num_used} of its {whole} elements are" if num_used else "is not"
+                problems.append(f"unfit tensor {_shown(spec)}: {what} used by {type(self.model).__name__}")
+        for name, owner in tied.items():
+            if name in offered:
+                held = _Held(offered[owner], frozenset({offered[owner].dtype}), offered[owner].dtype)
+                problems += _differences(name, offered[name], held)
+        twins = _tied(self.model, outcome.targets.keys())
+        for target in outcome.targets.values():
+            for names in target.twice.values():
+                problems.append(f"{' and '.join(map(repr, sorted(names)))} are both loaded into {target.name}")
+            if target.is_parameter and target.num_unset and target.name not in twins:
+                whole = math.prod(target.form.shape)
+                problems.append(f"missing tensors: {target.num_unset} of {whole} elements of {target.name} are not set")
+        if problems:
+            live = {DTYPE_NAMES[dtype] for _, dtypes in outcome.used.values() for dtype in dtypes}
+            raise misfit_error(problems, dtype_remedies(misfits, live))
+        return _accepted(self.model, specs, outcome, tied, list(offered.values()))
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
         """Return the dtypes, found by a dry run on such tensors."""
@@ -158,38 +178,8 @@ def _kept(dtype: str, live: Collection[torch.dtype]) -> str:
     return max(names, key=lambda name: (ITEMSIZE_BYTES[name], name)) if names and names <= CASTABLE else dtype
 
 
-def _tried(model: nn.Module, trial: Trial, manifest: Manifest, *, is_alone: bool) -> AcceptedOffer:
-    """Make a dry run of the offer, and accept it if the loader would set everything once."""
-    offered = {name: TensorSpec(name, r.dtype, r.shape) for r in manifest.tensors for name in r.names}
-    tied = _tied(model, offered.keys())
-    specs = [spec for name, spec in offered.items() if name not in tied]
-    outcome = trial(specs)
-    problems, misfits = _faults(outcome), set[tuple[str, str]]()
-    for spec in specs:
-        if spec.name not in outcome.used:
-            continue
-        (num_used, dtypes), whole = outcome.used[spec.name], math.prod(spec.shape)
-        if num_used and spec.dtype not in {DTYPE_NAMES[dtype] for dtype in dtypes}:
-            problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {', '.join(map(str, dtypes))}")
-            misfits |= {(spec.dtype, DTYPE_NAMES[dtype]) for dtype in dtypes}
-        if is_alone and num_used < whole:
-            what = f"only {num_used} of its {whole} elements are" if num_used else "is not"
-            problems.append(f"unfit tensor {_shown(spec)}: {what} used by {type(model).__name__}")
-    for name, owner in tied.items():
-        if name in offered:
-            held = _Held(offered[owner], frozenset({offered[owner].dtype}), offered[owner].dtype)
-            problems += _differences(name, offered[name], held)
-    twins = _tied(model, outcome.targets.keys())
-    for target in outcome.targets.values():
-        for names in target.twice.values():
-            problems.append(f"{' and '.join(map(repr, sorted(names)))} are both loaded into {target.name}")
-        if target.is_parameter and target.num_unset and target.name not in twins:
-            whole = math.prod(target.form.shape)
-            problems.append(f"missing tensors: {target.num_unset} of {whole} elements of {target.name} are not set")
-    if problems:
-        live = {DTYPE_NAMES[dtype] for _, dtypes in outcome.used.values() for dtype in dtypes}
-        raise misfit_error(problems, dtype_remedies(misfits, live))
-    return _accepted(model, specs, outcome, tied, list(offered.values()))
+Acceptance: TypeAlias = ByReference | ByDryRun
+"""Decides which offers a rank's loader can install."""
 
 
 def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] | None, *, is_alone: bool) -> Acceptance:

@@ -6,13 +6,31 @@ Only headers of safetensors files on this host are read; nothing is downloaded.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weightcast.checkpoint.files import INDEX_FILE, read_index, read_tensors
+from weightcast.errors import UnsupportedError
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec
 
 logger = logging.getLogger(__name__)
+
+
+def linear_shapes(
+    checkpoint: Sequence[TensorSpec] | None, engine: str, is_adaptable: Callable[[str], bool]
+) -> dict[str, tuple[int, int]]:
+    """Return by module the outputs and inputs of a checkpoint's linear layers for which `is_adaptable`.
+
+    Raises UnsupportedError if the checkpoint is unknown.
+    """
+    if checkpoint is None:
+        raise UnsupportedError(
+            "the checkpoint that this engine was started from has no headers to read, so an adapter's shapes can't be "
+            f"checked: start {engine} from a directory or repository with safetensors"
+        )
+    weights = {spec.name.removesuffix(".weight"): spec.shape for spec in checkpoint if spec.name.endswith(".weight")}
+    return {name: (shape[0], shape[1]) for name, shape in weights.items() if len(shape) == 2 and is_adaptable(name)}
 
 
 def reference(model: str, *, revision: str | None, cache_dir: str | None) -> list[TensorSpec] | None:

@@ -242,33 +242,6 @@ class _Recorded(torch.Tensor):
     probe: ClassVar[_Probe]
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
-    # Loaders call these for nearly every tensor; the dispatch would take three times as long.
-
-    @property
-    def data(self) -> torch.Tensor:
-        """A tensor with the same memory."""
-        alias: torch.Tensor = _run(_aten.detach.default, (), (self,), {})
-        return alias.as_subclass(self.probe.recorded)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-
-    def narrow(  # type: ignore[override]
-        self, dim: int, start: int | torch.Tensor, length: int
-    ) -> torch.Tensor:
-        if isinstance(start, torch.Tensor):
-            return super().narrow(dim, start, length)
-        view: torch.Tensor = _run(_aten.narrow.default, (), (self, dim, start, length), {})
-        return view.as_subclass(self.probe.recorded)
-
-    def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if self.requires_grad or not isinstance(other, torch.Tensor):
-            return super().copy_(other, non_blocking)  # which may be an error
-        with self.probe.lock:
-            out: torch.Tensor = self.probe.run(_COPY, (), (self, other), {})
-        return out
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -17,20 +17,8 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from weightcast.control import worker_rpc as rpc
 from weightcast.control.routes import InstallAnswer, ServedEngine
-from weightcast.control.worker_rpc import (
-    Ask,
-    Dtypes,
-    Init,
-    InstallCall,
-    Leave,
-    Prove,
-    Quarantine,
-    RankCall,
-    Settle,
-    Unload,
-    UpdateCall,
-)
 from weightcast.errors import (
     ClosedError,
     ControlError,
@@ -48,6 +36,7 @@ from weightcast.host.deadline import LOAD_SECONDS
 from weightcast.integrations.plugin.metrics import engine_metrics
 from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.server_mutex import ServerMutex
+from weightcast.serving.worker import observed
 
 T = TypeVar("T")
 _PEER = "engine"
@@ -90,7 +79,7 @@ class PluginEngine(ServedEngine, abc.ABC):
     # --- the host's side: what goes wrong there may be any exception ---
 
     @abc.abstractmethod
-    async def _ask(self, call: RankCall) -> Replies:
+    async def _ask(self, call: rpc.RankCall) -> Replies:
         """Send a call to every rank; return the replies."""
 
     @abc.abstractmethod
@@ -122,17 +111,26 @@ class PluginEngine(ServedEngine, abc.ABC):
     # --- the control protocol ---
 
     async def init(self, info: InitInfo) -> None:
-        await self.call(Init(info))
+        await self.call(rpc.Init(info))
 
     async def update(self, info: UpdateInfo) -> None:
+        """Offer, seal or abort a version. Raises ClosedError for a streaming offer to an engine that is not paused."""
         if isinstance(info, Offer) and info.target and self._adapters is not None:
             self._adapters.require_room(info)
-            await self.call(Unload(self._adapters.idle()))
-        with engine_metrics().stage(type(info).__name__.lower()):
-            await self.call(UpdateCall(info))
+            await self.call(rpc.Unload(self._adapters.idle()))
+        with observed(engine_metrics(), type(info).__name__.lower()):
+            if not isinstance(info, Offer) or info.install != "streaming":
+                await self.call(rpc.UpdateCall(info))
+                return
+            async with self._alone():
+                if not await self._in_time(self._is_stopped()):
+                    raise ClosedError('the engine is generating: send /pause before an offer with install="streaming"')
+                # From now on only the ranks know whether the engine may generate.
+                self._mutex.in_doubt = True
+                await self.call(rpc.UpdateCall(info))
 
     async def shutdown(self) -> None:
-        await self.call(Leave())
+        await self.call(rpc.Leave())
 
     async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
         task = asyncio.create_task(self._timed_install(number, mode, run))
@@ -148,24 +146,13 @@ class PluginEngine(ServedEngine, abc.ABC):
             ) from exc
 
     async def _timed_install(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
-        with engine_metrics().stage("install"):
+        with observed(engine_metrics(), "install"):
             answer = await self.install(number, mode, run)
         engine_metrics().paused(answer.pause_seconds)
         return answer
 
-    async def call(self, call: RankCall) -> None:
-        """Send a call to all ranks. Raises the first error of any rank.
-
-        Raises ClosedError for a streaming offer to an engine that is not paused.
-        """
-        if isinstance(call, UpdateCall) and isinstance(call.info, Offer) and call.info.install == "streaming":
-            async with self._alone():
-                if not await self._in_time(self._is_stopped()):
-                    raise ClosedError('the engine is generating: send /pause before an offer with install="streaming"')
-                # From now on only the ranks know whether the engine may generate.
-                self._mutex.in_doubt = True
-                (await self._in_time(self._replies(call))).raise_first()
-            return
+    async def call(self, call: rpc.RankCall) -> None:
+        """Send a call to all ranks. Raises the first error of any rank."""
         (await self._in_time(self._replies(call))).raise_first()
 
     async def info(self) -> WeightInfo:
@@ -176,7 +163,7 @@ class PluginEngine(ServedEngine, abc.ABC):
         """
         async with self._alone():
             replies, label, paused = await self._in_time(
-                asyncio.gather(self._replies(Ask()), self._label(), self._is_stopped())
+                asyncio.gather(self._replies(rpc.Ask()), self._label(), self._is_stopped())
             )
             if replies.torn:
                 self._mutex.in_doubt = True
@@ -204,7 +191,7 @@ class PluginEngine(ServedEngine, abc.ABC):
                 async with self._alone():
                     # The request that had the mutex until now may have cleared the flag.
                     if self._mutex.in_doubt:
-                        replies = await self._in_time(self._replies(Ask()))
+                        replies = await self._in_time(self._replies(rpc.Ask()))
                         if not (replies.torn or replies.is_loading):
                             await self._in_time(self._publish(replies))
                             self._mutex.in_doubt = False
@@ -218,19 +205,19 @@ class PluginEngine(ServedEngine, abc.ABC):
     async def held(self, names: Sequence[str], start: int, limit_bytes: int) -> HeldWeights:
         """Return all ranks' digests of the tensors (or of `names`) from index `start` on. Raises EngineTornError."""
         async with self._alone():
-            replies = await self._in_time(self._replies(Prove(start, limit_bytes, tuple(names))))
+            replies = await self._in_time(self._replies(rpc.Prove(start, limit_bytes, tuple(names))))
         return replies.held(with_blocks=bool(names))
 
     async def dtypes(self, specs: list[TensorSpec]) -> dict[str, str]:
         """Return the engine's dtypes of these tensors, by record name."""
         async with self._alone():
-            return (await self._in_time(self._replies(Dtypes(specs)))).dtypes()
+            return (await self._in_time(self._replies(rpc.Dtypes(specs)))).dtypes()
 
     async def quarantine(self, reason: str) -> None:
         """Pause, and refuse to serve until a complete update."""
         async with self._alone():
             self._mutex.in_doubt = True
-            await self._in_time(self._replies(Quarantine(reason)))
+            await self._in_time(self._replies(rpc.Quarantine(reason)))
             await self._pause("keep")
 
     async def is_paused(self) -> bool:
@@ -244,7 +231,7 @@ class PluginEngine(ServedEngine, abc.ABC):
     async def resume(self, run: str = "") -> None:
         """Generate again. Raises EngineTornError if the weights are not of one whole version."""
         async with self._alone():
-            await self._require_untorn(await self._in_time(self._replies(Ask())))
+            await self._require_untorn(await self._in_time(self._replies(rpc.Ask())))
             await self._in_time(self._schedule())
 
     async def _require_untorn(self, replies: Replies) -> None:
@@ -268,7 +255,7 @@ class PluginEngine(ServedEngine, abc.ABC):
         engine stays paused.
         """
         async with self._alone():
-            before, was_paused = await self._in_time(asyncio.gather(self._replies(Ask()), self._is_stopped()))
+            before, was_paused = await self._in_time(asyncio.gather(self._replies(rpc.Ask()), self._is_stopped()))
             holder = before.info.holder
             if not holder:
                 raise ClosedError("no publisher holds this engine: send /init_weight_transfer_engine first")
@@ -276,7 +263,7 @@ class PluginEngine(ServedEngine, abc.ABC):
                 raise StaleVersionError(
                     f"the update is from run {run}, but run {holder} holds this engine: publish from that run only"
                 )
-            if before.adapter:
+            if before.ranks[0].adapter:
                 return await self._install_adapter(before, number)
             goes_on = bool(before.torn) or not was_paused
             self._mutex.in_doubt = True
@@ -292,7 +279,7 @@ class PluginEngine(ServedEngine, abc.ABC):
                 replies = await self._install_everywhere(before, number)
             except WeightcastError as exc:
                 try:
-                    after = await self._replies(Settle(holder, number, keep=False))
+                    after = await self._replies(rpc.Settle(holder, number, keep=False))
                 except WeightcastError as lost:
                     unknown = "its ranks may have different versions; publish a complete update to heal it"
                     raise InstallError(f"{exc}; {unknown}: {lost}", torn=True) from lost
@@ -311,7 +298,7 @@ class PluginEngine(ServedEngine, abc.ABC):
             replies = await self._install_everywhere(before, number)
         except WeightcastError:
             # No rank has another model than before: only the adapter is taken away again.
-            (await self._replies(Settle(holder, number, keep=False))).raise_first()
+            (await self._replies(rpc.Settle(holder, number, keep=False))).raise_first()
             raise
         seconds = time.perf_counter() - start
         with self._translated():
@@ -321,10 +308,10 @@ class PluginEngine(ServedEngine, abc.ABC):
     async def _install_everywhere(self, before: Replies, number: int) -> Replies:
         """Install on all ranks. Several data-parallel engines keep the version only when all have installed it."""
         run, is_one = before.info.holder, before.num_engines == 1
-        replies = await self._replies(InstallCall(run, number, len(before.ranks), keep=is_one))
+        replies = await self._replies(rpc.InstallCall(run, number, len(before.ranks), keep=is_one))
         replies.raise_first()
         if not is_one:
-            replies = await self._replies(Settle(run, number, keep=True))
+            replies = await self._replies(rpc.Settle(run, number, keep=True))
             replies.raise_first()
         if replies.torn:
             raise InstallError(f"version {number} was not installed everywhere: {replies.torn}", torn=True)
@@ -364,7 +351,7 @@ class PluginEngine(ServedEngine, abc.ABC):
             # The host goes on pausing; the next call resumes it.
             raise PeerTimeoutError(f"{exc}: its requests did not end; pause with mode=keep", peer=_PEER) from exc
 
-    async def _replies(self, call: RankCall) -> Replies:
+    async def _replies(self, call: rpc.RankCall) -> Replies:
         with self._translated():
             return await self._ask(call)
 

@@ -6,10 +6,7 @@ which the server sums them up over its processes. Servers set it as they start, 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import time
-from collections.abc import Iterator
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -19,7 +16,10 @@ _BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class EngineMetrics:
-    """The metrics of the one engine behind a server, as its API servers know them. Named as the reference server's."""
+    """The metrics of the one engine behind a server, as its API servers know them. Named as the reference server's.
+
+    It implements `StageMetrics`.
+    """
 
     def __init__(self) -> None:
         # Several API servers have an engine: the one that set the value last knows it best.
@@ -32,25 +32,13 @@ class EngineMetrics:
         self._pause = Histogram(
             "weightcast_pause_seconds", "Seconds that an install paused the engine.", buckets=_BUCKETS
         )
-        self._seconds = Histogram(
+        self.stage_seconds = Histogram(
             "weightcast_update_seconds",
             "Seconds of each stage of an update, failed stages included.",
             ["stage"],
             buckets=_BUCKETS,
         )
-        self._failures = Counter("weightcast_update_failures", "Stages of updates that failed.", ["stage"])
-
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a stage of an update, and count it as failed if it raises."""
-        start, ok = time.perf_counter(), False
-        try:
-            yield
-            ok = True
-        finally:
-            self._seconds.labels(name).observe(time.perf_counter() - start)
-            if not ok:
-                self._failures.labels(name).inc()
+        self.stage_failures = Counter("weightcast_update_failures", "Stages of updates that failed.", ["stage"])
 
     def paused(self, seconds: float) -> None:
         """Note the pause of an install."""

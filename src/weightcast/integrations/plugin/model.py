@@ -159,7 +159,7 @@ class LoaderEngine(abc.ABC):
         self._load = _Load(set(accepted.names).difference(copied), copied)
         self._copied_at = accepted.install_map.revision
         filled = accepted.install_map.modules(copied) if accepted.calls else ()
-        with torch.no_grad(), on_failure(self._give_up):
+        with torch.no_grad(), on_failure(self.discard):
             self._begin_load({m: number for m, number in accepted.calls.items() if m not in filled})
 
     def load(self, tensors: Tensors) -> None:
@@ -175,7 +175,7 @@ class LoaderEngine(abc.ABC):
         assert load is not None
         assert self._offer is not None
         kept = [(load.first, set(load.first)), (load.waiting, set(load.waiting))]
-        with torch.no_grad(), on_failure(self._give_up):
+        with torch.no_grad(), on_failure(self.discard):
             handed = self._handed(tensors, self._offer[1], load)
             first = next(handed, None)
             if first is not None:
@@ -206,12 +206,6 @@ class LoaderEngine(abc.ABC):
                     load.due -= group
                     yield from [(each, load.waiting.pop(each)) for each in list(load.waiting) if each in group]
 
-    def _give_up(self) -> None:
-        """End a load in progress."""
-        if self._load is not None:
-            self._load = None
-            self._end_load()
-
     def commit(self, version: WeightVersion) -> None:
         """Finish the load and wait for the device, after which every parameter has the new values.
 
@@ -221,7 +215,7 @@ class LoaderEngine(abc.ABC):
         load, found = self._load, self.install_map
         if load is None:
             raise IncompleteUpdateError(f"version {version.number} was not loaded: publish again")
-        with torch.no_grad(), on_failure(self._give_up):
+        with torch.no_grad(), on_failure(self.discard):
             missing = [*sorted(load.due), *self._finish_load()]
         if missing:
             raise IncompleteUpdateError(
@@ -235,7 +229,9 @@ class LoaderEngine(abc.ABC):
 
     def discard(self) -> None:
         """End a load in progress and forget it; the weights are then torn."""
-        self._give_up()
+        if self._load is not None:
+            self._load = None
+            self._end_load()
 
     def snapshot(self) -> Callable[[], None]:
         """Copy this rank's weights to host memory; return a function that restores them after a failed `load`.

@@ -13,27 +13,13 @@ state.
 from __future__ import annotations
 
 import hmac
-import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
-from weightcast.control.worker_rpc import (
-    Ask,
-    Dtypes,
-    Init,
-    InstallCall,
-    Leave,
-    Prove,
-    Quarantine,
-    RankCall,
-    RankReply,
-    Settle,
-    Unload,
-    UpdateCall,
-)
+from weightcast.control import worker_rpc as rpc
 from weightcast.engines.gate import Gate
 from weightcast.errors import (
     ClosedError,
@@ -99,35 +85,30 @@ class RankWorker:
 
         Never raises for a failed update.
         """
-        start = time.perf_counter()
         held: tuple[list[HeldTensor], int] = ([], -1)
         dtypes: dict[str, str] = {}
         with Attempt() as attempt:
             try:
-                call = convert(values, RankCall)
+                call = convert(values, rpc.RankCall)
             except msgspec.ValidationError as exc:
                 raise ManifestError(f"this is not a valid call of weightcast's ranks: {exc}", fault="type") from exc
-            if isinstance(call, Prove):
+            if isinstance(call, rpc.Prove):
                 held = self._held(call)
-            elif isinstance(call, Dtypes):
+            elif isinstance(call, rpc.Dtypes):
                 dtypes = self._worker.dtypes(call.tensors)
             else:
                 self.do(call)
         serial = str(values.get("serial", "")) if isinstance(values, dict) else ""
-        seconds, asleep = time.perf_counter() - start, self._weights_asleep()
-        rank, instance = self._worker.engine_rank, self._worker.instance
-        info, is_loading = self.info(), self._gate.is_writing
         table = self._worker.adapters
-        reply = RankReply(
-            rank,
-            info,
+        reply = rpc.RankReply(
+            self._worker.engine_rank,
+            self.info(),
             attempt.error,
-            seconds,
-            asleep,
+            self._weights_asleep(),
             serial,
-            instance,
+            self._worker.instance,
             *held,
-            is_loading,
+            self._gate.is_writing,
             dtypes,
             adapter=self.offered_adapter,
             adapter_ids={} if table is None else dict(table.layers.ids),
@@ -154,37 +135,31 @@ class RankWorker:
         abilities = tuple(a for a in info.abilities if a != "lease")
         return msgspec.structs.replace(info, abilities=abilities, torn=torn, instance=UNSET)
 
-    def do(self, call: RankCall) -> None:
+    def do(self, call: rpc.RankCall) -> None:
         """Carry out a call together with all ranks. An error on any rank is raised on all of them."""
         match call:
-            case Init(info):
+            case rpc.Init(info):
                 self._init(info)
-            case UpdateCall(info):
+            case rpc.UpdateCall(info):
                 self._update(info)
-            case InstallCall(run, number, world_size, keep):
+            case rpc.InstallCall(run, number, world_size, keep):
                 self._is_one_of_several = world_size > self._ranks.num_ranks
                 version = WeightVersion(run, number)
                 self._install(version)
                 if keep:
                     # All ranks have just agreed, so no further exchange is needed.
                     self._worker.settle(version, keep=True)
-            case Settle(run, number, keep):
+            case rpc.Settle(run, number, keep):
                 self._settle(WeightVersion(run, number), keep=keep)
-            case Leave():
+            case rpc.Leave():
                 self._worker.shutdown()
-            case Quarantine(reason):
+            case rpc.Quarantine(reason):
                 self._gate.tear(f"{reason}; publish a complete update to heal this engine")
-            case Unload(labels):
+            case rpc.Unload(labels):
                 if self._worker.adapters is not None:
                     self._worker.adapters.unload(labels)
-            case Ask() | Prove() | Dtypes():
+            case rpc.Ask() | rpc.Prove() | rpc.Dtypes():
                 pass
-
-    def finish(self) -> None:
-        """Install the sealed version and keep it, for a caller that names no version and does not settle."""
-        self._install(None)
-        if (version := self._worker.unsettled) is not None:
-            self._settle(version, keep=True)
 
     # --- what the host does by itself ---
 
@@ -212,7 +187,7 @@ class RankWorker:
 
     # --- the calls ---
 
-    def _held(self, call: Prove) -> tuple[list[HeldTensor], int]:
+    def _held(self, call: rpc.Prove) -> tuple[list[HeldTensor], int]:
         engine = self._worker.engine
         install_map = engine.install_map if isinstance(engine, Mapped) else None
         if not isinstance(install_map, RecordedMap):
@@ -269,20 +244,17 @@ class RankWorker:
 
     # --- an install, in rounds ---
 
-    def _install(self, version: WeightVersion | None) -> None:
-        """Install `version`, by default the sealed one, on all ranks or on none. Idempotent for a version."""
-        serves = False
+    def _install(self, version: WeightVersion) -> None:
+        """Install `version` on all ranks or on none. Idempotent."""
+        serves = self._worker.serves(version)
         with Attempt() as own:
-            if version is None or not self._worker.serves(version):
+            if not serves:
                 sealed = self._worker.installable()
-                if version is not None and version != sealed:
+                if version != sealed:
                     raise StaleVersionError(
                         f"an install of version {version.number} of run {version.run} was requested, but version "
                         f"{sealed.number} of run {sealed.run} is sealed: publish again"
                     )
-                version = sealed
-            serves = self._worker.serves(version)
-            if not serves:
                 self._require_ready()
         outcomes = self._ranks.exchange(Outcome(own.error, serves))
         _raise_if(self._ranks.first_error(outcomes))
@@ -292,7 +264,6 @@ class RankWorker:
             reason = "its ranks have two versions"
             self._gate.tear(f"{reason}; publish a complete update to heal this engine")
             raise InstallError(f"this engine can't serve: {reason}", torn=True)
-        assert version is not None
         self._is_agreeing = True
         try:
             with Attempt() as own:

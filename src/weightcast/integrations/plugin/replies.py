@@ -34,11 +34,6 @@ class Replies(NamedTuple):
         return any(reply.is_loading for reply in self.ranks)
 
     @property
-    def adapter(self) -> str:
-        """Return the name of the adapter that the update in progress is of; empty for the model."""
-        return self.ranks[0].adapter
-
-    @property
     def info(self) -> WeightInfo:
         """The state of all ranks as one engine's, without the pause, which the host controls."""
         infos = [reply.info for reply in self.ranks]

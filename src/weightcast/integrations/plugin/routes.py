@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weightcast.control.routes import refusal
+from weightcast.integrations.plugin.engine import PluginEngine
 
 logger = logging.getLogger(__name__)
 
@@ -17,38 +20,49 @@ def log(error: Exception) -> None:
     logger.info("a weight route replied with %s: %s", type(error).__name__, error)
 
 
+def path_of(scope: Scope) -> str:
+    """Return the path of a request, below the application's root."""
+    path: str = scope.get("path", "")
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 class TornGuard:
     """Answers POST requests to paths with a prefix in `generation` with 503 while the engine is torn.
 
-    `changing`: prefixes of paths at which the host changes the weights by itself; `doubt` is called before and after.
+    `find`: returns the engine, None if the server has none. `changing`: prefixes of paths at which the host changes the
+    weights by itself; the engine is in doubt before and after. `running`: returns a context for each other request to a
+    path in `generation`.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        why_torn: Callable[[], Awaitable[str]],
-        doubt: Callable[[], None],
+        find: Callable[[], PluginEngine | None],
         generation: Sequence[str],
         changing: Sequence[str],
+        running: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._app = app
-        self._why_torn = why_torn
-        self._doubt = doubt
+        self._find = find
         self._generation = tuple(generation)
         self._changing = tuple(changing)
+        self._running = running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
-        if path.startswith(self._changing):
-            self._doubt()
+        path, engine = path_of(scope), self._find()
+        if engine is not None and path.startswith(self._changing):
+            engine.doubt()
             try:
-                await app(scope, receive, send)
+                await self._app(scope, receive, send)
             finally:
-                self._doubt()
+                engine.doubt()
             return
-        if path.startswith(self._generation) and scope["method"] == "POST":
-            torn = await self._why_torn()
-            if torn:
-                app = refusal(f"the engine has no whole version: {torn}", "EngineTornError", 503)
-        await app(scope, receive, send)
+        if not path.startswith(self._generation):
+            await self._app(scope, receive, send)
+            return
+        if engine is not None and scope.get("method") == "POST" and (torn := await engine.why_torn()):
+            answer = refusal(f"the engine has no whole version: {torn}", "EngineTornError", 503)
+            await answer(scope, receive, send)
+            return
+        with self._running():
+            await self._app(scope, receive, send)

@@ -6,12 +6,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from weightcast.errors import with_extra
+from weightcast.errors import import_of_extra
 
-try:
+with import_of_extra():
     import ray
-except ModuleNotFoundError as exc:
-    raise with_extra(exc) from exc
 
 logger = logging.getLogger(__name__)
 

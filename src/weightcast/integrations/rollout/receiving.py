@@ -103,15 +103,14 @@ class RolloutEngine:
         if self._is_offered:
             self._change(error=self.worker.failure or UpdateAbortedError("the update was aborted"))
 
-    def give_up(self) -> None:
-        """Fail `receive`, since the trainer has ended the transfer, perhaps before an offer."""
+    def give_up(self, error: WeightcastError) -> None:
+        """Fail `receive` with this error, unless the version is complete or the update has failed already."""
         if not self._is_committed:
-            self._change(error=self._error or UpdateAbortedError("the trainer aborted the update: see its error"))
+            self._change(error=self._error or error)
 
     def cancel(self) -> None:
         """Fail `receive`, since the framework no longer waits for the update."""
-        if not self._is_committed:
-            self._change(error=self._error or UpdateAbortedError("the rollout's task was cancelled while it waited"))
+        self.give_up(UpdateAbortedError("the rollout's task was cancelled while it waited"))
 
     def _change(self, *, offered: bool = True, committed: bool = False, error: WeightcastError | None = None) -> None:
         with self._condition:
@@ -154,8 +153,7 @@ class RolloutEngine:
         except WeightcastError as exc:
             raise InstallError(f"the rollout holds parts of two versions: {exc}", torn=True) from exc
         finally:
-            if not self._is_committed:
-                self._change(error=self._error or InstallError("the rollout failed while it took the weights"))
+            self.give_up(InstallError("the rollout failed while it took the weights"))
 
     def _batches(self, tensors: Iterable[Named]) -> Iterator[list[Named]]:
         batch: list[Named] = []
@@ -199,4 +197,4 @@ class RolloutWorker(Worker):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self.engine.give_up()
+        self.engine.give_up(UpdateAbortedError("the trainer aborted the update: see its error"))

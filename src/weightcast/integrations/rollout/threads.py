@@ -12,11 +12,7 @@ from weightcast.host import device as host_device
 T = TypeVar("T")
 
 
-def _nothing() -> None:
-    """Do nothing upon a cancel, since the call ends by itself."""
-
-
-async def in_thread(call: Callable[[], T], *, on_cancel: Callable[[], None] = _nothing) -> T:
+async def in_thread(call: Callable[[], T], *, on_cancel: Callable[[], None] = lambda: None) -> T:
     """Make a call in another thread, with this thread's GPU and stream, and return its result.
 
     If the task is cancelled, `on_cancel` is called, and the task ends only when the call has ended, so that it can't

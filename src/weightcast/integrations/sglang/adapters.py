@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from weightcast.errors import InstallError, UnsupportedError
+from weightcast.errors import InstallError
 from weightcast.format.adapters import LoraConfig
 from weightcast.format.manifest import TensorSpec
+from weightcast.integrations.plugin.checkpoint_header import linear_shapes
 from weightcast.integrations.sglang import adapter_form, internals
 from weightcast.seams.adapters import AdapterLayers
 
@@ -47,21 +48,11 @@ class SglangAdapters(AdapterLayers):
 
     @functools.cached_property
     def _shapes(self) -> dict[str, tuple[int, int]]:
-        reference = self._reference()
-        if reference is None:
-            raise UnsupportedError(
-                "the checkpoint that this engine was started from has no headers to read, so an adapter's shapes can't "
-                "be checked: start SGLang from a directory or repository with safetensors"
-            )
         layers = set[str]()
         for name in (name for modules in self._manager.lora_modules for name in modules):
             parent, _, leaf = name.rpartition(".")
             layers |= {f"{parent}.{part}" for part in adapter_form.STACKED.get(leaf, (leaf,))}
-        return {
-            spec.name.removesuffix(".weight"): (spec.shape[0], spec.shape[1])
-            for spec in reference
-            if spec.name.removesuffix(".weight") in layers and len(spec.shape) == 2
-        }
+        return linear_shapes(self._reference(), "SGLang", layers.__contains__)
 
     def shapes(self) -> Mapping[str, tuple[int, int]]:
         return self._shapes

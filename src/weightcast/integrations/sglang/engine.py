@@ -53,9 +53,7 @@ def attach(app: FastAPI, manager: Any) -> None:
     for method, path, handler in weight_handlers(lambda: engine):
         endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(guarded(handler, token=token, on_error=log))
         app.add_api_route(path, endpoint, methods=[method])
-    app.add_middleware(
-        TornGuard, why_torn=engine.why_torn, doubt=engine.doubt, generation=_GENERATION, changing=_CHANGING
-    )
+    app.add_middleware(TornGuard, find=lambda: engine, generation=_GENERATION, changing=_CHANGING)
     manager.continue_generation = functools.partial(_continue, engine)
 
 

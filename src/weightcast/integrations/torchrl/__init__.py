@@ -5,12 +5,10 @@ Names, signatures and call sequences are TorchRL's; its `WeightStrategy` extract
 
 from __future__ import annotations
 
-from weightcast.errors import with_extra
+from weightcast.errors import import_of_extra
 
-try:
+with import_of_extra():
     import torchrl as _torchrl  # noqa: F401
-except ModuleNotFoundError as exc:
-    raise with_extra(exc) from exc
 
 from weightcast.integrations.torchrl.scheme import (
     VLLMDoubleBufferSyncScheme,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from weightcast.errors import with_extra
+from weightcast.errors import import_of_extra
 
-try:
+with import_of_extra():
     import trl as _trl  # noqa: F401
-except ModuleNotFoundError as exc:
-    raise with_extra(exc) from exc
 
 from weightcast.integrations.trl.transfer import WeightcastMetrics, WeightcastTransfer
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import logging
 
-from weightcast.errors import with_extra
+from weightcast.errors import import_of_extra, with_extra
 
-try:
+with import_of_extra():
     import verl
     from verl.checkpoint_engine import CheckpointEngineRegistry
-except ModuleNotFoundError as exc:
-    raise with_extra(exc) from exc
 
 BACKEND = "weightcast"
 TESTED_WITH = "0.9"

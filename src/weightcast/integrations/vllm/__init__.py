@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from weightcast.errors import with_extra
+from weightcast.errors import import_of_extra
 
 if TYPE_CHECKING:
     from weightcast.integrations.vllm.clients import AsyncLLMEngine, LLMEngine, RayEngine
@@ -22,7 +22,5 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "trainer_engine" if name == "WeightcastTrainerInitInfo" else "clients"
-    try:
+    with import_of_extra():
         return getattr(importlib.import_module(f"weightcast.integrations.vllm.{home}"), name)
-    except ModuleNotFoundError as exc:
-        raise with_extra(exc) from exc

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.errors import UnsupportedError
 from weightcast.format.adapters import LoraConfig
 from weightcast.format.manifest import TensorSpec
+from weightcast.integrations.plugin.checkpoint_header import linear_shapes
 from weightcast.integrations.vllm import internals
 from weightcast.seams.adapters import AdapterLayers
 
@@ -46,26 +46,15 @@ class VllmAdapters(AdapterLayers):
 
     @functools.cached_property
     def _shapes(self) -> dict[str, tuple[int, int]]:
-        reference = self._reference()
-        if reference is None:
-            raise UnsupportedError(
-                "the checkpoint that this engine was started from has no headers to read, so an adapter's shapes can't "
-                "be checked: start vLLM from a directory or repository with safetensors"
-            )
         manager = self._model.lora_manager
         layers = manager.modules.keys() - manager.packed_modules.keys()
         layers |= {part for parts in manager.packed_modules.values() for part in parts}
-        found = {}
-        for spec in reference:
-            module, _, kind = spec.name.rpartition(".")
-            if kind == "weight" and len(spec.shape) == 2 and self._vllms(module) in layers:
-                found[module] = (spec.shape[0], spec.shape[1])
-        return found
+        vllms_name, mapper = internals.require().lora_module, self._mapper
 
-    def _vllms(self, module: str) -> str:
-        """Return vLLM's name of a checkpoint's module."""
-        name: str = internals.require().lora_module(f"base_model.model.{module}.lora_A.weight", self._mapper)[0]
-        return name
+        def is_adaptable(module: str) -> bool:
+            return vllms_name(f"base_model.model.{module}.lora_A.weight", mapper)[0] in layers
+
+        return linear_shapes(self._reference(), "vLLM", is_adaptable)
 
     @property
     def _mapper(self) -> Any:

@@ -9,20 +9,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from weightcast.control.worker_rpc import METHOD
-from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError, WeightcastError, with_extra
+from weightcast.errors import ControlError, import_of_extra
 from weightcast.format.messages import PauseMode
 from weightcast.host.deadline import in_background
 from weightcast.integrations.plugin.refusal import Refusal
-from weightcast.integrations.vllm.rank_client import RankClient, Status
+from weightcast.integrations.vllm.rank_client import RankClient
 from weightcast.seams.client import EngineClient
-
-Call = Callable[..., Any]
-"""Calls an engine's method, given its name and arguments. Raises what it raises, TimeoutError after the deadline."""
 
 
 def detect(engine: Any) -> list[EngineClient]:
@@ -66,9 +61,7 @@ class LLMEngine(RankClient):
             # vLLM's own wait for a hung or dead engine process has no deadline.
             return in_background(work, name="weightcast-llm").result(timeout_seconds)
 
-        super().__init__(
-            name, _OfflineMethods(name, call, timeout_seconds), refusal=Refusal(llm), pause=pause, token=token
-        )
+        super().__init__(name, call, timeout_seconds, refusal=Refusal(llm), pause=pause, token=token)
 
 
 class AsyncLLMEngine(RankClient):
@@ -107,9 +100,16 @@ class AsyncLLMEngine(RankClient):
             finally:
                 future.cancel()
 
-        world_size = async_llm.vllm_config.parallel_config.world_size_across_dp
-        control = _AsyncMethods(name, call, timeout_seconds, world_size)
-        super().__init__(name, control, refusal=Refusal(async_llm), pause=pause, token=token)
+        super().__init__(
+            name,
+            call,
+            timeout_seconds,
+            is_async=True,
+            world_size=async_llm.vllm_config.parallel_config.world_size_across_dp,
+            refusal=Refusal(async_llm),
+            pause=pause,
+            token=token,
+        )
 
 
 class RayEngine(RankClient):
@@ -129,10 +129,8 @@ class RayEngine(RankClient):
         token: str | None = None,
         timeout_seconds: float = 60.0,
     ) -> None:
-        try:
+        with import_of_extra():
             import ray
-        except ModuleNotFoundError as exc:
-            raise with_extra(exc) from exc
         if not hasattr(handle, "_actor_id"):
             raise TypeError(
                 f"{type(handle).__name__} is not a handle of a Ray actor: pass the handle; for an LLM use LLMEngine"
@@ -151,8 +149,7 @@ class RayEngine(RankClient):
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
             return ray.get(getattr(handle, method).remote(*args, **kwargs), timeout=timeout_seconds)
 
-        control = (_AsyncMethods if is_async else _OfflineMethods)(name, call, timeout_seconds)
-        super().__init__(name, control, pause=pause, token=token)
+        super().__init__(name, call, timeout_seconds, is_async=is_async, pause=pause, token=token)
 
 
 class CollectiveEngine(RankClient):
@@ -169,105 +166,28 @@ class CollectiveEngine(RankClient):
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
             return _resolved(getattr(engine, method)(*args, **kwargs), timeout_seconds)
 
-        has = functools.partial(hasattr, engine)
+        self._engine = engine
         refusal = Refusal(engine) if of is None else Refusal(of, name)
-        super().__init__(name, _CollectiveMethods(name, call, timeout_seconds, has), refusal=refusal)
+        super().__init__(name, call, timeout_seconds, refusal=refusal)
 
+    def _label(self) -> str:
+        """Return "default", since TorchRL's replicas have no label."""
+        return "default"
 
-class _Methods:
-    """A `Control` that calls an engine's methods, and translates the errors of vLLM, asyncio and Ray."""
+    def _set_label(self, version: str) -> None:
+        """Do nothing, since the engine has no label."""
 
-    def __init__(self, name: str, call: Call, timeout_seconds: float) -> None:
-        self._name = name
-        self._untranslated = call
-        self._timeout_seconds = timeout_seconds
-
-    def call_ranks(self, call: Any) -> list[Any]:
-        replies: list[Any] = self._call("collective_rpc", METHOD, args=(call,))
-        return replies
-
-    def resume(self) -> None:
-        # Not resume_generation: an engine whose KV cache is asleep must not schedule.
-        self._call("wake_up", tags=["scheduling"])
-
-    def set_label(self, version: str) -> None:
-        self._call("update_weight_version", version)
-
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        name = self._name
-        try:
-            return self._untranslated(method, *args, **kwargs)
-        except WeightcastError:
-            raise
-        except TimeoutError as exc:
-            text = f"{name}.{method} gave no answer in time: use a larger timeout_seconds ({self._timeout_seconds:g})"
-            raise PeerTimeoutError(text, peer=name) from exc
-        except Exception as exc:
-            if {"EngineDeadError", "RayActorError"} & {kind.__name__ for kind in type(exc).__mro__}:
-                raise PeerDiedError(f"{name} has died: {exc}", peer=name) from exc
-            raise ControlError(f"{name}.{method} failed: {type(exc).__name__}: {exc}", peer=name) from exc
-
-
-class _OfflineMethods(_Methods):
-    """The methods of an `LLM`, which is paused by a sleep that frees no memory."""
-
-    def status(self) -> Status:
-        return Status(self._call("get_weight_version"), False)
-
-    def pause(self, mode: PauseMode) -> None:
-        self._call("sleep", level=0, mode=mode)
-        if not self._call("reset_prefix_cache", reset_running_requests=True, reset_connector=True):
-            raise ControlError(
-                f"{self._name} did not drop its prefix cache, since requests are running: publish when it is idle",
-                peer=self._name,
-            )
-
-
-class _AsyncMethods(_Methods):
-    """The methods of an `AsyncLLM`. `world_size`: None if it can't be read."""
-
-    def __init__(self, name: str, call: Call, timeout_seconds: float, world_size: int | None = None) -> None:
-        super().__init__(name, call, timeout_seconds)
-        self._world_size = world_size
-
-    def status(self) -> Status:
-        return Status(self._call("get_weight_version"), self._call("is_paused"), self._world_size)
-
-    def pause(self, mode: PauseMode) -> None:
-        self._call("pause_generation", mode=mode, clear_cache=True)
-
-
-class _CollectiveMethods(_Methods):
-    """The methods that an engine `has`."""
-
-    def __init__(self, name: str, call: Call, timeout_seconds: float, has: Callable[[str], bool]) -> None:
-        super().__init__(name, call, timeout_seconds)
-        self._has = has
-
-    def call_ranks(self, call: Any) -> list[Any]:
-        # By position: engines other than vLLM's may have other argument names, and no defaults.
-        replies = self._call("collective_rpc", METHOD, None, (call,), None)
-        # TorchRL returns a list of replies for each engine.
-        return [one for reply in replies for one in (reply if isinstance(reply, list) else [reply])]
-
-    def status(self) -> Status:
-        """Return an empty status, since TorchRL's replicas report neither label nor pause."""
-        return Status("default", False)
-
-    def pause(self, mode: PauseMode) -> None:
+    def _stop(self, mode: PauseMode) -> None:
         del mode  # a sleep of level 0 keeps requests
-        if self._has("sleep"):
+        if hasattr(self._engine, "sleep"):
             self._call("sleep", level=0)
-        if self._has("reset_prefix_cache") and self._call("reset_prefix_cache") is False:
+        if hasattr(self._engine, "reset_prefix_cache") and self._call("reset_prefix_cache") is False:
             # Requests wait in the pause: try again, as TorchRL does, and once more after the install.
             self._call("reset_prefix_cache")
 
-    def resume(self) -> None:
-        if self._has("wake_up"):
-            super().resume()
-
-    def set_label(self, version: str) -> None:
-        """Do nothing, since the engine has no label."""
+    def _schedule(self) -> None:
+        if hasattr(self._engine, "wake_up"):
+            super()._schedule()
 
 
 def _replica(actor: Any) -> Any:

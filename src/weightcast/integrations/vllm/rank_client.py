@@ -8,26 +8,20 @@ is an object of this process, a `Refusal` does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 
-from weightcast.control.worker_rpc import (
-    Ask,
-    Dtypes,
-    Init,
-    InstallCall,
-    Leave,
-    Prove,
-    Quarantine,
-    RankCall,
-    Settle,
-    UpdateCall,
-    numbered,
-    replies_to,
+from weightcast.control import worker_rpc as rpc
+from weightcast.errors import (
+    ClosedError,
+    ControlError,
+    PeerDiedError,
+    PeerTimeoutError,
+    UnsupportedError,
+    WeightcastError,
 )
-from weightcast.errors import ClosedError, UnsupportedError, WeightcastError
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldWeights, InitInfo, Offer, PauseMode, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.refusal import Refusal
@@ -37,78 +31,101 @@ from weightcast.seams.client import EngineClient, ServesTraffic
 logger = logging.getLogger(__name__)
 
 
-class Status(NamedTuple):
-    """State that vLLM reports: its version label, whether its scheduler is paused, and its number of ranks.
-
-    `world_size`: over all data-parallel engines, which a dense model's ranks do not know; None if unknown.
-    """
-
-    label: str
-    is_paused: bool
-    world_size: int | None = None
-
-
-class Control(Protocol):
-    """vLLM's own control methods. Every call has a deadline; errors are PeerError or the engine's own."""
-
-    def call_ranks(self, call: Any) -> list[Any]:
-        """Run the method `worker_rpc.METHOD` on every rank; return the replies of the first data-parallel engine."""
-        ...
-
-    def status(self) -> Status: ...
-
-    def pause(self, mode: PauseMode) -> None:
-        """Stop scheduling and drop every cache of the present weights. Idempotent."""
-        ...
-
-    def resume(self) -> None:
-        """Schedule again, unless the engine's memory is asleep. Idempotent."""
-        ...
-
-    def set_label(self, version: str) -> None: ...
+Call: TypeAlias = Callable[..., Any]
+"""Calls an engine's method, given its name and arguments. Raises what it raises, TimeoutError after the deadline."""
 
 
 class RankClient(EngineClient, ServesTraffic):
-    """An `EngineClient` over a `Control`, with `TwoPhaseInstall`. `name`: the engine's name in errors.
+    """An `EngineClient` with `TwoPhaseInstall` over the methods of an engine. `name`: the engine's name in errors.
 
-    `refusal`: for an engine object of this process with which callers generate. `token`: the value of WEIGHTCAST_TOKEN
-    in the engine's processes. `pause`: see HttpEngine.
+    `call`: has a deadline of `timeout_seconds`. `is_async`: the methods are those of an `AsyncLLM`, else of an `LLM`,
+    which is paused by a sleep that frees no memory. `world_size`: number of ranks over all data-parallel engines, which
+    a dense model's ranks do not know; None if unknown. `refusal`: for an engine object of this process with which
+    callers generate. `token`: the value of WEIGHTCAST_TOKEN in the engine's processes. `pause`: see HttpEngine.
     """
 
     def __init__(
         self,
         name: str,
-        control: Control,
+        call: Call,
+        timeout_seconds: float,
         *,
+        is_async: bool = False,
+        world_size: int | None = None,
         refusal: Refusal | None = None,
         pause: PauseMode = "keep",
         token: str | None = None,
     ) -> None:
         self.name = name
+        self._untranslated = call
+        self._timeout_seconds = timeout_seconds
+        self._is_async = is_async
+        self._given_world_size = world_size
         self._refusal = refusal
-        self._control = control
         self._pause_mode = pause
         self._token = token
         self._run = ""
         self._world_size = 1
 
+    # --- the engine's methods: each call has a deadline, and raises PeerError or an error of the engine's ranks ---
+
+    def _label(self) -> str:
+        return str(self._call("get_weight_version"))
+
+    def _set_label(self, version: str) -> None:
+        self._call("update_weight_version", version)
+
+    def _stop(self, mode: PauseMode) -> None:
+        """Stop scheduling and drop every cache of the present weights. Idempotent."""
+        if self._is_async:
+            self._call("pause_generation", mode=mode, clear_cache=True)
+            return
+        self._call("sleep", level=0, mode=mode)
+        if not self._call("reset_prefix_cache", reset_running_requests=True, reset_connector=True):
+            raise ControlError(
+                f"{self.name} did not drop its prefix cache, since requests are running: publish when it is idle",
+                peer=self.name,
+            )
+
+    def _schedule(self) -> None:
+        """Schedule again, unless the engine's memory is asleep. Idempotent."""
+        # Not resume_generation: an engine whose KV cache is asleep must not schedule.
+        self._call("wake_up", tags=["scheduling"])
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method, and translate the errors of vLLM, asyncio and Ray."""
+        name = self.name
+        try:
+            return self._untranslated(method, *args, **kwargs)
+        except WeightcastError:
+            raise
+        except TimeoutError as exc:
+            text = f"{name}.{method} gave no answer in time: use a larger timeout_seconds ({self._timeout_seconds:g})"
+            raise PeerTimeoutError(text, peer=name) from exc
+        except Exception as exc:
+            if {"EngineDeadError", "RayActorError"} & {kind.__name__ for kind in type(exc).__mro__}:
+                raise PeerDiedError(f"{name} has died: {exc}", peer=name) from exc
+            raise ControlError(f"{name}.{method} failed: {type(exc).__name__}: {exc}", peer=name) from exc
+
+    # --- the control protocol ---
+
     def info(self) -> WeightInfo:
         """Return the ranks' combined state; `weight_version` is vLLM's label until the first update by weightcast."""
-        status = self._control.status()
-        info = self._required(Ask()).info
+        label, is_paused = self._label(), self._is_async and self._call("is_paused")
+        info = self._required(rpc.Ask()).info
         if info.torn:
             # Also if no update follows, as after a sleep that has freed the weights.
             self._refuse(info.torn)
-        self._world_size = info.world_size if status.world_size is None else status.world_size
-        version = status.label if info.weight_version == "default" else info.weight_version
+        self._world_size = self._given_world_size or info.world_size
+        version = label if info.weight_version == "default" else info.weight_version
         # Streaming needs the server's routes, adapters its list of models.
         abilities = tuple(ability for ability in info.abilities if ability not in ("streaming", "adapters"))
         return msgspec.structs.replace(
-            info, weight_version=version, paused=status.is_paused, world_size=self._world_size, abilities=abilities
+            info, weight_version=version, paused=is_paused, world_size=self._world_size, abilities=abilities
         )
 
     def init(self, info: InitInfo) -> None:
-        self._required(Init(info if self._token is None else msgspec.structs.replace(info, token=self._token)))
+        self._required(rpc.Init(info if self._token is None else msgspec.structs.replace(info, token=self._token)))
         self._run = info.run
 
     def update(self, info: UpdateInfo) -> None:
@@ -118,7 +135,7 @@ class RankClient(EngineClient, ServesTraffic):
                 f'install="streaming" needs weightcast\'s routes in the server, which {self.name} lacks: '
                 "publish with install='staged', or serve vLLM with VLLM_PLUGINS=weightcast"
             )
-        self._required(UpdateCall(info))
+        self._required(rpc.UpdateCall(info))
 
     def finish(self, version: int) -> None:
         """Install on every rank.
@@ -127,10 +144,10 @@ class RankClient(EngineClient, ServesTraffic):
         """
         if not self._run:
             raise ClosedError(f"no publisher holds {self.name}: call init() first")
-        self._required(InstallCall(self._run, version, self._world_size))
+        self._required(rpc.InstallCall(self._run, version, self._world_size))
 
     def settle(self, version: int, *, keep: bool) -> None:
-        settle = Settle(self._run, version, keep)
+        settle = rpc.Settle(self._run, version, keep)
         if keep:
             self._required(settle)
         else:
@@ -138,16 +155,16 @@ class RankClient(EngineClient, ServesTraffic):
             self._replies(settle)
 
     def pause(self, run: str) -> None:
-        self._control.pause(self._pause_mode)
+        self._stop(self._pause_mode)
 
     def resume(self, run: str) -> None:
         """Label the engine with its ranks' version, and resume it; if it is torn, it stays paused."""
         try:
-            replies = self._replies(Ask())
+            replies = self._replies(rpc.Ask())
             if not replies.torn:
                 if replies.info.weight_version != "default":
-                    self._control.set_label(replies.info.weight_version)
-                self._control.resume()
+                    self._set_label(replies.info.weight_version)
+                self._schedule()
         except WeightcastError as exc:
             self._refuse(f"the engine could not be resumed: {exc}")
             raise
@@ -161,8 +178,8 @@ class RankClient(EngineClient, ServesTraffic):
         """Have the engine refuse requests if it is an object of this process; otherwise they wait in a pause."""
         self._refuse(reason)
         # Before the pause, since every resume asks the ranks first.
-        self._required(Quarantine(reason[:4096]))
-        self._control.pause("keep")
+        self._required(rpc.Quarantine(reason[:4096]))
+        self._stop("keep")
 
     def _refuse(self, reason: str) -> None:
         if self._refusal is not None:
@@ -170,26 +187,32 @@ class RankClient(EngineClient, ServesTraffic):
 
     def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
         """Return digests of the live tensors (or of `names`); None before the first offer to this engine."""
-        if "prove" not in self._required(Ask()).info.abilities:
+        if "prove" not in self._required(rpc.Ask()).info.abilities:
             return None
-        return self._required(Prove(names=tuple(names))).held(with_blocks=bool(names))
+        return self._required(rpc.Prove(names=tuple(names))).held(with_blocks=bool(names))
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str] | None:
-        return self._required(Dtypes(list(specs))).dtypes()
+        return self._required(rpc.Dtypes(list(specs))).dtypes()
 
     def shutdown(self) -> None:
         """End the present run's session; the engine goes on serving."""
-        self._required(Leave())
+        self._required(rpc.Leave())
 
     def close(self) -> None:
         """Do nothing, since the engine is the caller's."""
 
-    def _required(self, call: RankCall) -> Replies:
+    def _required(self, call: rpc.RankCall) -> Replies:
         """Return every rank's reply. Raises the first error among them."""
         replies = self._replies(call)
         replies.raise_first(self.name)
         return replies
 
-    def _replies(self, call: RankCall) -> Replies:
-        values = numbered(call)
-        return Replies(replies_to(values, self._control.call_ranks(values), self.name), num_engines=1)
+    def _replies(self, call: rpc.RankCall) -> Replies:
+        """Call the first data-parallel engine's ranks."""
+        values = rpc.numbered(call)
+        # By position: engines other than vLLM's may have other argument names, and no defaults.
+        answers = self._call("collective_rpc", rpc.METHOD, None, (values,), None)
+        if isinstance(answers, list):
+            # TorchRL returns a list of replies for each engine.
+            answers = [one for answer in answers for one in (answer if isinstance(answer, list) else [answer])]
+        return Replies(rpc.replies_to(values, answers, self.name), num_engines=1)

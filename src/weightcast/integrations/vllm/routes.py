@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,7 +22,7 @@ from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 from weightcast.control.routes import Handler, error_reply, guarded, reply, weight_handlers
 from weightcast.errors import ClosedError, EngineTornError, WeightcastError
 from weightcast.integrations.plugin import TOKEN_VARIABLE
-from weightcast.integrations.plugin.routes import TornGuard, log
+from weightcast.integrations.plugin.routes import TornGuard, log, path_of
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.engine import VllmEngine
 from weightcast.integrations.vllm.served_adapters import ServedAdapters
@@ -61,9 +61,12 @@ class WeightcastRoutes:
         app.add_api_route("/v1/models", self._models, methods=["GET"])
         app.add_middleware(WakeGuard, find=self._require_engine)
         app.add_middleware(
-            TornGuard, why_torn=self._why_torn, doubt=self._doubt, generation=_GENERATION, changing=_CHANGING
+            TornGuard,
+            find=lambda: self._engine,
+            generation=_GENERATION,
+            changing=_CHANGING,
+            running=lambda: contextlib.nullcontext() if self._adapters is None else self._adapters.request(),
         )
-        app.add_middleware(RequestCounter, adapters=lambda: self._adapters, generation=_GENERATION)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Take over the engine. `engine_client`: None in vLLM's render server, whose weight routes then raise."""
@@ -89,13 +92,6 @@ class WeightcastRoutes:
             raise ClosedError("this server has no engine: send the request to the server that generates")
         return self._engine
 
-    async def _why_torn(self) -> str:
-        return "" if self._engine is None else await self._engine.why_torn()
-
-    def _doubt(self) -> None:
-        if self._engine is not None:
-            self._engine.doubt()
-
 
 class WakeGuard:
     """Guards vLLM's own /wake_up: refuses it for a torn engine, and delays it during an install."""
@@ -105,7 +101,7 @@ class WakeGuard:
         self._find = find
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) != "/wake_up":
+        if scope["type"] != "http" or path_of(scope) != "/wake_up":
             await self._app(scope, receive, send)
             return
         try:
@@ -115,22 +111,6 @@ class WakeGuard:
             log(exc)
             answer = error_reply(exc, 409 if isinstance(exc, EngineTornError) else None)
             await answer(scope, receive, send)
-
-
-class RequestCounter:
-    """Middleware that notes the requests at paths with a prefix in `generation` as running, until they have ended."""
-
-    def __init__(self, app: ASGIApp, adapters: Callable[[], ServedAdapters | None], generation: Sequence[str]) -> None:
-        self._app = app
-        self._adapters = adapters
-        self._generation = tuple(generation)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = self._adapters()
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        is_counted = found is not None and path.startswith(self._generation)
-        with found.request() if is_counted and found is not None else contextlib.nullcontext():
-            await self._app(scope, receive, send)
 
 
 def _recorded(operation: Any, handler: Handler) -> Handler:

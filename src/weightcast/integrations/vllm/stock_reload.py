@@ -5,7 +5,7 @@ After a tensor of a wrong shape vLLM can't reload any more, and must be restarte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from weightcast.links.watchdog import RecoveryRequest
 _REMEDY = f"`pip install PATH_TO_WEIGHTCAST` in its environment, and start it with {PLUGINS} and {OPTION}"
 _RESUME = "/wake_up?tags=scheduling"
 """Not /resume, since a server whose KV cache is asleep must not schedule."""
-_encode = msgspec.json.encode
 
 
 def detect(routes: HttpRoutes, pause: PauseMode) -> StockServer | None:
@@ -73,7 +72,7 @@ class StockVllmApi(StockApi):
         return ServerStatus(label, self._http.get("/is_paused", _IsPaused).is_paused)
 
     def set_label(self, label: str) -> None:
-        self._http.post("/update_weight_version", _encode(_label(label)))
+        self._http.post("/update_weight_version", _label(label))
 
     def pause(self) -> None:
         self._http.post(f"/pause?mode={self._pause_mode}&clear_cache=true")
@@ -113,21 +112,18 @@ class StockVllmApi(StockApi):
         """Reload from a directory. After a failed reload, first reload without tensors, to end vLLM's last try."""
         for path in (_empty(directory), directory) if was_torn else (directory,):
             # Without vLLM's own `timeout`, which would leave a reply that the next step would read.
-            results = self._http.post_for("/collective_rpc", _encode(_reload(path)), _RankResults).results
+            results = self._http.post_for("/collective_rpc", _reload(path), _RankResults).results
             if results != [None] * len(results) or not results:
                 raise ControlError(f"its ranks answered {results!r}, so their replies are out of step: restart it")
 
     def recovery_requests(self, directory: Path, former: str, label: str) -> list[RecoveryRequest]:
-        def request(path: str, body: Any = None, expected: Mapping[str, Any] = {}) -> RecoveryRequest:
-            text = "" if body is None else _encode(body).decode()
-            return RecoveryRequest(f"{self.name}{path}", dict(self._http.headers), text, expected, LOAD_SECONDS)
-
+        request = functools.partial(self._http.recovery_request, timeout_seconds=LOAD_SECONDS)
         # One null for each rank; anything else is a reply to another call.
         all_done = {"results": [None] * self._num_ranks}
         return [
             request("/update_weight_version", _label(f"{INCOMPLETE}{former}")),
-            request("/collective_rpc", _reload(_empty(directory)), all_done),
-            request("/collective_rpc", _reload(directory), all_done),
+            request("/collective_rpc", _reload(_empty(directory)), expected=all_done),
+            request("/collective_rpc", _reload(directory), expected=all_done),
             request("/update_weight_version", _label(label)),
             request(_RESUME),
         ]

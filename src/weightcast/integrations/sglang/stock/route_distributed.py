@@ -22,7 +22,7 @@ from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
 from weightcast.integrations.sglang.stock.group import StockGroup
-from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers, SglangStockServer
+from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, SglangStockServer
 from weightcast.process_group import require
 from weightcast.seams.client import SenderContext
 
@@ -32,7 +32,7 @@ _OF_GROUPS = ("Failed to receive weights", "Failed to initialize custom process 
 
 
 class DistributedRoute:
-    """`gloo://` and `nccl://`: implements `sender.Route`."""
+    """`gloo://` and `nccl://`."""
 
     def __init__(self, context: SenderContext) -> None:
         """Raise UnsupportedError if torch lacks the backend."""
@@ -44,41 +44,34 @@ class DistributedRoute:
         self._run = context.run
         self._deadline_seconds = context.deadline_seconds / 2
         self._numbers = itertools.count(1)
-        self._groups: dict[SglangStockServer, StockGroup] = {}
         # For our part of each server's calls; a failed one may run until its deadline.
         self._pool = ThreadPoolExecutor(max_workers=2 * MAX_PARALLEL, thread_name_prefix="weightcast-stock")
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return host_device.empty(num_bytes, self.device, "a flattened bucket", "use smaller buckets")
 
-    def open(self, servers: Servers, version: int) -> None:
-        """Have each server join a group, unless it is in one already."""
-        names = {server.name for server in servers.living}
-        for gone in self._groups.keys() - set(servers.living):
-            if gone.name in names:
-                # The server has connected again, but is still in the group of its former client.
-                gone.leave_group()
-            self._groups.pop(gone).close()
-        servers.each(lambda server: self._retried(server, self._group_of))
+    def open(self, server: SglangStockServer) -> None:
+        """Have the server join a group, unless it is in one already."""
+        self._retried(server, self._group_of)
 
-    def ship(self, servers: Servers, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool) -> None:
-        """Send one bucket to every server; return when each has loaded it or was dropped."""
+    def ship(
+        self, server: SglangStockServer, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool
+    ) -> None:
+        """Send one bucket to a server; return when it has loaded it."""
 
         def bring(server: SglangStockServer) -> None:
             group = self._group_of(server)
             receive = functools.partial(server.routes.receive, places, group.name, is_last=is_last)
             self._both(server, group, receive, functools.partial(group.broadcast, flat))
 
-        servers.each(lambda server: self._retried(server, bring))
+        self._retried(server, bring)
 
     def _group_of(self, server: SglangStockServer) -> StockGroup:
         """Return the server's group, made if there is none. Raises PeerError."""
-        group = self._groups.get(server)
+        group = server.group
         if group is None:
-            name = f"weightcast-{self._run[:12]}-{next(self._numbers)}"
-            size, server.group_name = 1 + server.num_ranks, name
-            group = StockGroup(name, self._backend, self._host, size, self._deadline_seconds)
-            self._groups[server] = group
+            name, size = f"weightcast-{self._run[:12]}-{next(self._numbers)}", 1 + server.num_ranks
+            server.group = group = StockGroup(name, self._backend, self._host, size, self._deadline_seconds)
             join = functools.partial(server.routes.join_group, name, self._host, group.port, 1, size, self._backend)
             self._both(server, group, join, group.connect)
         return group
@@ -115,9 +108,8 @@ class DistributedRoute:
             with on_failure(group.close):
                 ask()
         except PeerError as exc:
-            self._groups.pop(server, None)
             if not isinstance(exc, ControlError):
-                server.group_name = ""  # it does not answer, or may still be joining
+                server.group = None  # it does not answer, or may still be joining
                 raise
             server.leave_group()
             if any(text in str(exc) for text in _OF_GROUPS):
@@ -126,17 +118,11 @@ class DistributedRoute:
         try:
             own.result()
         except PeerError as exc:
-            self._groups.pop(server, None)
             server.leave_group()
             raise _Broken(str(exc)) from exc
 
-    def close(self, servers: Servers) -> None:
-        """Leave every group. Blocks until the servers have replied."""
-        for server, group in self._groups.items():
-            if server in servers.living:
-                server.leave_group()
-            group.close()
-        self._groups.clear()
+    def close(self) -> None:
+        """Call it when all groups were closed."""
         self._pool.shutdown()
 
 

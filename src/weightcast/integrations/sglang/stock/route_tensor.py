@@ -18,12 +18,12 @@ from weightcast.errors import UnsupportedError
 from weightcast.host import device as host_device
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
 from weightcast.integrations.sglang.stock.handle import CudaHandle, handle, in_file, on_gpu, require_tested
-from weightcast.integrations.sglang.stock.server import Servers, SglangStockServer
+from weightcast.integrations.sglang.stock.server import SglangStockServer
 from weightcast.seams.client import SenderContext
 
 
 class TensorRoute:
-    """`ipc://`: implements `sender.Route`. Shared memory on a CPU, CUDA IPC on a GPU."""
+    """`ipc://`. Shared memory on a CPU, CUDA IPC on a GPU."""
 
     def __init__(self, context: SenderContext) -> None:
         self.device = context.device
@@ -37,19 +37,17 @@ class TensorRoute:
             return shared(num_bytes)
         return host_device.empty(num_bytes, self.device, "a flattened bucket", "use smaller buckets")
 
-    def open(self, servers: Servers, version: int) -> None:
-        """Keep only servers that can open a handle."""
-        servers.each(_require_here)
-        servers.each(lambda server: require_tested(server.routes.version, server.name))
+    def open(self, server: SglangStockServer) -> None:
+        """Raise UnsupportedError for a server that can't open a handle."""
+        _require_here(server)
+        require_tested(server.routes.version, server.name)
 
-    def ship(self, servers: Servers, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool) -> None:
-        """One bucket to every server; returns when each has loaded it, or was dropped."""
-
-        def map_it(server: SglangStockServer) -> None:
-            handles = [self._handle(flat, places, server.name, rank) for rank in range(server.num_ranks)]
-            server.routes.map(handles, is_last=is_last)
-
-        servers.each(map_it)
+    def ship(
+        self, server: SglangStockServer, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool
+    ) -> None:
+        """Send one bucket to a server; return when it has loaded it."""
+        handles = [self._handle(flat, places, server.name, rank) for rank in range(server.num_ranks)]
+        server.routes.map(handles, is_last=is_last)
 
     def _handle(self, flat: torch.Tensor, places: Sequence[FlatTensor], server: str, rank: int) -> str:
         storage: Any = flat.untyped_storage()
@@ -65,8 +63,7 @@ class TensorRoute:
         uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
         return handle(on_gpu(self._handles[key], uuid, flat.numel(), offset), places)
 
-    def close(self, servers: Servers) -> None:
-        """Do nothing: servers keep nothing."""
+    def close(self) -> None:
         self._handles.clear()
 
 

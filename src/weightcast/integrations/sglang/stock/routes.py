@@ -25,7 +25,6 @@ from weightcast.links.watchdog import RecoveryRequest
 
 SglangPause: TypeAlias = Literal["retract", "abort"]
 _FLATTENED = "flattened_bucket"
-_encode = msgspec.json.encode
 
 
 class ModelInfo(msgspec.Struct):
@@ -66,6 +65,9 @@ class Checksums(msgspec.Struct):
 class SglangRoutes(StockApi):
     """The routes of the server at `routes`. Every call has a deadline, and raises PeerError. Thread-safe.
 
+    Joins, broadcasts and handles are sent `once`: the server would wait for a second join or broadcast, or map a handle
+    again. All other routes are idempotent, or (`begin`) raise when they are repeated.
+
     `pause`: "retract" (requests wait, and are recomputed with the new weights) or "abort" (they end). SGLang's third
     mode, "in_place", is not supported: requests would continue with the old weights' cache.
     """
@@ -101,7 +103,7 @@ class SglangRoutes(StockApi):
 
     def _checksums(self) -> Checksums:
         """Return checksums of all ranks' present weights. The server reads every weight once."""
-        return self._routes.post_for("/weights_checker", _encode({"action": "checksum"}), Checksums)
+        return self._routes.post_for("/weights_checker", {"action": "checksum"}, Checksums)
 
     def require_loadable(self, manifest: Manifest, *, is_torn: bool) -> None:
         """Get the checksums of the former version while the server serves, unless they are known from an update."""
@@ -125,29 +127,29 @@ class SglangRoutes(StockApi):
     # --- pauses ---
 
     def pause(self) -> None:
-        self._post("/pause_generation", {"mode": self._pause_mode})
+        self._routes.post("/pause_generation", {"mode": self._pause_mode})
 
     def resume(self) -> None:
         # SGLang's default first empties torch's cache of GPU memory.
-        self._post("/continue_generation", {"torch_empty_cache": False})
+        self._routes.post("/continue_generation", {"torch_empty_cache": False})
 
     # --- the session ---
 
     def begin(self) -> None:
         """Open a weight-update session, also if a dead client has left one open."""
         try:
-            self._post("/begin_weight_update", {})
+            self._routes.post("/begin_weight_update", {})
         except ControlError:
             # A session has no owner and no timeout. If an open one was not the reason, the second try raises.
-            self._post("/end_weight_update", {})
-            self._post("/begin_weight_update", {})
+            self._routes.post("/end_weight_update", {})
+            self._routes.post("/begin_weight_update", {})
 
     def end(self) -> None:
-        self._post("/end_weight_update", {})
+        self._routes.post("/end_weight_update", {})
 
     def set_label(self, label: str) -> None:
         """Label the present weights, in the scheduler and the HTTP server. No request is aborted."""
-        self._post("/update_weight_version", _label(label))
+        self._routes.post("/update_weight_version", _label(label))
 
     # --- weights ---
 
@@ -161,10 +163,10 @@ class SglangRoutes(StockApi):
             "group_name": group,
             "backend": backend,
         }
-        self._post("/init_weights_update_group", body, once=True)
+        self._routes.post("/init_weights_update_group", body, once=True)
 
     def leave_group(self, group: str) -> None:
-        self._post("/destroy_weights_update_group", {"group_name": group})
+        self._routes.post("/destroy_weights_update_group", {"group_name": group})
 
     def receive(self, places: Sequence[FlatTensor], group: str, *, is_last: bool) -> None:
         """Have every rank receive one broadcast of a flattened bucket, and load it. Blocks until it is loaded.
@@ -179,51 +181,42 @@ class SglangRoutes(StockApi):
             "load_format": _FLATTENED,
             "flush_cache": is_last,
         }
-        self._post("/update_weights_from_distributed", body, once=True)
+        self._routes.post("/update_weights_from_distributed", body, once=True)
 
     def map(self, handles: Sequence[str], *, is_last: bool) -> None:
         """Have rank r load the flattened bucket of `handles[r]`."""
         body = {"serialized_named_tensors": handles, "load_format": _FLATTENED, "flush_cache": is_last}
-        self._post("/update_weights_from_tensor", body, once=True)
+        self._routes.post("/update_weights_from_tensor", body, once=True)
 
     def load(self, directory: Path, *, was_torn: bool) -> None:
-        self._post("/update_weights_from_disk", _disk(directory))
+        self._routes.post("/update_weights_from_disk", _disk(directory))
         self.require_alike(directory.name.partition("-")[0])
 
     # --- for the watchdog ---
 
     def recovery_requests(self, directory: Path, former: str, label: str) -> list[RecoveryRequest]:
+        request = self._routes.recovery_request
+        is_loaded = {"success": True}
         return [
-            self.recovery_request("/update_weight_version", _label(f"{INCOMPLETE}{former}")),
-            self.recovery_request("/update_weights_from_disk", _disk(directory), {"success": True}, LOAD_SECONDS),
-            self.recovery_request("/update_weight_version", _label(label)),
-            self.recovery_request("/continue_generation", {"torch_empty_cache": False}),
+            request("/update_weight_version", _label(f"{INCOMPLETE}{former}")),
+            request("/update_weights_from_disk", _disk(directory), expected=is_loaded, timeout_seconds=LOAD_SECONDS),
+            request("/update_weight_version", _label(label)),
+            request("/continue_generation", {"torch_empty_cache": False}),
         ]
 
     def restoring_requests(self, former: str) -> list[RecoveryRequest]:
         """End the session; if the weights are those of the former version, restore its label and resume."""
-        known = None if self._former_checksums is None else self._former_checksums[1].per_engine_checksum
-        unharmed = {"per_engine_checksum": known}
+        request, known = self._routes.recovery_request, self._former_checksums
+        unharmed = {"per_engine_checksum": None if known is None else known[1].per_engine_checksum}
         return [
-            self.recovery_request("/end_weight_update", {}),
-            self.recovery_request("/weights_checker", {"action": "checksum"}, unharmed),
-            self.recovery_request("/update_weight_version", _label(former)),
-            self.recovery_request("/continue_generation", {"torch_empty_cache": False}),
+            request("/end_weight_update", {}),
+            request("/weights_checker", {"action": "checksum"}, expected=unharmed),
+            request("/update_weight_version", _label(former)),
+            request("/continue_generation", {"torch_empty_cache": False}),
         ]
-
-    def recovery_request(self, path: str, body: Any, *options: Any) -> RecoveryRequest:
-        return RecoveryRequest(f"{self.name}{path}", dict(self._routes.headers), _encode(body).decode(), *options)
 
     def close(self) -> None:
         self._routes.close()
-
-    def _post(self, path: str, body: Any, *, once: bool = False) -> None:
-        """Send a POST. `once`: never repeat it, since the server would wait for a second join or broadcast, or map a
-        handle again.
-
-        All other routes are idempotent, or (`begin`) raise when they are repeated.
-        """
-        self._routes.post(path, _encode(body), once=once)
 
 
 def _label(label: str) -> dict[str, Any]:

@@ -6,44 +6,27 @@ marked as incomplete before its first bucket is sent; a server that fails is dro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
-
-import torch
 
 from weightcast import registry
-from weightcast.errors import ClosedError, UnsupportedError, UpdateAbortedError, WeightcastError
+from weightcast.errors import ClosedError, UnsupportedError, UpdateAbortedError, WeightcastError, from_record, to_record
 from weightcast.format.bucket import BucketBuffer, slot_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.memory import SharedMemory
-from weightcast.integrations.sglang.stock.buckets import FlatBuckets, FlatTensor
+from weightcast.integrations.sglang.stock.buckets import FlatBuckets
 from weightcast.integrations.sglang.stock.route_distributed import DistributedRoute
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute
-from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers, SglangStockServer
+from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, SglangStockServer
 from weightcast.seams.client import ClientSender, SenderContext
 from weightcast.seams.transport import Sender
 
-_ROUTES: Mapping[str, Any] = {
+_ROUTES: Mapping[str, type[DistributedRoute | TensorRoute]] = {
     "gloo": DistributedRoute,
     "nccl": DistributedRoute,
     "ipc": TensorRoute,
 }
-
-
-class Route(Protocol):
-    """One of SGLang's ways to receive flattened buckets. Call it from one thread. `device`: that of the buckets."""
-
-    device: torch.device
-
-    def allocate(self, num_bytes: int) -> torch.Tensor: ...
-
-    def open(self, servers: Servers, version: int) -> None: ...
-
-    def ship(self, servers: Servers, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool) -> None: ...
-
-    def close(self, servers: Servers) -> None: ...
 
 
 class StockSender(Sender):
@@ -58,12 +41,14 @@ class StockSender(Sender):
             )
         self.address = context.url
         self._has_several_ranks = context.has_several_ranks
-        self._route: Route = _ROUTES[scheme](context)
+        self._route = _ROUTES[scheme](context)
         self.is_staged = False
         self._by_name: dict[str, SglangStockServer] = {}
         self._pool = ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="weightcast-sglang")
         self._shipper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-ship")
-        self._servers = Servers((), self._pool)
+        self._living: list[SglangStockServer] = []
+        """Servers that take part in the update."""
+        self._failures: dict[str, WeightcastError] = {}
         self._flat: FlatBuckets | None = None
         self._buffer: BucketBuffer | None = None
         self._flight: Future[None] | None = None
@@ -75,20 +60,23 @@ class StockSender(Sender):
     def joined(cls, server: SglangStockServer, known: Sequence[ClientSender], context: SenderContext) -> StockSender:
         """Return the one sender for all stock servers of a publisher; `server` replaces a former one of its name."""
         sender = next((other for other in known if isinstance(other, cls)), None) or cls(context)
+        former = sender._by_name.get(server.name)
+        if former is not None and former is not server:
+            former.leave_group()
         sender._by_name[server.name] = server
         return sender
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
-        return dict(self._servers.failures)
+        return dict(self._failures)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update: open sessions, and mark the servers, which are paused, as incomplete."""
         if self._closed:
             raise ClosedError("this sender was closed: make another publisher")
         self.abort("the publisher began another update")
-        self._servers = Servers((self._by_name[name] for name in peers), self._pool)
-        names = frozenset(name for server in self._servers.living for name in server.wanted_names)
+        self._living, self._failures = [self._by_name[name] for name in peers], {}
+        names = frozenset(name for server in self._living for name in server.wanted_names)
         if self._flat is None or (self._flat.manifest, self._flat.names) != (manifest, names):
             self._flat = self._buffer = None
             size_bytes, device = slot_size_bytes(manifest), self._route.device
@@ -98,8 +86,8 @@ class StockSender(Sender):
                 memory = host_device.empty(size_bytes, device, "a bucket for SGLang", "use smaller buckets")
             self._buffer = BucketBuffer.of(memory)
             self._flat = FlatBuckets(manifest, names, self._route.allocate)
-        self._route.open(self._servers, version.number)
-        self._servers.each(SglangStockServer.begin)
+        self._each(self._route.open)
+        self._each(SglangStockServer.begin)
         self._current, self._is_open = -1, True
         return 0
 
@@ -119,13 +107,13 @@ class StockSender(Sender):
             for number in range(self._current, len(flat.places)):
                 self._ship(number)
             self._land()
-            for server in self._servers.living:
+            for server in self._living:
                 server.is_done = True
 
     def _ship(self, number: int) -> None:
         """Send a flattened bucket, after the former one has arrived."""
         self._land()
-        if number < 0 or not self._servers.living:
+        if number < 0 or not self._living:
             return
         flat, _ = self._require_open()
         device = self._route.device
@@ -134,10 +122,19 @@ class StockSender(Sender):
         def ship() -> None:
             if queued is not None:
                 queued.synchronize()
-            is_last = number + 1 == len(flat.places)
-            self._route.ship(self._servers, flat.places[number], flat.bucket(number), is_last=is_last)
+            places, bucket, is_last = flat.places[number], flat.bucket(number), number + 1 == len(flat.places)
+            self._each(lambda server: self._route.ship(server, places, bucket, is_last=is_last))
 
         self._flight = self._shipper.submit(ship)
+
+    def _each(self, call: Callable[[SglangStockServer], object]) -> None:
+        """Call each living server, and wait; a server that fails is dropped."""
+        calls = [(self._pool.submit(call, server), server) for server in self._living]
+        for future, server in calls:
+            error = future.exception()
+            if error is not None:
+                self._failures[server.name] = from_record(to_record(error))
+                self._living = [other for other in self._living if other is not server]
 
     def _land(self) -> None:
         flight, self._flight = self._flight, None
@@ -161,7 +158,12 @@ class StockSender(Sender):
             return
         self.abort("the publisher was closed")
         self._closed = True
-        self._route.close(self._servers)
+        for server in self._by_name.values():
+            if server in self._living:
+                server.leave_group()
+            elif server.group is not None:
+                server.group.close()
+        self._route.close()
         self._shipper.shutdown()
         self._pool.shutdown()
         self._flat = self._buffer = None

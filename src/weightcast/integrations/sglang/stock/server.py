@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-
-import msgspec
+from collections.abc import Callable, Sequence
 
 from weightcast import registry
-from weightcast.errors import IncompleteUpdateError, UnsupportedError, WeightcastError, from_record, to_record
-from weightcast.format.messages import InitInfo, Offer, UpdateInfo, WeightInfo
+from weightcast.errors import IncompleteUpdateError, UnsupportedError, WeightcastError
+from weightcast.format.messages import InitInfo, Offer, UpdateInfo
+from weightcast.integrations.sglang.stock.group import StockGroup
 from weightcast.integrations.sglang.stock.routes import SglangRoutes
 from weightcast.integrations.stock_directory import StockServer
 from weightcast.links.watchdog import RecoveryRequest
@@ -35,6 +33,8 @@ logger = logging.getLogger(__name__)
 class SglangStockServer(StockServer):
     """Client of one stock server. All such clients share one sender (see `join`)."""
 
+    abilities = ("adapters", "streaming")
+
     def __init__(
         self,
         routes: SglangRoutes,
@@ -46,8 +46,8 @@ class SglangStockServer(StockServer):
         self.num_ranks = routes.num_ranks
         self.is_done = False
         """True once the sender has sent every bucket of the update in progress."""
-        self.group_name = ""
-        """Name of the group that its ranks have joined, if any."""
+        self.group: StockGroup | None = None
+        """The group that its ranks have joined, if any."""
         self._join = join
         self._in_session = False
         logger.warning(
@@ -56,9 +56,6 @@ class SglangStockServer(StockServer):
             self.name,
             routes.remedy,
         )
-
-    def info(self) -> WeightInfo:
-        return msgspec.structs.replace(super().info(), abilities=("adapters", "streaming"))
 
     def init(self, info: InitInfo) -> None:
         """Begin a session. Stock SGLang has no sessions, so a second publisher of the server is not detected."""
@@ -122,26 +119,9 @@ class SglangStockServer(StockServer):
         super().close()
 
     def leave_group(self) -> None:
-        """Have the server leave its group, if it still answers."""
-        name, self.group_name = self.group_name, ""
-        if name:
+        """Have the server leave its group, if it still answers, and close the group."""
+        group, self.group = self.group, None
+        if group is not None:
             with contextlib.suppress(WeightcastError):
-                self.routes.leave_group(name)
-
-
-class Servers:
-    """The servers of one update, called concurrently. `living`: those still in it. `failures`: the others' errors."""
-
-    def __init__(self, servers: Iterable[SglangStockServer], pool: ThreadPoolExecutor) -> None:
-        self.living = list(servers)
-        self.failures: dict[str, WeightcastError] = {}
-        self._pool = pool
-
-    def each(self, call: Callable[[SglangStockServer], object]) -> None:
-        """Call each living server, and wait; a server that fails is dropped."""
-        calls = [(self._pool.submit(call, server), server) for server in self.living]
-        for future, server in calls:
-            error = future.exception()
-            if error is not None:
-                self.failures[server.name] = from_record(to_record(error))
-                self.living = [other for other in self.living if other is not server]
+                self.routes.leave_group(group.name)
+            group.close()
