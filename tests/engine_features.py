@@ -57,8 +57,10 @@ class Feature(NamedTuple):
 _ACCEPTANCE, _MODEL, _QUANTISED = (f"real_vllm/test_{name}.py" for name in ("acceptance", "model", "quantised"))
 _SGLANG = "real_sglang/test_transactional.py"
 _OLD_SCALES = "its scales belong to the weights that {} was started with"
-_DRAFT = "the draft model would keep its weights"
 _DRAFT_NOT_TRIED = """not tried, unless it keeps its weights: --additional-config '{"weightcast": {"draft": "keep"}}'"""
+_SGLANG_DRAFT_NOT_TRIED = (
+    "not tried, unless the draft model keeps its weights: start SGLang with WEIGHTCAST_DRAFT=keep in its environment"
+)
 _MOVED = "{} moves experts between ranks while it serves"
 _OFFLOAD = "vLLM's own reload does not support it"
 _NOT_TRIED = "not tried"
@@ -68,6 +70,7 @@ _SLEEP = ("model_config", "enable_sleep_mode")
 
 
 OTHER_KIND = RefusedLayers("only these kinds were tried")
+STATIC_SCALES = RefusedLayers("tried only with compressed-tensors fp8")
 SCALES_TOGETHER = RefusedLayers("a rank that fails would stop the others, which wait for its scales")
 COMBINED = RefusedLayers(_NOT_TRIED)
 ONE_DNN = RefusedLayers("after a reload vLLM's oneDNN kernel computed NaN")
@@ -138,7 +141,10 @@ FEATURES = [
         ),
         (Refused(_NOT_TRIED, "quantization", "fp8"), Refused(_NOT_TRIED, "rl_quant_profile", "any")),
     ),
-    Feature("quantised otherwise, or with static scales; int8 without AMX", (OTHER_KIND, ONE_DNN)),
+    Feature(
+        "quantised otherwise; with static scales; int8 without AMX",
+        (OTHER_KIND, STATIC_SCALES, ONE_DNN),
+    ),
     Feature(
         "quantised KV cache",
         (Refused(_OLD_SCALES.format("vLLM"), "cache_dtype", "fp8", "cache_config"),),
@@ -174,7 +180,13 @@ FEATURES = [
     Feature(
         "draft models: MTP layers, EAGLE heads, small models",
         (Run("real_vllm/test_draft_models.py", "MTP, SMALL, EAGLE"),),
-        (Refused(_DRAFT, "speculative_algorithm", "EAGLE"),),
+        (
+            Run(
+                "real_sglang/test_draft_models.py",
+                "EAGLE, full=(SMALL, MTP)",
+                "one proposed token at a time, with attention and kernels by the tests: stock SGLang has them for AMX",
+            ),
+        ),
     ),
     Feature(
         "draft models of other methods, quantised, or with LoRA, data, pipeline or expert parallelism",
@@ -183,6 +195,12 @@ FEATURES = [
             Refused(_DRAFT_NOT_TRIED, "speculative_config", speculation("medusa")),
             Refused(_DRAFT_NOT_TRIED, "speculative_config", speculation("mtp", quantization="fp8")),
             Refused(_DRAFT_NOT_TRIED, "speculative_config", speculation("draft_model", parallel_drafting=True)),
+        ),
+        (
+            Refused(_SGLANG_DRAFT_NOT_TRIED, "speculative_algorithm", "EAGLE3"),
+            Refused(_SGLANG_DRAFT_NOT_TRIED, "speculative_token_map", "map.pt"),
+            Refused(_SGLANG_DRAFT_NOT_TRIED, "speculative_draft_model_quantization", "fp8"),
+            Refused(_SGLANG_DRAFT_NOT_TRIED, "enable_multi_layer_eagle", True),
         ),
     ),
     Feature(

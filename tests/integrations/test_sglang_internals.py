@@ -17,17 +17,22 @@ PLAIN = {name: values[0] for name, (values, _) in internals._OFF.items()}
 MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2))
 
 
+def runner_of(model: torch.nn.Module = MODEL, quantization: str | None = None) -> types.SimpleNamespace:
+    config = types.SimpleNamespace(quantization=quantization)
+    return types.SimpleNamespace(model=model, model_config=config, lora_manager=None)
+
+
 def arguments(**options: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(**PLAIN | options)
 
 
 def test_a_plain_server_is_updated() -> None:
-    assert internals.unsupported(arguments(), MODEL) == []
+    assert internals.unsupported(arguments(), runner_of()) == []
 
 
 @pytest.mark.parametrize("refused", refusals("sglang"), ids=lambda refused: refused.option)
 def test_a_feature_is_refused_by_its_name_with_the_reason(refused: Refused) -> None:
-    found = internals.unsupported(arguments(**{refused.option: refused.value}), MODEL)
+    found = internals.unsupported(arguments(**{refused.option: refused.value}), runner_of())
     assert found == [f"{refused.option}={refused.value!r} ({refused.why})"]
 
 
@@ -35,15 +40,34 @@ def test_the_table_has_every_refusal() -> None:
     assert {refused.option for refused in refusals("sglang")} == internals._OFF.keys()
 
 
-def test_speculation_without_a_draft_model_is_none_of_these() -> None:
-    assert internals.unsupported(arguments(speculative_algorithm="NGRAM"), MODEL) == []
+@pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE", "STANDALONE"])
+def test_speculation_is_none_of_these(algorithm: str) -> None:
+    assert internals.unsupported(arguments(speculative_algorithm=algorithm), runner_of(), runner_of()) == []
+
+
+def test_quantised_checkpoints_are_refused_without_an_option() -> None:
+    quantised = runner_of(quantization="fp8")
+    (main,) = internals.unsupported(arguments(), quantised)
+    assert main.startswith("quantization='fp8' (")
+    (draft,) = internals.unsupported(arguments(), runner_of(), quantised)
+    assert draft.startswith("speculative_draft_model_quantization='fp8' (")
+
+
+def test_a_draft_model_that_keeps_its_weights_may_be_any() -> None:
+    options = arguments(speculative_algorithm="EAGLE3", speculative_token_map="map", enable_multi_layer_eagle=True)
+    assert len(internals.unsupported(options, runner_of(), runner_of())) == 3
+    assert internals.unsupported(options, runner_of(), keeps_draft=True) == []
+    assert internals.keeps_draft("keep")
+    assert not internals.keeps_draft("")
+    with pytest.raises(UnsupportedError, match="unknown WEIGHTCAST_DRAFT='drop': start SGLang with "):
+        internals.keeps_draft("drop")
 
 
 def test_packed_and_derived_weights_are_named() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].use_intel_amx_backend = True
     model[1]._derived_weight_cache_error = "a cache of the indexer"
-    packed, derived = internals.unsupported(arguments(), model)
+    packed, derived = internals.unsupported(arguments(), runner_of(model))
     assert "AMX" in packed
     assert derived == "a cache of the indexer"
 
@@ -52,7 +76,7 @@ def test_another_sglang_is_refused_by_the_names_that_it_lacks() -> None:
     args = arguments()
     del args.moe_dp_size
     with pytest.raises(UnsupportedError, match=r"SimpleNamespace\.moe_dp_size"):
-        internals.unsupported(args, MODEL)
+        internals.unsupported(args, runner_of())
 
 
 def test_another_sglang_is_refused_by_the_arguments_that_it_lacks() -> None:

@@ -92,6 +92,7 @@ def python() -> Iterator[WarmPython]:
     modules = (
         "real_vllm.trainer",
         "real_vllm.adapters",
+        "real_vllm.drafts",
         "transformers.models.llama.modeling_llama",
         "transformers.models.qwen3.modeling_qwen3",
         "weightcast.integrations.sglang.stock.server",

@@ -30,6 +30,8 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 """What an SGLang on a CPU needs."""
+ALGORITHMS = {"draft_model": "STANDALONE", "eagle": "EAGLE", "mtp": "NEXTN"}
+"""SGLang's names of methods of draft models."""
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -38,7 +40,8 @@ class Setup:
     """How a server is started. `plugin`: with weightcast's plugin, which SGLang finds by itself; without, it is stock.
 
     `api_key`, `admin_key`: what its routes ask for, as SGLang takes them. `options`: further ones of its command line.
-    `max_lora_rank`: above 0 it serves LoRA adapters.
+    `max_lora_rank`: above 0 it serves LoRA adapters. `speculation`: the method of a draft model, as of `drafts.Pair`;
+    `keeps_draft`: which is not updated.
     """
 
     family: str = "qwen3"
@@ -48,12 +51,15 @@ class Setup:
     token: str = ""
     admin_key: str = ""
     max_lora_rank: int = 0
+    speculation: str = ""
+    keeps_draft: bool = False
     options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         words = [self.family, str(self.dtype).removeprefix("torch."), f"tp{self.tp}"]
         words += ["plugin" if self.plugin else "stock"]
         words += [f"lora{self.max_lora_rank}"] if self.max_lora_rank else []
+        words += [self.speculation] * bool(self.speculation) + ["kept"] * self.keeps_draft
         words += [option.lstrip("-") for option in self.options]
         return "-".join(words)
 
@@ -78,11 +84,16 @@ class Span(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A message of a stream: its new tokens, the spans of all so far, and how many tokens before were cached."""
+    """A message of a stream: its new tokens, the spans of all so far, and how many tokens before were cached.
+
+    `num_proposed`, `num_taken`: tokens of a draft model, of all so far.
+    """
 
     answer: Answer
     spans: list[Span]
     num_cached: int
+    num_proposed: int
+    num_taken: int
 
 
 def child_environment(setup: Setup) -> dict[str, str]:
@@ -94,10 +105,14 @@ def child_environment(setup: Setup) -> dict[str, str]:
     plugins = ["weightcast", "weightcast-test-faults"] if setup.plugin else []
     if setup.max_lora_rank:
         plugins.append("weightcast-test-unpinned")
+    if setup.speculation:
+        plugins.append("weightcast-test-chains")
     environment["SGLANG_PLUGINS"] = ",".join(plugins) or "none"
     if setup.tp > 1:
         # It would want a NUMA node for each rank.
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(setup.tp))
+    if setup.keeps_draft:
+        environment["WEIGHTCAST_DRAFT"] = "keep"
     if setup.token:
         environment["WEIGHTCAST_TOKEN"] = setup.token
     return environment
@@ -107,7 +122,8 @@ class Server(ServerProcess):
     """A server of `setup` that started from the checkpoint in `folder`. Start it by entering it.
 
     `cold(seed)` is one like it that started from the weights of a seed: the oracle of what is published to this one.
-    `adapters`: by name, the directories of adapters that it starts with.
+    `adapters`: by name, the directories of adapters that it starts with. `draft`: the checkpoint of its draft model, if
+    that has one of its own.
     """
 
     def __init__(
@@ -119,6 +135,7 @@ class Server(ServerProcess):
         cold: Callable[[Setup, int], Server] | None = None,
         is_forked: bool = True,
         adapters: Mapping[str, Path] = MappingProxyType({}),
+        draft: Path | None = None,
     ):
         headers = {"authorization": f"Bearer {setup.admin_key}"} if setup.admin_key else {}
         super().__init__("sglang", port=port, headers=headers, is_forked=is_forked)
@@ -126,6 +143,7 @@ class Server(ServerProcess):
         self.folder = folder
         self._cold = cold
         self._adapters = adapters
+        self._draft = draft
         self._faults = tempfile.TemporaryDirectory(prefix="weightcast-faults-")
 
     def _command(self) -> list[str]:
@@ -141,6 +159,11 @@ class Server(ServerProcess):
             command += ["--max-lora-rank", str(setup.max_lora_rank), "--lora-target-modules", *LORA_MODULES]
             if self._adapters:
                 command += ["--lora-paths", *(f"{name}={path}" for name, path in self._adapters.items())]
+        if setup.speculation:
+            command += ["--speculative-algorithm", ALGORITHMS[setup.speculation], "--speculative-num-steps", "1"]
+            command += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2"]
+            if self._draft is not None:
+                command += ["--speculative-draft-model-path", str(self._draft)]
         if setup.admin_key:
             command += ["--admin-api-key", setup.admin_key]
         return command
@@ -192,6 +215,9 @@ class Server(ServerProcess):
         reply = self.post("/weights_checker", {"action": "checksum"})
         assert reply.status_code == 200, reply.text
         return reply.json()
+
+    def is_paused(self) -> bool:
+        return bool(self.get("/is_paused")["is_paused"])
 
     def checksum(self) -> str:
         """One for all weights of all ranks."""
@@ -254,4 +280,5 @@ def _part(reply: dict[str, Any]) -> Part:
     meta = reply["meta_info"]
     logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
     spans = [Span(**span) for span in meta.get("weight_versions") or []]
-    return Part(Answer(list(reply["output_ids"]), logprobs), spans, meta["cached_tokens"])
+    drafts = (meta.get(f"spec_num_{which}_drafts", 0) for which in ("proposed", "correct"))
+    return Part(Answer(list(reply["output_ids"]), logprobs), spans, meta["cached_tokens"], *drafts)

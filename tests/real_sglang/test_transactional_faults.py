@@ -26,7 +26,7 @@ from weightcast.errors import IncompatibleWeightsError, InstallError
 def assert_as_before(server: Server, seed: int, version: int) -> None:
     """The server goes on serving that version of those weights."""
     assert server.version() == str(version)
-    assert not server.get("/is_paused")["is_paused"]
+    assert not server.is_paused()
     assert_serves(server, seed)
     assert server.answer(PROMPT, 4).spans == [(str(version), 0, 4)]
 
@@ -208,7 +208,7 @@ def test_a_pause_that_somebody_asked_for_stays(server: Server) -> None:
         it.publish(0)
         assert server.post("/pause_generation", {"mode": "in_place"}).status_code == 200
         it.publish(1)
-        assert server.get("/is_paused")["is_paused"]
+        assert server.is_paused()
         with pytest.raises(httpx.ReadTimeout):
             server.generate(PROMPT, 4, seconds=1.0)
         assert server.post("/continue_generation").status_code == 200

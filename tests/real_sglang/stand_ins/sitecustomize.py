@@ -2,11 +2,12 @@
 
 SGLang imports its GPU kernels (`sgl_kernel`) and torchvision without a need for either on this path. There is no build
 of the kernels for CPUs to install; torchvision's is for another torch, and fails when it registers its operators. What
-stands in here is imported and never called: a call raises.
+stands in here is imported and never called: a call raises. Only those of `chain_kernels` compute.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -16,6 +17,13 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 ABSENT = frozenset({"sgl_kernel"})
+CHAIN_KERNELS = frozenset(
+    f"{name}_cpu"
+    for name in (
+        *("assign_req_to_token_pool", "assign_extend_cache_locs", "assign_draft_cache_locs_contiguous"),
+        *("copy_all_layer_kv_cache", "fill_bonus_tokens", "build_tree_kernel_efficient", "verify_tree_greedy"),
+    )
+)
 EMPTY = frozenset({"torchvision._meta_registrations"})
 
 
@@ -35,6 +43,8 @@ class _StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in CHAIN_KERNELS:
+            return getattr(importlib.import_module("chain_kernels"), name)
         is_class = name[:1].isupper() and not name.isupper()
         # A class says where it comes from: what pickles a class looks it up there.
         made = type(name, (_Type,), {"__module__": self.__name__}) if is_class else _StandIn(f"{self.__name__}.{name}")

@@ -13,8 +13,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from weightcast.errors import UnsupportedError
 
 TESTED_WITH = "0.5.23"
@@ -52,7 +50,16 @@ UNLABELLED = "default"
 """SGLang's label of weights without a name."""
 SERVED = f"{HTTP_SERVER}._setup_and_run_http_server"
 
+DRAFT_VARIABLE = "WEIGHTCAST_DRAFT"
+"""Environment variable of SGLang: with "keep" only the main model of an engine is updated."""
+KEEP_DRAFT = f"{DRAFT_VARIABLE}=keep in its environment"
 _NOT_TRIED = "not tried"
+_DRAFT_NOT_TRIED = f"not tried, unless the draft model keeps its weights: start SGLang with {KEEP_DRAFT}"
+_OF_DRAFTS = (
+    *("speculative_algorithm", "speculative_token_map", "speculative_draft_model_quantization"),
+    "enable_multi_layer_eagle",
+)
+"""Options that do not matter if the draft model keeps its weights."""
 _OFF: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization": ((None,), _NOT_TRIED),
     "kv_cache_dtype": (
@@ -61,7 +68,10 @@ _OFF: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "rl_quant_profile": ((None,), _NOT_TRIED),
     "enable_lora_overlap_loading": ((None, False), _NOT_TRIED),
-    "speculative_algorithm": ((None, "NGRAM"), "the draft model would keep its weights"),
+    "speculative_algorithm": ((None, "NGRAM", "EAGLE", "STANDALONE"), _DRAFT_NOT_TRIED),
+    "speculative_token_map": ((None,), _DRAFT_NOT_TRIED),
+    "speculative_draft_model_quantization": ((None,), _DRAFT_NOT_TRIED),
+    "enable_multi_layer_eagle": ((False,), _DRAFT_NOT_TRIED),
     "dp_size": ((1,), "its engines would not agree on a version"),
     "pp_size": ((1,), _NOT_TRIED),
     "ep_size": ((1,), _NOT_TRIED),
@@ -116,6 +126,34 @@ def parallel() -> Any:
     return importlib.import_module("sglang.srt.runtime_context").get_parallel()
 
 
+def resolved(server_args: Any) -> Any:
+    """Return SGLang's options with what it has decided itself, for example for this model. Raises UnsupportedError."""
+    path = "sglang.srt.arg_groups.overrides"
+    try:
+        return importlib.import_module(path).resolved_view(server_args)
+    except (ImportError, AttributeError) as exc:
+        raise _lacking([f"{path}.resolved_view"]) from exc
+
+
+def draft_runner(scheduler: Any) -> Any:
+    """Return the ModelRunner of a scheduler's (first) draft model; None without speculation, and with n-grams."""
+    worker = scheduler.draft_worker
+    if worker is None:
+        return None
+    require(worker, "weight_update_runners")
+    return next((runner for _, runner in worker.weight_update_runners()), None)
+
+
+def keeps_draft(value: str) -> bool:
+    """Return whether SGLang was told to keep the draft model's weights: the value of `DRAFT_VARIABLE`.
+
+    Raises UnsupportedError for another value.
+    """
+    if value not in ("", "keep"):
+        raise UnsupportedError(f"unknown {DRAFT_VARIABLE}={value!r}: start SGLang with {KEEP_DRAFT}, or without it")
+    return bool(value)
+
+
 def require(subject: Any, *names: str) -> None:
     """Raise UnsupportedError with every attribute that `subject` lacks."""
     _refuse_if([f"{type(subject).__name__}.{name}" for name in names if not hasattr(subject, name)])
@@ -147,20 +185,31 @@ def _lacking(names: list[str]) -> UnsupportedError:
     )
 
 
-def unsupported(server_args: Any, model: nn.Module, *, has_lora: bool = False) -> list[str]:
+def unsupported(options: Any, runner: Any, draft: Any = None, *, keeps_draft: bool = False) -> list[str]:
     """Return the features with which weightcast can't update an engine, by SGLang's names, each with the reason.
 
-    `has_lora`: the model has layers that take LoRA adapters.
+    `options`: SGLang's, `resolved`. `runner`: SGLang's ModelRunner. `draft`: that of a draft model that is updated with
+    it. `keeps_draft`: there is a draft model, and it keeps its weights.
     """
-    require(server_args, *_OFF)
-    found = {name: getattr(server_args, name) for name in _OFF}
+    require(options, *_OFF)
+    found = {name: getattr(options, name) for name in _OFF}
+    # A checkpoint's own quantisation is not among the options.
+    found["quantization"] = found["quantization"] or runner.model_config.quantization
+    if draft is not None:
+        of_draft = "speculative_draft_model_quantization"
+        found[of_draft] = found[of_draft] or draft.model_config.quantization
+    if keeps_draft:
+        found = {name: value for name, value in found.items() if name not in _OF_DRAFTS}
     features = [f"{n}={value!r} ({_OFF[n][1]})" for n, value in found.items() if value not in _OFF[n][0]]
-    if has_lora:
-        layers = importlib.import_module("sglang.srt.lora.layers")
-        require(layers, "FusedMoEWithLoRA")
-        if any(isinstance(layer, layers.FusedMoEWithLoRA) for layer in model.modules()):
+    layers = [layer for each in (runner, draft) if each is not None for layer in each.model.modules()]
+    if runner.lora_manager is not None:
+        lora = importlib.import_module("sglang.srt.lora.layers")
+        require(lora, "FusedMoEWithLoRA")
+        if any(isinstance(layer, lora.FusedMoEWithLoRA) for layer in layers):
             features.append(f"a mixture of experts with LoRA ({_NOT_TRIED})")
-    if any(getattr(layer, "use_intel_amx_backend", False) for layer in model.modules()):
+        if draft is not None:
+            features.append(f"a draft model with enable_lora ({_DRAFT_NOT_TRIED})")
+    if any(getattr(layer, "use_intel_amx_backend", False) for layer in layers):
         features.append("weights packed for AMX, which SGLang can't unpack")
-    derived = (getattr(layer, "_derived_weight_cache_error", None) for layer in model.modules())
+    derived = (getattr(layer, "_derived_weight_cache_error", None) for layer in layers)
     return features + [str(reason) for reason in derived if reason is not None]

@@ -96,21 +96,28 @@ class SchedulerRank:
         internals.require(scheduler.weight_updater, "offload_tags", *internals.CHANGES)
         internals.require(scheduler.tp_worker, "model_runner")
         internals.require_arguments(scheduler.flush_cache, "empty_cache")
-        internals.require(scheduler.tp_worker.model_runner, "model", "lora_manager")
+        internals.require(scheduler, "draft_worker")
         self._scheduler, self._ranks = scheduler, ranks
         runner, parallel = scheduler.tp_worker.model_runner, internals.parallel()
+        internals.require(runner, "model", "model_config", "lora_manager")
         self._engine_rank = parallel.tp_rank
         if parallel.tp_rank == 0:
             warn_if_untested(logger, "SGLang", internals.version(), internals.TESTED_WITH)
-        unsupported = internals.unsupported(
-            scheduler.server_args, runner.model, has_lora=runner.lora_manager is not None
-        )
+        draft = internals.draft_runner(scheduler)
+        keeps_draft = draft is not None and internals.keeps_draft(os.environ.get(internals.DRAFT_VARIABLE, ""))
+        if keeps_draft:
+            draft = None
+            if parallel.tp_rank == 0:
+                logger.warning("only the main model is updated: the draft model keeps the weights of SGLang's start")
+        options = internals.resolved(scheduler.server_args)
+        unsupported = internals.unsupported(options, runner, draft, keeps_draft=keeps_draft)
         self._rank = RankWorker(
             SglangModel(
                 runner,
                 unsupported=unsupported,
                 # Without emptying torch's cache and a full garbage collection, which take longer than an install.
                 flush=lambda: bool(scheduler.flush_cache(empty_cache=False)),
+                draft=draft,
                 is_alone=parallel.tp_size == 1,
             ),
             ranks,

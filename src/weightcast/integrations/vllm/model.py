@@ -22,11 +22,11 @@ from weightcast.host import device as host_device
 from weightcast.integrations.plugin import checkpoint_header
 from weightcast.integrations.plugin import dry_run as loader_dry_run
 from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, acceptance
+from weightcast.integrations.plugin.draft import DraftNames, ModelWithDraft, draft_names
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.plugin.model import LoaderEngine, Tensors, has_own
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.adapters import VllmAdapters
-from weightcast.integrations.vllm.draft import PREFIX, ModelWithDraft
 from weightcast.integrations.vllm.layerwise_load import (
     Reload,
     has_packed_copy,
@@ -53,8 +53,9 @@ class VllmModel(LoaderEngine):
         unsupported = internals.unsupported(vllm_config, model)
         of_draft: Sequence[TensorSpec] = ()
         if draft is not None and not unsupported:
-            names, of_draft = _of_draft(draft, model, vllm_config)
-            model = ModelWithDraft(model, draft, names)
+            found = _of_draft(draft, model, vllm_config)
+            of_draft = found.own
+            model = ModelWithDraft(model, draft, found.names, internals.require().any_mtp_layers)
         self._reload = Reload(model, vllm_config)
         started_with = weakref.WeakSet(model.modules())
 
@@ -109,12 +110,11 @@ def _header(started: Any, vllm_config: Any) -> Sequence[TensorSpec] | None:
     return checkpoint_header.reference(started.model, revision=started.revision, cache_dir=cache)
 
 
-def _of_draft(draft: nn.Module, model: nn.Module, vllm_config: Any) -> tuple[Mapping[str, str], Sequence[TensorSpec]]:
-    """Return the published names of the draft model's tensors, each with its loader's, and those of its own checkpoint.
+def _of_draft(draft: nn.Module, model: nn.Module, vllm_config: Any) -> DraftNames:
+    """Return the names of the draft model's tensors.
 
-    MTP layers are in the model's checkpoint, without the tensors that vLLM replaces by the model's. A draft model with
-    its own checkpoint has `PREFIX` before each name. Raises UnsupportedError if the names can't be known, or if it
-    depended on the values at the start whether a tensor is the model's.
+    Raises UnsupportedError if they can't be known, or if it depended on the values at the start whether a tensor is the
+    model's.
     """
     started, in_model = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
     is_in_model = started.model == in_model.model and vllm_config.speculative_config.method == "mtp"
@@ -125,30 +125,20 @@ def _of_draft(draft: nn.Module, model: nn.Module, vllm_config: Any) -> tuple[Map
             f"an engine with a draft model is updated only if the headers of {in_model.model} and {started.model} can "
             f"be read: save both as safetensors, or {remedy}"
         )
-    outcome = dry_run(draft, vllm_config, specs)
-    if outcome.faults:
-        faults = listed([f"{name!r}: {fault}" for name, fault in outcome.faults.items()])
-        raise UnsupportedError(f"the loader of {type(draft).__name__} fails in a dry run ({faults}): {remedy}")
-    of_model = set(model.parameters())
-    shared = {name for name, each in draft.named_parameters(remove_duplicate=False) if each in of_model}
-    replaced = {copy.name for copy in outcome.copies if copy.target in shared}
-    if not is_in_model:
-        if replaced:
-            raise UnsupportedError(
-                f"vLLM has replaced {listed(sorted(replaced))} of {started.model} by the main model's, and might not "
-                f"if their values differ: leave them out of that checkpoint, so that it always does, or {remedy}"
-            )
-        own = [TensorSpec(f"{PREFIX}{spec.name}", spec.dtype, spec.shape) for spec in specs]
-        return {spec.name: spec.name.removeprefix(PREFIX) for spec in own}, own
-    names = {name: name for name, (num_used, _) in outcome.used.items() if num_used and name not in replaced}
-    both = [
-        name for name, (num_used, _) in dry_run(model, vllm_config, specs).used.items() if num_used and name in names
-    ]
-    if both:
+    found = draft_names(
+        draft,
+        model,
+        specs,
+        lambda each, of_checkpoint: dry_run(each, vllm_config, of_checkpoint),
+        is_in_model=is_in_model,
+        remedy=remedy,
+    )
+    if found.replaced and not is_in_model:
         raise UnsupportedError(
-            f"both the main model and its MTP layers load {listed(both)}, which was not tried: {remedy}"
+            f"vLLM has replaced {listed(found.replaced)} of {started.model} by the main model's, and might not if "
+            f"their values differ: leave them out of that checkpoint, so that it always does, or {remedy}"
         )
-    return names, ()
+    return found
 
 
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:
