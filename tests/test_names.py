@@ -57,7 +57,7 @@ WORDS = {
         ("whole", "wholes"),
         frozenset(
             {
-                *("Whole", "_Whole", "_WholeLayer", "whole", "_whole", "_wholes", "is_whole"),
+                *("Whole", "_Whole", "_WholeLayer", "whole", "_whole", "_wholes"),
                 *("add_whole", "gather_whole", "whole_digest"),
             }
         ),

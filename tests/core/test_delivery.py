@@ -88,8 +88,10 @@ def test_what_an_engine_has_in_memory_is_copied_there_piece_by_piece(
     engine, prepared = MappedEngine(), list[list[torch.Size]]()
 
     class Counted(PreparedCopies):
-        def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-            super().__init__(targets, sources)
+        def __init__(
+            self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor | int], *payloads: Any
+        ) -> None:
+            super().__init__(targets, sources, *payloads)
             prepared.append([target.shape for target in targets])
 
     monkeypatch.setattr(installs, "PreparedCopies", Counted)

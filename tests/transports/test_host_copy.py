@@ -69,6 +69,36 @@ def test_parameters_are_written_in_place() -> None:
     assert torch.equal(target, source)
 
 
+def test_a_source_may_be_an_address_in_a_payload() -> None:
+    """Also where torch has to copy: a target of many strided dims, or of complex numbers."""
+    payloads = [_random((1 << 16,), torch.uint8) for _ in range(3)]
+    many = torch.zeros(2, 4, 2, 4, 2, 4, 2, 4)[:, ::2, :, ::2, :, ::2, :, ::2]
+    targets = [torch.zeros(3, 5), torch.zeros(8, 16)[:, 4:12], many, torch.zeros(7, dtype=torch.complex64)]
+    expected, addresses = list[torch.Tensor](), list[int]()
+    for number, target in enumerate(targets):
+        payload, start = payloads[number % 3], 256 * (number + 1)
+        addresses.append(payload.data_ptr() + start)
+        expected.append(payload[start : start + target.nbytes].view(target.dtype).view(target.shape))
+    copies = PreparedCopies(targets, addresses, payloads)
+    assert copies._table.others == [2, 3]
+    copies.run()
+    assert all(_same(t, e) for t, e in zip(targets, expected, strict=True))
+    view = payloads[1][512:516].view(torch.float32)
+    PreparedCopies([targets[0][0, :1], targets[0][1]], [view, addresses[0]], payloads).run()
+    assert _same(targets[0][0, :1], view)
+    assert _same(targets[0][1], expected[0].flatten()[:5])
+
+
+@pytest.mark.parametrize("start", [-1, 61, 1 << 40])
+def test_an_address_outside_of_all_payloads_is_refused(start: int) -> None:
+    payloads = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
+    last = max(payload.data_ptr() for payload in payloads)
+    if start < 0:
+        last = min(payload.data_ptr() for payload in payloads)
+    with pytest.raises(ValueError, match=r"a copy of 4 bytes at .* reaches outside of the payload, which has 64"):
+        PreparedCopies([torch.zeros(1)], [last + start], payloads)
+
+
 def test_nothing_to_copy_and_unequal_lists() -> None:
     copy_all([], [])
     with pytest.raises((ValueError, RuntimeError)):

@@ -46,9 +46,13 @@ def has_adapters(module: nn.Module) -> bool:
 
 def require_merged(names: Iterable[str]) -> None:
     """Raise ValueError for a name that PEFT gives to a part of an adapted layer."""
+    modules = set[str]()
     for name in names:
-        segments = name.split(".")
-        if any(segment in _SEGMENTS or segment.startswith(_PREFIXES) for segment in segments[:-1]):
+        module = name.rpartition(".")[0]
+        if module in modules:
+            continue
+        modules.add(module)
+        if any(segment in _SEGMENTS or segment.startswith(_PREFIXES) for segment in module.split(".")):
             raise ValueError(
                 f"{name!r} is a part of a layer with a PEFT adapter, which engines can't load: publish the model "
                 "(ModuleSource(model) merges its adapters), or the state dict of its merge_and_unload()"

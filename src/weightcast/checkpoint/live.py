@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -229,17 +230,20 @@ def _live_tensors(
                 f"{prefix + name!r} is flattened by FSDP1 (FullyShardedDataParallel): an engine needs a module with "
                 "whole parameters"
             )
-    for name, parameter in module._parameters.items():
-        if parameter is not None and name not in flat:
-            require_here(prefix + name, parameter)
-            tensor = _plain(prefix + name, parameter if merged is None else merged.tensor(parameter), blocks)
-            if type(module) in (nn.Linear, nn.Embedding) and name == "weight":
-                _require_declared(prefix + name, module, tensor)
-            yield prefix + name, tensor
-    for name, buffer in module._buffers.items():
-        wanted = buffers == "all" or (buffers == "persistent" and name not in module._non_persistent_buffers_set)
+    for leaf, parameter in module._parameters.items():
+        if parameter is not None and leaf not in flat:
+            name = prefix + leaf
+            require_here(name, parameter)
+            tensor = _plain(name, parameter if merged is None else merged.tensor(parameter), blocks)
+            if leaf == "weight" and type(module) in (nn.Linear, nn.Embedding):
+                _require_declared(name, module, tensor)
+            yield name, tensor
+    for leaf, buffer in module._buffers.items():
+        wanted = buffers == "all" or (buffers == "persistent" and leaf not in module._non_persistent_buffers_set)
         if buffer is not None and wanted:
-            yield prefix + name, _plain(prefix + name, buffer if merged is None else merged.tensor(buffer), blocks)
+            name = prefix + leaf
+            _require_shape(name, buffer)
+            yield name, _plain(name, buffer if merged is None else merged.tensor(buffer), blocks)
     for name, child in module._modules.items():
         if child is not None:
             inner = prefix if _is_wrapping(module, name) else f"{prefix}{name}."
@@ -254,8 +258,8 @@ def _require_shape(name: str, tensor: torch.Tensor) -> None:
 def require_here(name: str, parameter: torch.Tensor) -> None:
     """Raise ValueError for a parameter whose values are elsewhere, or that a wrapper has replaced."""
     _require_shape(name, parameter)
-    ds_shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-    if ds_shape != tuple(parameter.shape):
+    ds_shape = getattr(parameter, "ds_shape", None)
+    if ds_shape is not None and tuple(ds_shape) != tuple(parameter.shape):
         raise ValueError(
             f"{name!r} is partitioned by DeepSpeed ZeRO-3, this module holds {list(parameter.shape)} of "
             f"{list(ds_shape)}: publish on every rank inside "
@@ -292,14 +296,13 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
 
     Raises ValueError for other tensors.
     """
-    is_sharded = sharding.is_sharded(tensor)
+    local = sharding.local_tensor(tensor)
+    is_sharded = local is not tensor and sharding.is_sharded(tensor)
     if is_sharded and blocks is None:
         raise ValueError(
             f"{name!r} is a DTensor with {getattr(tensor, 'placements', '?')}: an engine needs all of it in one place; "
             "call full_tensor() on it, or use a mesh of one device"
         )
-    local = sharding.local_tensor(tensor)
-    _require_shape(name, local)
     if local.layout != torch.strided or local.is_nested or not is_memory(local):
         remedy = "convert it into a plain tensor, or write your own Source"
         if type(local) in (torch.Tensor, nn.Parameter) and local.layout == torch.strided and not local.is_nested:
@@ -341,6 +344,17 @@ def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.device, address, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
 
 
+def memory_keys(tensors: Iterable[torch.Tensor]) -> list[Hashable]:
+    """Return a key for each tensor, equal for those of equal memory and geometry.
+
+    Most tensors share their address with no other; then the address is the key.
+    """
+    held = list(tensors)
+    addresses = list(map(torch.Tensor.data_ptr, held))
+    shared = {address for address, count in Counter(addresses).items() if count > 1}
+    return [memory_key(t) if at in shared else at for t, at in zip(held, addresses, strict=True)]
+
+
 def _split_tied(
     model: nn.Module, tensors: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -349,31 +363,31 @@ def _split_tied(
     Names that are never saved are dropped, unless they alias a saved tensor.
     """
     unsaved = conversion.unsaved_names(model)
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for name, tensor in tensors.items():
-        groups.setdefault(memory_key(tensor), []).append(name)
-    main, others = set[str](), set[str]()
-    for members in groups.values():
-        saved = [name for name in members if name not in unsaved]
-        if saved:
-            main.add(saved[0] if len(saved) == 1 else conversion.main_name(model, saved))
-            others.update(members)
-    kept = {name: tensor for name, tensor in tensors.items() if name in main}
-    return kept, {name: tensor for name, tensor in tensors.items() if name in others and name not in main}
+    first, tied, others = dict[Hashable, str](), dict[str, list[str]](), set[str]()
+    for name, key in zip(tensors, memory_keys(tensors.values()), strict=True):
+        if (other := first.setdefault(key, name)) is not name:
+            tied.setdefault(other, [other]).append(name)
+    for members in tied.values():
+        if saved := [name for name in members if name not in unsaved]:
+            main = saved[0] if len(saved) == 1 else conversion.main_name(model, saved)
+            others.update(name for name in members if name != main)
+    kept = {name: tensor for name, tensor in tensors.items() if name not in others and name not in unsaved}
+    return kept, {name: tensors[name] for name in tensors if name in others}
 
 
 def _records(
     views: Mapping[str, torch.Tensor], doubles: Mapping[str, torch.Tensor], names: Names | None
 ) -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor]]:
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for name, view in views.items():
-        groups.setdefault(memory_key(view), []).append(name)
-    for name, view in doubles.items():
-        if name not in views and memory_key(view) in groups:
-            groups[memory_key(view)].append(name)
+    aliases: dict[str, list[str]] = {}
+    if doubles:
+        keys = memory_keys([*views.values(), *doubles.values()])
+        name_of = dict(zip(keys, views, strict=False))
+        for name, key in zip(doubles, keys[len(views) :], strict=True):
+            if name not in views and key in name_of:
+                aliases.setdefault(name_of[key], []).append(name)
     specs, tensors, seen = [], {}, set[str]()
-    for members in groups.values():
-        view, renamed = views[members[0]], members
+    for main, view in views.items():
+        renamed = members = [main, *aliases.get(main, ())]
         if names is not None:
             renamed = [names.get(m, m) if isinstance(names, Mapping) else names(m) for m in members]
         for name in renamed:

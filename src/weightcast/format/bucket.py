@@ -156,12 +156,14 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     piece: Piece
 
     @property
-    def is_whole(self) -> bool:
-        return len(self.record.pieces) == 1
-
-    @property
     def num_bytes(self) -> int:
         return self.piece.region.numel * ITEMSIZE_BYTES[self.record.dtype]
+
+    def view(self, raw: torch.Tensor) -> torch.Tensor:
+        """Return the view of this piece in the raw payload of its bucket."""
+        typed, sizes = raw.view(TORCH_DTYPES[self.record.dtype]), self.piece.region.sizes
+        offset = int(typed.storage_offset()) + self.piece.offset_bytes // typed.itemsize
+        return typed.as_strided(sizes, row_major(sizes), offset)
 
 
 _offset_of = operator.attrgetter("piece.offset_bytes")
@@ -193,15 +195,9 @@ class Layout:
         cached = self._views[index]
         if cached is not None and cached[0] is payload:
             return cached[1]
-        whole, entries, payload = payload, self.entries[index], payload[: self.manifest.buckets[index]]
-        typed = {dtype: payload.view(TORCH_DTYPES[dtype]) for dtype in {entry.record.dtype for entry in entries}}
-        views = []
-        starts = {dtype: int(whole_of_dtype.storage_offset()) for dtype, whole_of_dtype in typed.items()}
-        for entry in entries:
-            dtype, sizes = entry.record.dtype, entry.piece.region.sizes
-            offset = starts[dtype] + entry.piece.offset_bytes // ITEMSIZE_BYTES[dtype]
-            views.append(typed[dtype].as_strided(sizes, row_major(sizes), offset))
-        self._views[index] = (whole, views)
+        raw = payload[: self.manifest.buckets[index]]
+        views = [entry.view(raw) for entry in self.entries[index]]
+        self._views[index] = (payload, views)
         return views
 
     def gaps(self, index: int) -> list[tuple[int, int]]:

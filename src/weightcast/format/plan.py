@@ -79,8 +79,9 @@ def plan(
             found: list[tuple[TensorSpec, Region, int]] = []
             for member in members:
                 regions = (whole(member.shape),) if held is None else held.get(member.name, ())
-                itemsize = ITEMSIZE_BYTES[member.dtype]
-                found += [(member, region, size) for region in regions if (size := region.numel * itemsize)]
+                for region in regions:
+                    if num_bytes := math.prod(region.sizes) * ITEMSIZE_BYTES[member.dtype]:
+                        found.append((member, region, num_bytes))
             if len(found) > 1:
                 filler.keep_together(sum(align(num_bytes) for _, _, num_bytes in found))
             for member, region, num_bytes in found:
@@ -90,10 +91,7 @@ def plan(
         filled = [size for size in filler.sizes if size]
         sizes += filled
         num_buckets.append(len(filled))
-    records = tuple(
-        TensorRecord(s.name, s.dtype, s.shape, aliases=s.aliases, group=s.group, pieces=pieces.get(s.name, ()))
-        for s in specs
-    )
+    records = tuple(TensorRecord(s.name, s.dtype, s.shape, s.aliases, s.group, pieces.get(s.name, ())) for s in specs)
     several = tuple(num_buckets) if len(num_buckets) > 1 else ()
     manifest = Manifest(PROTOCOL, DIGEST_KIND, tuple(sizes), records, several)
     manifest.check_limits()

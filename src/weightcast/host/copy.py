@@ -50,25 +50,33 @@ class PreparedCopies:
     Before another `run`, `are_in_place` checks that the tensors still have their memory.
     """
 
-    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Raise ValueError for a tensor that ends beyond its storage, which may have been freed; RuntimeError for a
-        tensor without memory that torch would have to copy.
+    def __init__(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor | int],
+        payloads: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """`payloads`: those in host memory that have all sources. With them a source may be the address of a contiguous
+        tensor of its target's shape and dtype.
+
+        Raise ValueError for a tensor that ends beyond its storage, which may have been freed; RuntimeError for a tensor
+        without memory that torch would have to copy.
         """
-        self._table = table = CopyTable(targets, sources)
-        others = (tensor for number in table.others for tensor in (targets[number], sources[number]))
-        if any(not tensor.data_ptr() and tensor.nbytes for tensor in others):
+        self._table = table = CopyTable(targets, sources, sources_in=payloads)
+        others = [(targets[number], _tensor_at(sources[number], targets[number], payloads)) for number in table.others]
+        if any(not tensor.data_ptr() and tensor.nbytes for tensor in itertools.chain.from_iterable(others)):
             raise RuntimeError("a tensor to copy has no memory, since its storage was freed: load it back first")
         self._targets, self._places = list(targets), places(targets)
         # By address, since most sources are views of a few buckets.
-        self._storages = {storage.data_ptr(): storage for storage in set(map(torch.Tensor.untyped_storage, sources))}
+        tensors = [tensor for tensor in payloads or sources if isinstance(tensor, torch.Tensor)]
+        self._storages = {storage.data_ptr(): storage for storage in set(map(torch.Tensor.untyped_storage, tensors))}
         self._rows_of_payload: Rows | None = None
         self._jobs: list[Callable[[], None]] = []
         # GPU copies run on the caller's stream. One call for each pair of dtypes and devices: torch before 2.11 writes
         # all targets in the first one's dtype if the sources have the same dtype.
         by_kind: dict[tuple[torch.dtype | torch.device, ...], list[Pair]] = {}
         with torch.no_grad():
-            for number in table.others:
-                target, source = _as_integers(targets[number], sources[number])
+            for target, source in itertools.starmap(_as_integers, others):
                 kind = target.dtype, source.dtype, target.device, source.device
                 by_kind.setdefault(kind, []).append((target, source))
         for (dtype, source_dtype, *_), pairs in by_kind.items():
@@ -110,6 +118,15 @@ class PreparedCopies:
     def can_restore_former(self) -> bool:
         """True if `run_changes` can make the targets as they were before."""
         return not self._jobs
+
+
+def _tensor_at(source: torch.Tensor | int, target: torch.Tensor, payloads: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return a source; for an address, the view of the payload that has a tensor like the target there."""
+    if isinstance(source, torch.Tensor):
+        return source
+    payload = next(p for p in payloads if 0 <= source - p.data_ptr() < p.nbytes)
+    start = source - payload.data_ptr()
+    return payload[start : start + target.nbytes].view(target.dtype).view(target.shape)
 
 
 def _most_threads() -> int:

@@ -60,7 +60,7 @@ def places(tensors: list[Any], /) -> bytes:
 def pairs(targets: list[Any], sources: list[Any], piece_bytes: int, /) -> tuple[bytes, bytes, bytes]:
     """Return rows for `copy` and for `copy_strided`, each followed by the number of its pair, and a kind per pair.
 
-    A target is a tensor, or the address of a contiguous one of its source's shape and dtype in host memory. Kinds: 0,
+    One of a pair may be the address of a contiguous tensor of the other one's shape and dtype in host memory. Kinds: 0,
     copied as bytes; 1, copied with strides; 2, not a copy that this module can make. A row has at most about
     `piece_bytes`.
     """

@@ -137,19 +137,21 @@ class CopyTable:
     def __init__(
         self,
         targets: Sequence[torch.Tensor | int],
-        sources: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor | int],
         *,
-        within: torch.Tensor | None = None,
+        targets_in: Sequence[torch.Tensor] = (),
+        sources_in: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Make a table. `within` is the tensor that all targets are in, if there is one. Only then a target may be the
-        address of a contiguous tensor of its source's shape and dtype.
+        """Make a table. `targets_in`, `sources_in`: payloads that have all targets or all sources, if there are such.
+        Only then one of these may be the address of a contiguous tensor of the other one's shape and dtype.
 
-        Raises ValueError for a tensor that reaches outside of its storage.
+        Raises ValueError for a tensor that reaches outside of its storage, or of the payloads.
         """
         if len(targets) != len(sources):
             raise ValueError(f"there are {len(targets)} targets and {len(sources)} sources: give one source for each")
-        self._tensors = targets if within is None else within, sources
-        views: list[Sequence[Any]] = [sources] if within is not None else [targets, sources]
+        sides = (targets, targets_in), (sources, sources_in)
+        self._tensors = [payloads or side for side, payloads in sides]
+        views: list[Sequence[Any]] = [side for side, payloads in sides if not payloads]
         with torch._C.DisableTorchFunctionSubclass():
             plain, strided, kinds = _core.pairs(list(targets), list(sources), _PIECE_BYTES)
             is_other = np.frombuffer(kinds, np.uint8) > 1
@@ -166,12 +168,14 @@ class CopyTable:
         counts = self.strided[:, 3::3]
         self.num_bytes = int(self.rows[:, 2].sum() + (self.strided[:, 2] * counts.prod(axis=1)).sum())
         numbers = np.concatenate([self.pairs, self.strided_pairs])
-        for side in range(2):
-            if side == 0 and within is not None:
-                what, start = "the payload", within.data_ptr()
-                bounds = np.tile([start, start + within.nbytes], (len(numbers), 1))
+        for side, (tensors, payloads) in enumerate(sides):
+            if payloads:
+                spans = spans_of((payload.data_ptr(), payload.data_ptr() + payload.nbytes) for payload in payloads)
+                starts = np.concatenate([self.rows[:, side], self.strided[:, side]])
+                bounds = spans[np.maximum(np.searchsorted(spans[:, 0], starts, side="right") - 1, 0)]
+                what = "the payload"
             else:
-                what, bounds = "its tensor's storage", _bounds(sources if side else targets)[numbers]
+                what, bounds = "its tensor's storage", _bounds(tensors)[numbers]
             _require_inside(self.rows[:, side], self.rows[:, 2], bounds[: len(self.rows)], what)
             extents = self.strided[:, 2] + ((counts - 1) * self.strided[:, 4 + side :: 3]).sum(axis=1)
             _require_inside(self.strided[:, side], extents, bounds[len(self.rows) :], what)
@@ -213,7 +217,7 @@ class PackTable:
         require_host_bytes(payload)
         start = payload.data_ptr()
         into = [start + target if isinstance(target, int) else target for target in targets]
-        self._payload, self._copies = payload, CopyTable(into, sources, within=payload)
+        self._payload, self._copies = payload, CopyTable(into, sources, targets_in=[payload])
         self.others = self._copies.others
         rows = [self._copies.rows - np.array([start, 0, 0])]
         # Pairs that are copied otherwise are in the payload already when this runs.
@@ -249,9 +253,9 @@ def _kept(found: bytes, num_words: int, is_other: np.ndarray[Any, Any]) -> tuple
 
 def _bounds(tensors: Sequence[Any]) -> Rows:
     """Return the first address of each tensor's storage, and the first one behind it."""
-    storages = [*map(torch.Tensor.untyped_storage, tensors)]
-    starts = np.fromiter(map(torch.UntypedStorage.data_ptr, storages), np.int64, len(storages))
-    return np.stack([starts, starts + [*map(torch.UntypedStorage.nbytes, storages)]], axis=1)
+    storages = map(torch.Tensor.untyped_storage, tensors)
+    words = (word for storage in storages for word in (storage.data_ptr(), storage.nbytes()))
+    return np.fromiter(words, np.int64, 2 * len(tensors)).reshape(-1, 2).cumsum(axis=1)
 
 
 def _require_inside(starts: Rows, sizes: Rows, bounds: Rows, what: str) -> None:

@@ -319,10 +319,16 @@ PyObject *wc_pairs(PyObject *self, PyObject *arguments) {
     place target, source;
     for (Py_ssize_t i = 0; i < PyList_Size(targets); i++) {
         PyObject *into = PyList_GetItem(targets, i), *of = into ? PyList_GetItem(sources, i) : NULL;
+        Py_XINCREF(into);
         Py_XINCREF(of);
-        int failed = !of || read_kept(of, &last_source, &source) ||
-                     (PyLong_Check(into) ? contiguous_at(into, &source, &target)
-                                         : read_kept(into, &last_target, &target));
+        int failed = !of;
+        if (!failed && PyLong_Check(into))
+            failed = read_kept(of, &last_source, &source) || contiguous_at(into, &source, &target);
+        else if (!failed && PyLong_Check(of))
+            failed = read_kept(into, &last_target, &target) || contiguous_at(of, &target, &source);
+        else if (!failed)
+            failed = read_kept(into, &last_target, &target) || read_kept(of, &last_source, &source);
+        Py_XDECREF(into);
         Py_XDECREF(of);
         if (failed)
             break;

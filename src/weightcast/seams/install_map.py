@@ -74,6 +74,13 @@ class InstallMap:
         """
         return [tensor]
 
+    def is_copied_as_is(self, name: str, dtype: torch.dtype) -> bool:
+        """Return whether a tensor of this dtype is copied, all of it, to one live tensor of its shape and dtype, in
+        host memory. Of such a tensor a copy needs only the address.
+        """
+        live = self._live[name]
+        return live.dtype is dtype and live.is_cpu
+
     def target_blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
         """Return the views of live parameters, as found by `bind`, to which the source blocks are copied."""
         return [self._live[name] if piece is None else narrow(self._live[name], piece)]

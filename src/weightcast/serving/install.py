@@ -37,11 +37,20 @@ Changed: TypeAlias = tuple[torch.Tensor, ChangedWords]
 class BlockCopies:
     """Copies of blocks of buckets into live parameters, prepared once for the addresses that the map has found."""
 
-    def __init__(self, install_map: InstallMap, blocks: Sequence[Block], sources: Sequence[torch.Tensor]) -> None:
-        """`sources`: the source blocks of all `blocks`, in order; their memory must stay valid while this is used."""
+    def __init__(
+        self,
+        install_map: InstallMap,
+        blocks: Sequence[Block],
+        sources: Sequence[torch.Tensor | int],
+        payloads: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """`sources`: the source blocks of all `blocks`, in order; `payloads`: see `PreparedCopies`. The memory of both
+        must stay valid while this is used.
+        """
         self._install_map = install_map
         self._blocks = blocks
         self._sources = sources
+        self._payloads = payloads
         self._prepared: tuple[int, PreparedCopies] | None = None
 
     def run(self, *, is_bound: bool = False, changed: Changed | None = None, former: bool = False) -> None:
@@ -67,23 +76,28 @@ class BlockCopies:
         is_known = copies is not None and revision == self._install_map.revision
         if copies is None or not is_known or not copies.are_in_place(targets=not is_bound):
             targets = [t for name, piece in self._blocks for t in self._install_map.target_blocks(name, piece)]
-            copies = PreparedCopies(targets, self._sources)
+            copies = PreparedCopies(targets, self._sources, self._payloads)
             self._prepared = self._install_map.revision, copies
         return copies
 
 
 class Part:
-    """The copies and loads of some tensors, or of pieces of them. `views`: of their bucket, if all are in one.
+    """The copies and loads of some tensors, or of pieces of them. `payload`: of their bucket, if all are in one.
 
     `rest`: the tensors for `Engine.load`. `to_prove`: those of them that can be copied once they are proven.
     """
 
-    def __init__(self, install_map: InstallMap | None, copied: frozenset[str], views: list[torch.Tensor]) -> None:
-        self.views = views
+    def __init__(
+        self, install_map: InstallMap | None, copied: frozenset[str], payload: torch.Tensor | None = None
+    ) -> None:
+        self.payload = payload
         self.rest: list[Named] = []
         self.to_prove: list[Named] = []
         self.blocks: list[Block] = []
-        self.sources: list[torch.Tensor] = []
+        self.sources: list[torch.Tensor | int] = []
+        self._start = 0 if payload is None else payload.data_ptr()
+        self.payloads = [] if payload is None or not payload.is_cpu else [payload]
+        """The payload, if it is in host memory. Then a source may be an address in it."""
         self._install_map = install_map
         self._copied = copied
 
@@ -99,11 +113,22 @@ class Part:
                 self.to_prove.append((name, tensor))
         self.rest.append((name, tensor))
 
+    def add_stored(self, name: str, entry: Entry, piece: Region | None = None) -> None:
+        """Add what the payload has as this entry: a tensor or, for one that is copied piece by piece, this `piece`."""
+        assert self.payload is not None
+        found, dtype = self._install_map, TORCH_DTYPES[entry.record.dtype]
+        is_copied = self.payloads and piece is None and name in self._copied
+        if is_copied and found is not None and name not in found.also_loaded and found.is_copied_as_is(name, dtype):
+            self.blocks.append((name, None))
+            self.sources.append(self._start + entry.piece.offset_bytes)
+        else:
+            self.add(name, entry.view(self.payload), piece)
+
     @functools.cached_property
     def copies(self) -> BlockCopies:
         """The copies, for an engine with a map."""
         assert self._install_map is not None
-        return BlockCopies(self._install_map, self.blocks, self.sources)
+        return BlockCopies(self._install_map, self.blocks, self.sources, self.payloads)
 
 
 class Assembly:
@@ -179,13 +204,12 @@ class Install:
         if specs is not None:
             primary = {spec.name: spec.name for spec in specs}
             primary |= {name: spec.name for spec in specs if spec.aliases for name in spec.aliases}
-        self._names = {
-            r.name: (r.name,)
-            if not r.aliases and (primary is None or primary.get(r.name) == r.name)
-            else _names(r, primary)
+        self._other_names = {
+            r.name: _loaded_names(r, primary)
             for r in layout.manifest.tensors
+            if r.aliases or (primary is not None and primary.get(r.name) != r.name)
         }
-        """By record name, the names under which it is loaded."""
+        """By record name, the names under which it is loaded, if these are not just its own."""
         self.served: WeightVersion | None = None
         """The version that an install by this object has put into the live tensors, where nothing was written since."""
         self._parts: dict[int, Part] = {}
@@ -196,22 +220,21 @@ class Install:
             if not record.pieces
         ]
         spanning = _spanning_groups(layout.manifest.tensors)
-        # By bucket: (record name, index of the entry in the bucket).
-        self._whole: list[list[tuple[str, int]]] = [[] for _ in layout.entries]
-        self._copied_pieces: list[list[tuple[str, int, Entry]]] = [[] for _ in layout.entries]
-        self._joined: list[list[tuple[int, Entry]]] = [[] for _ in layout.entries]
+        self._cut = {r.name for r in layout.manifest.tensors if len(r.pieces) > 1 or (r.group and r.group in spanning)}
+        """Names of the tensors that no single bucket has, or of whose load group it has only a part."""
+        self._copied_pieces: list[list[tuple[str, Entry]]] = [[] for _ in layout.entries]
+        self._joined: list[list[Entry]] = [[] for _ in layout.entries]
         self._num_joined = collections.Counter[str]()
         origins: dict[str, set[int]] = {}
         for index, entries in enumerate(layout.entries):
-            for position, entry in enumerate(entries):
-                names = self._names[entry.record.name]
-                if entry.is_whole and entry.record.group not in spanning:
-                    for name in names:
-                        self._whole[index].append((name, position))
-                elif all(map(self._is_copied_in_pieces, names)):
-                    self._copied_pieces[index] += ((name, position, entry) for name in names)
+            for entry in entries:
+                if entry.record.name not in self._cut:
+                    continue
+                names = self._names(entry.record)
+                if all(map(self._is_copied_in_pieces, names)):
+                    self._copied_pieces[index] += ((name, entry) for name in names)
                 else:
-                    self._joined[index].append((position, entry))
+                    self._joined[index].append(entry)
                     self._num_joined[entry.record.load_group] += 1
                     origins.setdefault(entry.record.name, set()).add(layout.manifest.bucket_origins[index])
         straddling = {name for name, found in origins.items() if len(found) > 1}
@@ -250,7 +273,6 @@ class Install:
         """Drop every view of buckets."""
         self._parts.clear()
         self._staged = None
-        self.layout.forget_views()
 
     def require_memory(self, num_workers: int) -> None:
         """Staged: raise InsufficientMemoryError unless each worker on this host has room for `straddling_bytes`.
@@ -270,7 +292,7 @@ class Install:
         """Bytes that this rank installs; a tensor that the engine's loader gets counts with all its bytes."""
         found, num_bytes = self._map, 0
         for record in self.layout.manifest.tensors:
-            for name in self._names[record.name]:
+            for name in self._names(record):
                 is_copied = found is not None and name in self.copied
                 num_bytes += found.target_bytes(name) if found is not None and is_copied else record.num_bytes
         return num_bytes
@@ -285,10 +307,10 @@ class Install:
         `is_here`: False if other ranks may still write the payload, so that it can't be read yet.
         """
         assembly.payloads[index] = payload
-        part = self._part(index, payload)
+        self._part(index, payload)
         if is_here and self._joined[index]:
-            for position, entry in self._joined[index]:
-                assembly.add(entry, part.views[position])
+            for entry in self._joined[index]:
+                assembly.add(entry, entry.view(payload))
             # The installing thread uses another stream.
             host_device.synchronize_stream(payload.device)
 
@@ -297,8 +319,9 @@ class Install:
         parts = [self._part(index, payload) for index, payload in sorted(assembly.payloads.items())]
         kept = self._staged
         if self._map is not None and (kept is None or kept[0] != parts):
-            blocks = [block for part in parts for block in part.blocks]
-            self._staged = kept = parts, BlockCopies(self._map, blocks, [s for part in parts for s in part.sources])
+            blocks, sources = [b for part in parts for b in part.blocks], [s for part in parts for s in part.sources]
+            payloads = [payload for part in parts for payload in part.payloads]
+            self._staged = kept = parts, BlockCopies(self._map, blocks, sources, payloads)
         self.has_lent_views = True
         joined = self._joined_parts(assembly, is_last=True)
         rest = self._load([*parts, *joined], assembly, lends=lends)
@@ -338,8 +361,8 @@ class Install:
     def load_bucket(self, index: int, payload: torch.Tensor, assembly: Assembly) -> None:
         """Streaming: load and copy the pieces of this bucket, and the tensors that it completes."""
         part = self._part(index, payload)
-        for position, entry in self._joined[index]:
-            assembly.add(entry, part.views[position])
+        for entry in self._joined[index]:
+            assembly.add(entry, entry.view(payload))
         self._load_now([part, *self._joined_parts(assembly)], assembly, is_called=self._map is not None)
 
     def load_end(self, assembly: Assembly) -> None:
@@ -377,14 +400,15 @@ class Install:
 
         The part is cached while the bucket stays in the same memory.
         """
-        views = self.layout.views(index, payload)
         part = self._parts.get(index)
-        if part is None or part.views is not views:
-            part = self._parts[index] = Part(self._map, self.copied, views)
-            for name, position in self._whole[index]:
-                part.add(name, views[position])
-            for name, position, entry in self._copied_pieces[index]:
-                part.add(name, views[position], entry.piece.region)
+        if part is None or part.payload is not payload:
+            part = self._parts[index] = Part(self._map, self.copied, payload)
+            for entry in self.layout.entries[index]:
+                if entry.record.name not in self._cut:
+                    for name in self._names(entry.record):
+                        part.add_stored(name, entry)
+            for name, entry in self._copied_pieces[index]:
+                part.add_stored(name, entry, entry.piece.region)
         return part
 
     def _joined_parts(self, assembly: Assembly, *, is_last: bool = False) -> list[Part]:
@@ -392,11 +416,15 @@ class Install:
         whole = assembly.whole + (self._without_elements if is_last else [])
         if not whole:
             return []
-        assembly.whole, part = [], Part(self._map, self.copied, [])
+        assembly.whole, part = [], Part(self._map, self.copied)
         for record, tensor in whole:
-            for name in self._names[record.name]:
+            for name in self._names(record):
                 part.add(name, tensor)
         return [part]
+
+    def _names(self, record: TensorSpec) -> tuple[str, ...]:
+        """Return the names under which a record is loaded."""
+        return self._other_names.get(record.name, (record.name,))
 
     def _is_copied_in_pieces(self, name: str) -> bool:
         found = self._map
@@ -405,7 +433,7 @@ class Install:
         )
 
 
-def _names(record: TensorSpec, primary: Mapping[str, str] | None) -> tuple[str, ...]:
+def _loaded_names(record: TensorSpec, primary: Mapping[str, str] | None) -> tuple[str, ...]:
     """Return the names under which a record is loaded: one for each of the engine's tensors; without specs, all."""
     if primary is None:
         return record.names

@@ -230,6 +230,9 @@ class RecordedMap(InstallMap):
         taken = (common(region, piece) for region, _ in self._regions[name])
         return [narrow(tensor, relative(region, piece)) for region in taken if region is not None]
 
+    def is_copied_as_is(self, name: str, dtype: torch.dtype) -> bool:
+        return False  # a parameter may be moved to a GPU
+
     def target_blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
         found = self._blocks.get((name, piece))
         if found is None:

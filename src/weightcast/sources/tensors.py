@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.checkpoint.live import CastTo, cast_specs, cast_target, is_memory, memory_key
+from weightcast.checkpoint.live import CastTo, cast_specs, cast_target, is_memory, memory_keys
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
@@ -59,8 +59,8 @@ class TensorSource:
         if unknown:
             raise ValueError(f"unsupported dtypes: {', '.join(unknown)}; supported: {', '.join(DTYPE_NAMES.values())}")
         tied: dict[Any, list[str]] = {}
-        for name, tensor in tensors.items():
-            key = memory_key(tensor) if have_memory else id(tensor)
+        keys = memory_keys(tensors.values()) if have_memory else map(id, tensors.values())
+        for name, key in zip(tensors, keys, strict=True):
             tied.setdefault((key, self._groups.get(name, "")), []).append(name)
         held = []
         for (_, group), names in tied.items():
