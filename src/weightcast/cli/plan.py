@@ -68,8 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--install", choices=("staged", "streaming"), default="staged", help=default)
     add("--undo", action="store_true", help="engines keep an undo copy of their weights")
     add("--bucket-size-mib", type=positive, metavar="M", help="bucket size in MiB (default: the transport's)")
-    add("--link-gbit", type=values.positive, metavar="G", help="Gbit/s of each host's link, each way; needed for seconds")
-    add("--trainer-gbit", type=values.positive, metavar="G", help="Gbit/s of the trainer's links, if it is not --link-gbit")
+    add(
+        "--link-gbit",
+        type=values.positive,
+        metavar="G",
+        help="Gbit/s of each host's link, each way; needed for seconds",
+    )
+    add(
+        "--trainer-gbit",
+        type=values.positive,
+        metavar="G",
+        help="Gbit/s of the trainer's links, if it is not --link-gbit",
+    )
     relays = "plan N relays (auto: choose) between the trainer's store and engines that are --apart"
     add("--relays", type=_relays, default=0, metavar="N", help=relays)
     store = "Gbit/s of the store that relays read, if it is not on the trainer's host"
