@@ -14,11 +14,18 @@ from weightcast.serving.worker import Worker
 class ParallelEngine(EngineClient):
     """An EngineClient that gives every call to every worker."""
 
-    def __init__(self, name: str, engines: Sequence[Any]) -> None:
+    def __init__(self, name: str, engines: Sequence[Any], **options: Any) -> None:
         self.name = name
         self.engines = list(engines)
         self.workers = [
-            Worker(engine, gate=Gate(), engine_rank=rank, world_size=len(self.engines), install_deadline_seconds=5.0)
+            Worker(
+                engine,
+                gate=Gate(),
+                engine_rank=rank,
+                world_size=len(self.engines),
+                install_deadline_seconds=5.0,
+                **options,
+            )
             for rank, engine in enumerate(self.engines)
         ]
 

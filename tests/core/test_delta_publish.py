@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forking import preloaded
+from integrations.loader_model import Model, ModelEngine
 from publishers import publisher_of
 from sources import delta_ranks
 from torch import nn
@@ -19,6 +21,7 @@ from core.direct import DirectEngine, RecordingEngine
 from core.parallel import ParallelEngine
 from weightcast import EngineServer, ModuleEngine, ModuleSource, TensorSource
 from weightcast.errors import InsufficientMemoryError, PublishError
+from weightcast.format.manifest import WeightVersion
 from weightcast.format.packed_base import PackedBase
 from weightcast.host.deadline import Deadline
 from weightcast.host.memory import SharedMemory
@@ -424,6 +427,17 @@ def test_weights_may_change_once_a_background_publish_is_packed(transport: str) 
     clients[1].close()
 
 
+class FailingModule(ModuleEngine):
+    """Fails at the end of an install, on demand."""
+
+    fails = False
+
+    def commit(self, version: Any) -> None:
+        super().commit(version)
+        if self.fails:
+            raise RuntimeError("this engine was told to fail")
+
+
 def test_undo_and_deltas() -> None:
     model, served = model_of(0), model_of(1)
     engine = FailingModule(served)
@@ -495,6 +509,102 @@ def test_an_undo_of_deltas_needs_no_copy_of_the_model(transport: str) -> None:
             require_equal(model, served)
 
 
+class Replacing(FailingModule):
+    """Has another tensor in place of one that was just written, and then fails."""
+
+    def commit(self, version: WeightVersion) -> None:
+        if self.fails:
+            self._model[1].weight.data = self._model[1].weight.data.clone()
+        super().commit(version)
+
+
+@pytest.mark.parametrize("density", [0.003, 0.3])
+def test_an_undo_that_does_not_find_its_tensors_leaves_the_engine_torn_or_restores_all(density: float) -> None:
+    model, served = model_of(0), model_of(1)
+    client = DirectEngine("engine", engine := Replacing(served))
+    with publishing(ModuleSource(model), [client], undo=True) as publisher:
+        publisher.publish()
+        before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
+        engine.fails = True
+        step(model, density)
+        with pytest.raises(PublishError):
+            publisher.publish()
+        is_whole = all(torch.equal(tensor, before[name]) for name, tensor in served.state_dict().items())
+        assert is_whole is not bool(client.gate.torn)
+        engine.fails = False
+        step(model, density)
+        assert publisher.publish().ok
+        require_equal(model, served)
+
+
+class Broadcast(Model):
+    """Has a row of the checkpoint in all its rows."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.rank, self.size, self.num_loads = 0, 1, 0
+        self.rows = nn.Parameter(torch.zeros(4, 64), requires_grad=False)
+        self.plain = nn.Parameter(torch.zeros(64, 64), requires_grad=False)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            getattr(self, name).data.copy_(tensor)
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_a_loader_that_broadcasts(undo: bool) -> None:
+    tensors = {"rows": torch.randn(64), "plain": torch.randn(64, 64)}
+    module = Broadcast()
+    engine = ModelEngine(module, reference=tensors)
+    with publishing(TensorSource(tensors), [DirectEngine("engine", engine)], undo=undo) as publisher:
+        for number in range(5):
+            tensors["rows"][number] += 1
+            tensors["plain"][number, 3] += 1
+            report = publisher.publish()
+            assert report.delta is not None
+            assert report.delta.num_engines == (number > 0)
+            assert torch.equal(module.rows, tensors["rows"].expand(4, 64))
+            assert torch.equal(module.plain, tensors["plain"])
+        assert engine.install_map is not None
+        assert set(engine.install_map.proven) == set(tensors)
+
+
+def test_a_release_frees_the_base() -> None:
+    tensors = {"weight": torch.randn(64, 64)}
+    client = DirectEngine("engine", RecordingEngine())
+    with publishing(TensorSource(tensors), [client]) as publisher:
+        for _ in range(2):
+            publisher.publish()
+            tensors["weight"][0, 0] += 1
+        gone = weakref.ref(base_of(client.worker))
+        publisher.release()
+        assert any(gone() is None for _ in Deadline(10.0).polls())
+        assert publisher.publish().ok
+
+
+def test_a_version_that_was_released_before_it_was_settled_can_be_taken_back() -> None:
+    """Of ranks that share a base, which is gone by then."""
+    model, served = model_of(0), [model_of(1), model_of(2)]
+    client = ParallelEngine("engine", [ModuleEngine(each) for each in served], settles=True)
+    with publishing(ModuleSource(model), [client], undo=True) as publisher:
+        publisher.publish()
+        before = model_of(0)
+        before.load_state_dict(model.state_dict())
+        step(model, 0.003)
+        report = publisher.publish()
+        assert report.delta is not None
+        assert report.delta.num_engines == 1
+        shared = [base_of(worker) for worker in client.workers]
+        publisher.release()
+        assert any(all(worker._session.base is None for worker in client.workers) for _ in Deadline(10.0).polls())
+        del shared
+        for worker in client.workers:
+            assert worker.unsettled is not None
+            worker.settle(worker.unsettled, keep=False)
+        for each in served:
+            require_equal(before, each)
+
+
 @pytest.mark.parametrize("how", ["replaced", "lost its label", "torn"])
 def test_live_tensors_that_are_not_the_last_version_are_written_in_full(how: str) -> None:
     model, served = model_of(0), model_of(1)
@@ -518,17 +628,6 @@ def test_live_tensors_that_are_not_the_last_version_are_written_in_full(how: str
             step(model, 0.003)
             publisher.publish()
             require_equal(model, served)
-
-
-class FailingModule(ModuleEngine):
-    """Fails at the end of an install, on demand."""
-
-    fails = False
-
-    def commit(self, version: Any) -> None:
-        super().commit(version)
-        if self.fails:
-            raise RuntimeError("this engine was told to fail")
 
 
 class ChangesOnly(FailingModule):

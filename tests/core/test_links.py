@@ -54,6 +54,32 @@ def test_a_worker_knows_whether_the_run_goes_on_without_it(leaves_nothing: None,
     assert worker.is_dropped is goes_on
 
 
+def test_a_worker_that_has_stopped_reading_still_learns_that_the_run_goes_on(
+    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its socket's buffer is full."""
+    monkeypatch.setattr(link.ReadingCondition, "wait_unattended", lambda self, seconds: self.wait(0.01) and None)
+    with contextlib.closing(LinkListener(RUN)) as listener, _worker(listener) as worker:
+        (publishers,) = listener.wait("engine", 1, PATIENCE_SECONDS)
+        with worker.condition:  # so that nothing reads
+            while publishers.put(frame(Heartbeat())):
+                pass
+            publishers.end("the test ends it", goes_on=True)
+        assert worker.is_dropped
+
+
+def test_strangers_keep_no_worker_out(leaves_nothing: None) -> None:
+    with contextlib.closing(LinkListener(RUN, host="127.0.0.1")) as listener, contextlib.ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
+            for _ in range(link._MAX_STRANGERS + 1)
+        ]
+        with _worker(listener):
+            assert len(listener.wait("engine", 1, PATIENCE_SECONDS)) == 1
+        strangers[0].settimeout(PATIENCE_SECONDS)
+        assert strangers[0].recv(1) == b"", "the oldest one was let go"
+
+
 def test_a_publisher_of_another_user_is_not_connected_to(leaves_nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     another = os.geteuid() + 1
     with contextlib.closing(LinkListener(RUN)) as listener:

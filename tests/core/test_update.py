@@ -260,6 +260,42 @@ def test_whoever_is_asked_says_the_same_of_an_install_that_failed(can_restore: b
             assert said.torn == (not can_restore)
 
 
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_a_second_ctrl_c_while_the_first_one_is_undone_leaves_the_engine_torn(install: str) -> None:
+    class Interrupted(ModuleEngine):
+        is_interrupted = False
+
+        def commit(self, version: WeightVersion) -> None:
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            super().commit(version)
+
+        def snapshot(self) -> Callable[[], None]:
+            restore = super().snapshot()
+
+            def put_back() -> None:
+                if self.is_interrupted:
+                    raise KeyboardInterrupt
+                restore()
+
+            return put_back
+
+    engine = Interrupted(nn.Linear(4, 4))
+    client = LocalEngine(engine)
+    source = TensorSource({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
+    with publisher_of(source, transport="memory://", engines=[client], undo=True, install=install) as publisher:
+        publisher.publish()
+        engine.is_interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish()
+        assert client.gate.torn == (
+            "installing version 1 failed: KeyboardInterrupt(); publish a complete update to heal this engine"
+        )
+        engine.is_interrupted = False
+        assert publisher.publish().ok
+        assert not client.gate.torn
+
+
 def test_a_relay_that_failed_holds_no_engine() -> None:
     engine = RecordingEngine()
     engine.fail_after = 0

@@ -11,7 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from weightcast import EngineServer, HttpEngine, ModuleEngine, Publisher, PublishError, PublishOptions, TensorSource
+from weightcast import (
+    EngineServer,
+    HttpEngine,
+    ModuleEngine,
+    ModuleSource,
+    Publisher,
+    PublishError,
+    PublishOptions,
+    TensorSource,
+)
+from weightcast.engines.lora import LoraLayers
+from weightcast.format.adapters import LoraConfig
+from weightcast.trainer.options import Adapter
 
 WEIGHT = {"weight": torch.ones(2, 3)}
 WRONG = {"weight": torch.ones(5, 3)}
@@ -65,8 +77,53 @@ def test_another_run_may_count_from_0(url: str) -> None:
         publish_in_vain(publisher, source, 0)
         assert ready(url, 0) == (503, "version 40 is served, 1 behind 0; at most 0 is allowed")
         assert ready(url) == (200, "40")
-        publisher.publish(1)
-        assert ready(url, 0) == (200, "1")
+        publish_in_vain(publisher, source, 1)
+        assert ready(url) == (503, "version 40 is served, 2 behind 1; at most 1 is allowed")
+        publisher.publish(2)
+        assert ready(url, 0) == (200, "2")
+
+
+class AdapterSource(TensorSource):
+    lora_config = LoraConfig(1, 2.0, ("linear",))
+
+
+def test_versions_of_an_adapter_say_nothing_of_the_model() -> None:
+    model, trained = nn.Sequential(), nn.Sequential()
+    for each in (model, trained):
+        each.add_module("linear", nn.Linear(3, 2, bias=False))
+    parts = {"lora_A": torch.ones(1, 3), "lora_B": torch.ones(2, 1)}
+    source = AdapterSource({f"base_model.model.linear.{name}.weight": tensor for name, tensor in parts.items()})
+    options = PublishOptions(target=Adapter("policy"))
+    with EngineServer(ModuleEngine(model, adapters=LoraLayers(model)), port=0) as server:
+        with Publisher(ModuleSource(trained), engines=[server.url]) as publisher:
+            publisher.publish(5)
+        with Publisher(source, engines=[server.url], options=options) as adapters:
+            for version in (3, 10, 20):
+                adapters.publish(version)
+                assert ready(server.url, 0) == (200, "5")
+            assert adapters.sync(server.url).ok
+            adapters.remove_engine(server.url)
+        assert ready(server.url, 0) == (200, "5")
+        with Publisher(ModuleSource(trained), engines=[server.url]) as publisher:
+            publisher.publish(6)
+            publisher.remove_engine(server.url)
+        assert ready(server.url, 1000)[0] == 503
+        with Publisher(source, engines=[server.url], options=options) as adapters:
+            adapters.publish(30)
+        assert ready(server.url, 1000)[0] == 503
+
+
+def test_a_stranger_changes_nothing(url: str) -> None:
+    with Publisher(TensorSource(WEIGHT), engines=[url]) as publisher:
+        run = publisher.publish(3).run
+        for message in (
+            {"kind": "offer", "run": run, "version": 900, "manifest_digest": "0" * 64},
+            {"kind": "seal", "run": run, "version": 3, "num_buckets": 1, "root": "0" * 32},
+        ):
+            reply = httpx.post(f"{url}/update_weights", json={"update_info": message}, trust_env=False)
+            assert reply.status_code == 409, reply.text
+            assert "lacks the secret" in reply.text
+            assert ready(url, 0) == (200, "3")
 
 
 def test_an_engine_without_which_its_run_goes_on_is_not_ready(url: str) -> None:

@@ -203,6 +203,7 @@ class WeightInfo(msgspec.Struct, frozen=True):
     `torn`: why it refuses to serve, or empty. `instance`: a random id of the engine's life; one engine has one, however
     it is called. `offered`: the last version that a publisher offered, also if it was refused or has failed. `dropped`:
     that publisher has said since that its run goes on without this engine, so there may be later versions.
+    `num_missed`: how many versions were offered since the one that is served was installed; left out for none.
     `adapters`: the versions of adapters that requests can name.
     """
 
@@ -218,6 +219,7 @@ class WeightInfo(msgspec.Struct, frozen=True):
     offered: WeightVersion | UnsetType = UNSET
     adapters: tuple[AdapterVersion, ...] | UnsetType = UNSET
     dropped: bool | UnsetType = UNSET
+    num_missed: Count | UnsetType = UNSET
 
     @property
     def version(self) -> int | None:
@@ -249,9 +251,8 @@ class WeightInfo(msgspec.Struct, frozen=True):
                 f"run {self.offered.run} goes on without this engine, which did not answer in time or was removed: "
                 f"version {self.version} is served until it is offered another one"
             )
-        behind = self.offered.number - self.version
-        if self.offered.run != self.run:  # which may count from 0 again
-            behind = max(1, behind)
+        # Another run may count from 0 again.
+        behind = max(self.offered.number - self.version, 0 if self.num_missed is UNSET else self.num_missed)
         if behind <= max_behind:
             return ""
         return (

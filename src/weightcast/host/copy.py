@@ -104,20 +104,27 @@ class PreparedCopies:
     def run_changes(self, payload: torch.Tensor, changes: ChangedWords, *, former: bool = False) -> None:
         """Copy what changed to targets that have the former payload; see `ChangedWords.scatter`.
 
-        All sources are views of this payload. Pairs that torch copies, such as casts, are copied in full, and can't be
-        made as they were before (`former`).
+        All sources are views of this payload. Pairs that torch copies, such as casts, are copied in full; so are all if
+        a copy reads words twice, as a broadcast does. `former` needs that there are no such copies (`can_restore`).
         """
-        assert not (former and self._jobs)
-        if self._rows_of_payload is None:
-            self._rows_of_payload = self._table.rows_in(payload)
-        changes.scatter(self._rows_of_payload, former=former, threads=_most_threads())
+        rows = self._rows_in(payload)
+        if not changes.can_scatter(rows):
+            assert not former
+            self.run()
+            return
+        changes.scatter(rows, former=former, threads=_most_threads())
         for job in self._jobs:
+            assert not former
             job()
 
-    @property
-    def can_restore_former(self) -> bool:
-        """True if `run_changes` can make the targets as they were before."""
-        return not self._jobs
+    def can_restore(self, payload: torch.Tensor, changes: ChangedWords) -> bool:
+        """Return whether `run_changes` can make the targets as they were before these changes."""
+        return not self._jobs and changes.can_scatter(self._rows_in(payload))
+
+    def _rows_in(self, payload: torch.Tensor) -> Rows:
+        if self._rows_of_payload is None:
+            self._rows_of_payload = self._table.rows_in(payload)
+        return self._rows_of_payload
 
 
 def _tensor_at(source: torch.Tensor | int, target: torch.Tensor, payloads: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -596,7 +596,10 @@ class Link:
         `goes_on`: first tell the worker that the run goes on without its engine.
         """
         with self._condition:
-            if goes_on and not self.ended:
+            if goes_on and not self.ended and not self.put(frame(Dropped())):
+                # The worker has stopped reading: this last message gets room beside those that fill the buffer.
+                size = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
                 self.put(frame(Dropped()))
             if self.ended:
                 return
@@ -763,8 +766,9 @@ class LinkListener:
                 # A host that vanished sends no FIN: end the connection if nothing is acknowledged for a lease.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.lease_seconds * 1000))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if len(self._open_links) - sum(map(len, self._links.values())) >= _MAX_STRANGERS:
-                raise PermissionError("too many connections without a hello")
+            strangers = [link for link in self._open_links.values() if not link.engine]
+            if len(strangers) >= _MAX_STRANGERS:
+                self._drop(min(strangers, key=lambda link: link.opened_at), "too many connections without a hello")
             sock.setblocking(False)
             self.condition.poller.register(sock, select.EPOLLIN)
             self._open_links[sock.fileno()] = Link(sock, self.condition, self._messages)

@@ -115,6 +115,9 @@ def delta_apply(
     adds any.
     """
 
+def delta_can_scatter(rows: Table, num_words: int, width: int, /) -> bool:
+    """Return whether `delta_scatter` takes these rows."""
+
 def delta_scatter(rows: Table, num_words: int, width: int, positions: Any, words: Any, threads: int, /) -> None:
     """Write the words at these positions of a payload to where rows of `copy_strided` bring them. Raises ValueError.
 

@@ -171,6 +171,21 @@ static PyObject *apply(PyObject *self, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
+static PyObject *can_scatter(PyObject *self, PyObject *arguments) {
+    (void)self;
+    Py_buffer rows;
+    unsigned long long num_words;
+    unsigned int width;
+    if (!PyArg_ParseTuple(arguments, "y*KI:delta_can_scatter", &rows, &num_words, &width))
+        return NULL;
+    size_t count = (size_t)rows.len / (8 * WC_STRIDED_WORDS);
+    int can = 0;
+    if (!bad_words(num_words, width) && !bad_array(&rows, "rows of a table", count * WC_STRIDED_WORDS, 8))
+        can = wc_bad_scatter(rows.buf, count, num_words, width) == count;
+    PyBuffer_Release(&rows);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(can);
+}
+
 static PyObject *scatter(PyObject *self, PyObject *arguments) {
     (void)self;
     Py_buffer rows, positions, words;
@@ -186,8 +201,8 @@ static PyObject *scatter(PyObject *self, PyObject *arguments) {
         bad_array(&rows, "rows of a table", count * WC_STRIDED_WORDS, 8)) {
     } else if ((bad = wc_bad_scatter(rows.buf, count, num_words, width)) < count) {
         PyErr_Format(PyExc_ValueError,
-                     "row %zu of the table can't take changes: its source is outside of the payload, or has parts of "
-                     "words",
+                     "row %zu of the table can't take changes: its source is outside of the payload, or has words twice "
+                     "or in part",
                      bad);
     } else {
         PyThreadState *state = released(WEIGHT * changes.count);
@@ -205,6 +220,6 @@ static PyObject *scatter(PyObject *self, PyObject *arguments) {
 PyMethodDef wc_delta_methods[] = {
     {"delta_encode", encode, METH_VARARGS, NULL},   {"delta_encode_room", encode_room, METH_VARARGS, NULL},
     {"delta_count", count, METH_VARARGS, NULL},     {"delta_decode", decode, METH_VARARGS, NULL},
-    {"delta_apply", apply, METH_VARARGS, NULL},     {"delta_scatter", scatter, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
+    {"delta_apply", apply, METH_VARARGS, NULL},     {"delta_can_scatter", can_scatter, METH_VARARGS, NULL},
+    {"delta_scatter", scatter, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL},
 };

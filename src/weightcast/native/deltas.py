@@ -101,11 +101,15 @@ class ChangedWords:
         """Memory of the arrays."""
         return 3 * self.positions.nbytes
 
+    def can_scatter(self, rows: Rows) -> bool:
+        """Return whether `scatter` takes these copies: each reads a word of the payload at most once."""
+        return _core.delta_can_scatter(rows, self.num_words, self.word_bytes)
+
     def scatter(self, rows: Rows, *, former: bool = False, threads: int = 1) -> None:
         """Write the words to where copies of the payload have put the former ones.
 
         `rows`: of `CopyTable.rows_in` the payload. `former`: write the words as they were. Raises ValueError, before it
-        writes any, for a copy that reaches outside of the payload, or begins or ends within a word.
+        writes any, for a copy that reaches outside of the payload, reads a word twice, or has a part of a word.
         """
         words = self.former if former else self.words
         _core.delta_scatter(rows, self.num_words, self.word_bytes, self.positions, words, threads)

@@ -345,14 +345,18 @@ class Install:
 
     def undo_of(self, assembly: Assembly, changes: Mapping[int, ChangedWords]) -> Callable[[], None] | None:
         """Return a function that undoes `load_changes`, also half-way; None if that does more than copying changes."""
-        parts = [(self._part(index, payload), index, payload) for index, payload in assembly.payloads.items()]
-        if not changes.keys() >= assembly.payloads.keys() or self._num_joined or self._without_elements:
+        found = self._map
+        if found is None or changes.keys() < assembly.payloads.keys() or self._num_joined or self._without_elements:
             return None
+        parts = [(self._part(index, payload), index, payload) for index, payload in assembly.payloads.items()]
         with torch.inference_mode():
-            if any(part.rest or not part.copies.prepared().can_restore_former for part, _, _ in parts):
-                return None
+            for part, index, payload in parts:
+                if part.rest or not part.copies.prepared().can_restore(payload, changes[index]):
+                    return None
 
         def undo() -> None:
+            if not found.bind() or found.revision != self._revision:
+                raise InstallError("the model's tensors were replaced, so that the words that changed are not there")
             for part, index, payload in parts:
                 part.copies.run(changed=(payload, changes[index]), former=True)
 

@@ -382,11 +382,13 @@ class Update:
                         self._engine.commit(self.version)
                         self._install.prove(self._assembly)
                 except BaseException as exc:
-                    message = f"installing version {self.version.number} failed: {exc}"
+                    message = f"installing version {self.version.number} failed: {exc if str(exc) else repr(exc)}"
                     self.error = to_record(InstallError(message, torn=True))
                     self.state = State.ABORTED
-                    self.error = to_record(InstallError(message, torn=not self._go_back(message)))
-                    self._release()
+                    try:
+                        self.error = to_record(InstallError(message, torn=not self._go_back(message)))
+                    finally:
+                        self._release()
                     if not isinstance(exc, Exception):
                         raise
                     raise from_record(self.error) from exc
@@ -449,16 +451,24 @@ class Update:
                 # First, because the roll-back waits for the device, where a running broadcast ends only with its group.
                 self._receiver.end()
             finally:
-                is_whole = self._go_back(f"version {self.version.number} was aborted half-way: {self.error.message}")
-                if isinstance(error, InstallError):
-                    error.torn = not is_whole
-                    self.error = to_record(error)
-                # Before a concurrent abort can return, after which the publisher resumes the engine.
-                self._release()
+                try:
+                    is_whole = self._go_back(
+                        f"version {self.version.number} was aborted half-way: {self.error.message}"
+                    )
+                    if isinstance(error, InstallError):
+                        error.torn = not is_whole
+                        self.error = to_record(error)
+                finally:
+                    # Before a concurrent abort can return, after which the publisher resumes the engine.
+                    self._release()
         return True
 
     def _go_back(self, reason: str) -> bool:
-        """Undo the writes; without an undo copy the engine is torn. Returns True if the engine has a whole version."""
+        """Undo the writes; without an undo copy the engine is torn. Returns True if the engine has a whole version.
+
+        A Ctrl-C before all is undone leaves the engine torn, too.
+        """
+        is_whole = not self._touched
         try:
             if self._touched:
                 # Copies that another thread has queued would otherwise run after the restore.
@@ -466,14 +476,14 @@ class Update:
             self._engine.discard()
             if self._restore is not None:
                 self._restore()
-                return True
+                is_whole = True
         except Exception as exc:
             reason = f"{reason}; restoring the former version failed too: {exc}"
             logger.warning("%s", reason)
-        if not self._touched:
-            return True
-        self._gate.tear(f"{reason}; publish a complete update to heal this engine")
-        return False
+        finally:
+            if not is_whole:
+                self._gate.tear(f"{reason}; publish a complete update to heal this engine")
+        return is_whole
 
     def _await_device(self) -> None:
         if self._device.type == "cuda":
@@ -483,6 +493,7 @@ class Update:
 
     def _release(self) -> None:
         self._assembly.clear()
+        self._base = None  # the session has it, and may release it
         if self.state is not State.INSTALLED or not self._settles:
             self._restore, self._changes = None, {}
         try:

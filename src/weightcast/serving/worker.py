@@ -140,6 +140,8 @@ class Worker:
         """The session of that offer, until it ends."""
         self._was_dropped = False
         """True if its publisher had said by then that its run goes on without this engine."""
+        self._num_missed = 0
+        """Number of versions that were offered since the one that is served was installed."""
         close_at_exit(self)
 
     def info(self) -> WeightInfo:
@@ -166,6 +168,7 @@ class Worker:
             abilities=tuple(name for name, has in able.items() if has),
             instance=self.instance,
             offered=UNSET if self._offered is None else self._offered,
+            num_missed=self._num_missed or UNSET,
             adapters=UNSET if self.adapters is None else self.adapters.versions(),
             dropped=True if is_dropped else UNSET,
         )
@@ -226,15 +229,14 @@ class Worker:
                     self._offer(session, info)
             case Seal():
                 with self._call("seal", info) as session:
-                    version = WeightVersion(info.run, info.version)
-                    if session.update is None and self.serves(version):
-                        # Its publisher has connected again to an engine that has the run's last version.
-                        session.require_publisher(info)
-                        self._offered, self._offered_by, self._was_dropped = version, session, False
-                        return
-                    update = self._current(session, info.version)
                     session.require_publisher(info)
-                    update.seal(info)
+                    version = WeightVersion(info.run, info.version)
+                    if session.update is None and self.gate.version == version and not self.gate.torn:
+                        # Its publisher has connected again to an engine that has the run's last version.
+                        self._offered, self._offered_by, self._was_dropped = version, session, False
+                        self._num_missed = 0
+                        return
+                    self._current(session, info.version).seal(info)
             case Abort():
                 session = self._require_session(info.run)
                 session.require_publisher(info)
@@ -262,6 +264,8 @@ class Worker:
                         session.send(Failed(number, record))
                         logger.warning("version %d was not installed: %s%s", number, record.message, trace_of(exc))
                     raise
+                if update.offer.target is UNSET:
+                    self._num_missed = 0
                 self._unsettled = update if self._settles else None
                 if not self._settles:
                     self._keep(update)
@@ -411,6 +415,7 @@ class Worker:
         return update
 
     def _offer(self, session: PublisherSession, offer: Offer) -> None:
+        session.require_publisher(offer)
         receiver = session.require_receiver()
         served = self.gate.version
         has_served = served is not None and served.run == offer.run and not self.gate.torn
@@ -421,20 +426,21 @@ class Worker:
         if self.adapters is not None:
             newest = max(newest, self.adapters.newest(offer.run))
         if session.update is not None and session.update.offer == offer and not session.update.has_ended():
-            session.require_publisher(offer)
             return  # the same offer, sent again by a client or a proxy whose connection was closed
         if offer.version <= newest:
             raise StaleVersionError(
                 f"version {offer.version} was offered after version {newest} (a replayed request?): offer a higher "
                 "version"
             )
-        self._offered, self._offered_by, self._was_dropped = WeightVersion(offer.run, offer.version), session, False
+        if offer.target is UNSET:
+            version = WeightVersion(offer.run, offer.version)
+            self._num_missed += version != self._offered
+            self._offered, self._offered_by, self._was_dropped = version, session, False
         if offer.install not in self._installs:
             raise UnsupportedError(
                 f"install={offer.install!r} was requested, but {type(self.engine).__name__} does not support it: "
                 f"publish with install={' or '.join(map(repr, self._installs))}"
             )
-        session.require_publisher(offer)
         if offer.target is not UNSET:
             self._require_adapters(offer)
         if session.update is not None and session.update.is_streaming:

@@ -16,6 +16,9 @@ from weightcast.format.messages import InstallMode
 from weightcast.host.deadline import number_of_seconds
 from weightcast.trainer.arguments import integer
 
+_MAX_BUCKET_BYTES = 1 << 32
+"""A delta counts the words of a bucket in 32 bits."""
+
 Phase: TypeAlias = Literal["offered", "packed", "received", "installed"]
 DeltaMode: TypeAlias = Literal["auto", "always"]
 
@@ -145,6 +148,8 @@ class PublishOptions:
         number_of_seconds("lease_seconds", self.lease_seconds)
         if self.bucket_size_bytes is not None:
             size = integer("bucket_size_bytes", self.bucket_size_bytes)
-            if size < ALIGNMENT_BYTES:
-                raise ValueError(f"bucket_size_bytes is {size}; it must be at least {ALIGNMENT_BYTES}")
+            if not ALIGNMENT_BYTES <= size <= _MAX_BUCKET_BYTES:
+                raise ValueError(
+                    f"bucket_size_bytes is {size}; it must be from {ALIGNMENT_BYTES} to {_MAX_BUCKET_BYTES}"
+                )
             object.__setattr__(self, "bucket_size_bytes", size)  # an int: messages can't encode numpy's integers

@@ -464,7 +464,7 @@ class PublishRun:
             # An engine that was dropped after its install is not ready until it learns that this version is the last.
             root = root_digest(self._again.manifest_digest, self._again.digests)
             seal = Seal(self._run, number, len(self._again.digests), root, inputs.connections.listener.secret)
-            serving = [member for member in connected if member.result.ok and member.links]
+            serving = [m for m in connected if m.result.ok and m.links and inputs.target is UNSET]
             self._fleet.each(lambda member: member.client.update(seal), serving)
             if self._again.manifest_digest != self._pack_plan.manifest_digest:
                 self._fail_changed(self._fleet.healthy())
