@@ -58,6 +58,10 @@ _ACCEPTANCE, _MODEL, _QUANTISED = (f"real_vllm/test_{name}.py" for name in ("acc
 _SGLANG = "real_sglang/test_transactional.py"
 _OLD_SCALES = "its scales belong to the weights that {} was started with"
 _DRAFT_NOT_TRIED = """not tried, unless it keeps its weights: --additional-config '{"weightcast": {"draft": "keep"}}'"""
+_SGLANG_QUANTISED = (
+    "not tried, since SGLang needs a GPU, AMX or Arm to serve them: start it from a checkpoint that is not quantised, "
+    "or use vLLM"
+)
 _SGLANG_DRAFT_NOT_TRIED = (
     "not tried, unless the draft model keeps its weights: start SGLang with WEIGHTCAST_DRAFT=keep in its environment"
 )
@@ -70,7 +74,7 @@ _SLEEP = ("model_config", "enable_sleep_mode")
 
 
 OTHER_KIND = RefusedLayers("only these kinds were tried")
-STATIC_SCALES = RefusedLayers("tried only with compressed-tensors fp8")
+STATIC_SCALES = RefusedLayers("not tried, since vLLM's build for CPUs lacks their kernel")
 SCALES_TOGETHER = RefusedLayers("a rank that fails would stop the others, which wait for its scales")
 COMBINED = RefusedLayers(_NOT_TRIED)
 ONE_DNN = RefusedLayers("after a reload vLLM's oneDNN kernel computed NaN")
@@ -139,7 +143,10 @@ FEATURES = [
             Run(_QUANTISED, 'saved("qwen3+fp8-blocks")', "int8 and fp8 by blocks on those with AMX"),
             Run(_QUANTISED, 'saved("qwen3", "fp8_per_block")', "int8 and fp8 by blocks on those with AMX"),
         ),
-        (Refused(_NOT_TRIED, "quantization", "fp8"), Refused(_NOT_TRIED, "rl_quant_profile", "any")),
+        tuple(
+            Refused(_SGLANG_QUANTISED, option, "fp8")
+            for option in ("quantization", "modelopt_quant", "kt_weight_path", "rl_quant_profile")
+        ),
     ),
     Feature(
         "quantised otherwise; with static scales; int8 without AMX",

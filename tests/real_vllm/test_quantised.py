@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_features import COMBINED, ONE_DNN, OTHER_KIND, SCALES_TOGETHER, RefusedLayers, lora
+from engine_features import COMBINED, ONE_DNN, OTHER_KIND, SCALES_TOGETHER, STATIC_SCALES, RefusedLayers, lora
 from publishers import publisher_of
 from real_engines.setups import on
 from safetensors.torch import load_file
@@ -201,7 +201,7 @@ OF_EXPERTS = pytest.mark.skipif(not HAS_AMX, reason="vLLM serves no int8 experts
     ("change", "refused"),
     [
         (other_kind, OTHER_KIND),
-        (static_scales, OTHER_KIND),
+        (static_scales, STATIC_SCALES),
         pytest.param(scales_together, SCALES_TOGETHER, marks=OF_EXPERTS),
         pytest.param(expert_parallel, COMBINED, marks=OF_EXPERTS),
         (with_lora, COMBINED),

@@ -468,6 +468,7 @@ def test_a_key_is_asked_for_and_given(start: Start) -> None:
         ({"dp_size": 2}, "dp_size 2"),
         ({"pp_size": 2}, "pp_size 2"),
         ({"quantization": "fp8"}, "quantised by fp8"),
+        ({"speculative_algorithm": "EAGLE"}, "has a draft model (EAGLE)"),
     ],
 )
 def test_what_stock_sglang_cannot_update_is_refused_by_name(

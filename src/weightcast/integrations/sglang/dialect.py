@@ -10,6 +10,9 @@ from weightcast.integrations.sglang.stock.sender import StockSender
 from weightcast.integrations.sglang.stock.server import SglangStockServer
 from weightcast.seams.client import EngineClient
 
+_BYTES = frozenset({"float8_e4m3fn", "float8_e5m2", "int8", "uint8"})
+_PACKED = (".qweight", ".weight_packed")
+"""Dtypes and endings of names of quantised weights: the server names only a quantisation that was asked for."""
 _PAUSES: dict[PauseMode, SglangPause] = {"keep": "retract", "abort": "abort"}
 
 
@@ -33,9 +36,17 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> EngineClient | None:
             f"{routes.name} has dp_size {server.dp_size} and pp_size {server.pp_size}, but stock SGLang can be updated "
             "only with tensor parallelism: start a server for each replica"
         )
-    if server.quantization:
+    if server.speculative_algorithm not in (None, "NGRAM"):
         raise UnsupportedError(
-            f"{routes.name} serves weights quantised by {server.quantization}, which can't be sent "
-            "to stock SGLang: start it without --quantization"
+            f"{routes.name} has a draft model ({server.speculative_algorithm}), into which stock SGLang would load the "
+            "main model's weights, too: install weightcast in its environment"
         )
-    return SglangStockServer(SglangRoutes(routes, model, server, _PAUSES[pause]), join=StockSender.joined)
+    api = SglangRoutes(routes, model, server, _PAUSES[pause])
+    quantised = [spec.name for spec in api.held or () if spec.dtype in _BYTES or spec.name.endswith(_PACKED)]
+    if server.quantization or quantised:
+        what = f"quantised by {server.quantization}" if server.quantization else f"such as {quantised[0]!r}"
+        raise UnsupportedError(
+            f"{routes.name} serves weights {what}, which can't be sent to stock SGLang: start it without "
+            "--quantization, from a checkpoint that is not quantised"
+        )
+    return SglangStockServer(api, join=StockSender.joined)

@@ -60,13 +60,19 @@ _OF_DRAFTS = (
     "enable_multi_layer_eagle",
 )
 """Options that do not matter if the draft model keeps its weights."""
+_QUANTISED = (
+    "not tried, since SGLang needs a GPU, AMX or Arm to serve them: start it from a checkpoint that is not quantised, "
+    "or use vLLM"
+)
 _OFF: dict[str, tuple[tuple[Any, ...], str]] = {
-    "quantization": ((None,), _NOT_TRIED),
+    "quantization": ((None,), _QUANTISED),
+    "modelopt_quant": ((None,), _QUANTISED),
+    "kt_weight_path": ((None,), _QUANTISED),
     "kv_cache_dtype": (
         ("auto", "float16", "bfloat16", "bf16", "float32"),
         "its scales belong to the weights that SGLang was started with",
     ),
-    "rl_quant_profile": ((None,), _NOT_TRIED),
+    "rl_quant_profile": ((None,), _QUANTISED),
     "enable_lora_overlap_loading": ((None, False), _NOT_TRIED),
     "speculative_algorithm": ((None, "NGRAM", "EAGLE", "STANDALONE"), _DRAFT_NOT_TRIED),
     "speculative_token_map": ((None,), _DRAFT_NOT_TRIED),

@@ -145,8 +145,13 @@ def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
     }
     found = {
         f"{quantization}: {', '.join(sorted(kinds))}": (
-            is_static or not kinds <= _QUANTISED.keys(),
-            f"only these kinds were tried: {', '.join(_QUANTISED.values())}; with scales by channels or blocks",
+            not kinds <= _QUANTISED.keys(),
+            f"only these kinds were tried: {', '.join(_QUANTISED.values())}: start vLLM with one of them",
+        ),
+        f"{quantization}: static scales": (
+            is_static,
+            "not tried, since vLLM's build for CPUs lacks their kernel: use a checkpoint with scales of weights by "
+            "channels or blocks, and dynamic scales of inputs",
         ),
         f"{quantization}: weights kept by oneDNN": (
             outside,

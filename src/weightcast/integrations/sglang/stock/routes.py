@@ -41,6 +41,7 @@ class ServerInfo(msgspec.Struct):
     dp_size: int = 1
     pp_size: int = 1
     quantization: str | None = None
+    speculative_algorithm: str | None = None
     version: str = "unknown"
     host: str = ""
     dtype: str = "auto"
