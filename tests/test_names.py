@@ -30,7 +30,7 @@ WORDS = {
         ("hold", "holds", "held", "holder", "holding"),
         frozenset(
             {
-                *("Held", "HeldBlock", "HeldParts", "HeldRegion", "HeldTensor", "HeldWeights", "Holding", "_Held"),
+                *("Held", "HeldBlock", "HeldParts", "HeldRegion", "HeldTensor", "HeldWeights", "_Held"),
                 *("held", "_held", "_held_tied", "held_range", "held_shards", "held_weights", "assert_holds"),
                 "holder",
             }

@@ -33,6 +33,7 @@ from real_vllm.oracle import PROMPT
 from real_vllm.servers import PLAIN, Server, Setup, completion
 from real_vllm.test_soak import footprint
 from weightcast import PublishError
+from weightcast.control.client import HttpRoutes
 from weightcast.errors import PeerTimeoutError
 from weightcast.format.adapters import tensor_name
 from weightcast.integrations.stock_adapters import StockAdapters
@@ -189,16 +190,18 @@ def test_after_a_lost_reply_the_server_is_asked(
     monkeypatch: pytest.MonkeyPatch,
     cold_answers: Any,
 ) -> None:
-    expected, post = cold_answers(server.setup), StockAdapters._post
+    expected, post = cold_answers(server.setup), HttpRoutes.post
 
-    def lose(self: StockAdapters, route: str, body: Any) -> None:
-        post(self, route, body)
-        raise PeerTimeoutError("the reply was lost", peer=self.name)
+    def lose(self: HttpRoutes, path: str, body: Any = None, *, once: bool = False) -> bytes:
+        reply = post(self, path, body, once=once)
+        if path.endswith("_lora_adapter"):
+            raise PeerTimeoutError("the reply was lost", peer=self.name)
+        return reply
 
     with publishing(server, AdapterOf(server.setup.family, 0), memory_store) as (publisher, source):
         last = publisher.publish().version
         with monkeypatch.context() as patch:
-            patch.setattr(StockAdapters, "_post", lose)
+            patch.setattr(HttpRoutes, "post", lose)
             assert publisher.publish().ok
         assert answer(server, f"policy@{last + 1}") == expected[0]
         assert publisher.sync().ok, "it has the version already"

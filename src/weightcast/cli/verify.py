@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from functools import partial
 
@@ -15,6 +15,7 @@ from weightcast.cli import exits, output, values
 from weightcast.errors import ControlError, UnsupportedError, listed
 from weightcast.format.amounts import count, size
 from weightcast.format.manifest import TensorSpec
+from weightcast.format.messages import HeldWeights
 from weightcast.host.deadline import LOAD_SECONDS, in_background, to_its_end
 from weightcast.seams.source import Source
 from weightcast.store.address import StoreAddress
@@ -39,23 +40,6 @@ _MEANING = {
 }
 
 
-class Holding(msgspec.Struct, frozen=True):
-    """The tensors of an engine or a checkpoint: specs, and digests by first name.
-
-    `unproven`: by name, why an engine can't read the tensor. `problems`: by name, inconsistencies within the engine.
-    """
-
-    specs: Sequence[TensorSpec]
-    digests: Mapping[str, str]
-    unproven: Mapping[str, str] = {}
-    problems: Mapping[str, str] = {}
-
-    def describe(self, spec: TensorSpec) -> str:
-        if spec.name in self.problems:
-            return self.problems[spec.name]
-        return f"{spec.dtype}{list(spec.shape)} {self.digests.get(spec.name, 'no digest')}"
-
-
 class Difference(msgspec.Struct, frozen=True):
     """A tensor that differs. `what`: "differs" (values, dtype or shape), "missing" in the engine, or "unknown" to the
     checkpoint."""
@@ -69,7 +53,7 @@ class Difference(msgspec.Struct, frozen=True):
 class EngineVerdict(msgspec.Struct, frozen=True):
     """Result for one engine, which has the checkpoint's weights if there are no differences.
 
-    `unproven`: see Holding.
+    `unproven`: see HeldWeights.
     """
 
     engine: str
@@ -119,27 +103,33 @@ def run(args: argparse.Namespace) -> int:
     return exits.OK if verdict.ok else exits.NEGATIVE
 
 
-def compare(checkpoint: Holding, engine: Holding) -> list[Difference]:
+def compare(checkpoint: HeldWeights, engine: HeldWeights) -> list[Difference]:
     """Return every tensor that differs. Tensors match by any of their names; tied ones have several."""
     by_name: dict[str, list[TensorSpec]] = {}
-    for spec in engine.specs:
+    for spec in engine.tensors:
         for name in spec.names:
             by_name.setdefault(name, []).append(spec)
-    named = {name for spec in checkpoint.specs for name in spec.names}
+    named = {name for spec in checkpoint.tensors for name in spec.names}
     matched: set[str] = set()
     found: list[Difference] = []
-    for spec in checkpoint.specs:
+    for spec in checkpoint.tensors:
         others = {other.name: other for name in spec.names for other in by_name.get(name, ())}
         matched |= others.keys()
         if not others:
-            found.append(Difference(spec.name, "missing", checkpoint=checkpoint.describe(spec)))
+            found.append(Difference(spec.name, "missing", checkpoint=_described(checkpoint, spec)))
         for other in others.values():
-            ours, theirs = checkpoint.describe(spec), engine.describe(other)
+            ours, theirs = _described(checkpoint, spec), _described(engine, other)
             if other.name not in engine.unproven and ours != theirs:
                 name = spec.name if other.name in named else other.name
                 found.append(Difference(name, "differs", checkpoint=ours, engine=theirs))
-    strangers = (spec for spec in engine.specs if spec.name not in matched)
-    return found + [Difference(spec.name, "unknown", engine=engine.describe(spec)) for spec in strangers]
+    strangers = (spec for spec in engine.tensors if spec.name not in matched)
+    return found + [Difference(spec.name, "unknown", engine=_described(engine, spec)) for spec in strangers]
+
+
+def _described(held: HeldWeights, spec: TensorSpec) -> str:
+    if spec.name in held.differing:
+        return held.differing[spec.name]
+    return f"{spec.dtype}{list(spec.shape)} {held.digests.get(spec.name, 'no digest')}"
 
 
 def _verify_store(url: str) -> Verdict:
@@ -184,7 +174,7 @@ def verify(
             digests[spec.name] = tensor_digest(tensor)
             done_bytes += spec.num_bytes
             show(done_bytes, num_bytes)
-    ours = Holding(specs, digests)
+    ours = HeldWeights("", "", list(specs), digests)
     verdicts: dict[str, EngineVerdict] = {}
     errors: list[Exception] = []
     with output.stage("waiting for the engines"):
@@ -203,12 +193,12 @@ def verify(
 
 
 def _verdict(
-    url: str, answer: Callable[[], tuple[str, Holding]], ours: Holding, token: str | None, *, quarantine: bool
+    url: str, answer: Callable[[], HeldWeights], ours: HeldWeights, token: str | None, *, quarantine: bool
 ) -> EngineVerdict:
     from weightcast.control.client import HttpEngine
 
-    weight_version, theirs = answer()
-    verdict = EngineVerdict(url, weight_version, compare(ours, theirs), dict(theirs.unproven))
+    theirs = answer()
+    verdict = EngineVerdict(url, theirs.weight_version, compare(ours, theirs), theirs.unproven)
     if not (verdict.differences and quarantine):
         return verdict
     names = listed([repr(difference.name) for difference in verdict.differences], separator=", ")
@@ -221,8 +211,8 @@ def _verdict(
     return verdict
 
 
-def _ask(url: str, token: str | None, timeout_seconds: float, bandwidth: int | None) -> tuple[str, Holding]:
-    """Return the engine's version and tensors. Raises UnsupportedError, or ControlError if they change meanwhile."""
+def _ask(url: str, token: str | None, timeout_seconds: float, bandwidth: int | None) -> HeldWeights:
+    """Return what the engine has. Raises UnsupportedError, or ControlError if they change meanwhile."""
     from weightcast.control.client import HttpEngine
 
     with contextlib.closing(HttpEngine(url, token=token, timeout_seconds=timeout_seconds)) as engine:
@@ -234,7 +224,7 @@ def _ask(url: str, token: str | None, timeout_seconds: float, bandwidth: int | N
                 "SGLang, install weightcast's plugin and publish a version first; `weightcast inspect` shows the "
                 "present version"
             )
-    return held.weight_version, Holding(held.tensors, held.digests, held.unproven, held.differing)
+    return held
 
 
 def _view(verdict: Verdict) -> Iterator[str]:
