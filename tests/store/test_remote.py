@@ -65,7 +65,7 @@ from weightcast.format.manifest import WeightVersion
 from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.address import StoreAddress
-from weightcast.store.copying import Copied, RemoteCopy, copy_newest
+from weightcast.store.copying import Copied, LocalCopy, RemoteCopy, copy_newest
 from weightcast.store.reading import StoreReader, pinned, store_status
 from weightcast.store.remote import RemoteStorage
 from weightcast.transports.store import StoreSender
@@ -326,6 +326,32 @@ def test_deltas_stay_deltas_where_the_base_is(tmp_path: Path, is_push: bool, ful
             assert is_delta == (full_every == 4 and number in (2, 3, 6))
     full = sum(manifest.buckets)
     assert [amount < full // 10 for amount in sent] == [False, True, True, False, True]
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4)])
+def test_a_copy_goes_on_with_another_full_every(tmp_path: Path, before: int, after: int) -> None:
+    """What the first attempt has left is of the other kind."""
+    tensors = {f"t{i}": torch.arange(60_000, dtype=torch.int32) for i in range(4)}
+    manifest, source, target = manifest_of(tensors), tmp_path / "source", tmp_path / "target"
+    sender = StoreSender(url(source, "?full_every=4"), run=RUN, deadline_seconds=SHORT_SECONDS)
+    with contextlib.closing(sender):
+        send(sender, manifest, WeightVersion(RUN, 1), tensors)
+        assert copy(url(source), url(target))
+        for tensor in tensors.values():
+            tensor[:9] += 1
+        send(sender, manifest, WeightVersion(RUN, 2), tensors)
+    with pinned(StoreAddress.parse(url(source))) as version:
+        address = StoreAddress.parse(url(target, f"?full_every={before}"))
+        with LocalCopy(address, version.stored, version.manifest, deadline_seconds=SHORT_SECONDS) as begun:
+            for index in (0, 1):
+                begun.write(index, version.read_stored(index))
+    copied = copy(url(source), url(target, f"?full_every={after}"))
+    assert copied is not None
+    assert (newest(url(target)).base is not None) is (after == 4)
+    assert cli.main(["verify", url(target)]) == 0
+    found = StoreSource(url(target))
+    assert found.version.number == 2
+    assert all(torch.equal(found.regions()[name][0][1], tensor) for name, tensor in tensors.items())
 
 
 # --- broken lines ---
