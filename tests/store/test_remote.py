@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
+import os
 import resource
 import shutil
 import socket
@@ -14,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -58,6 +61,7 @@ from weightcast.errors import (
     PeerDiedError,
     StaleVersionError,
     UnsupportedError,
+    UpdateAbortedError,
     VersionNotFoundError,
 )
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, payload_digest, write_header
@@ -352,6 +356,61 @@ def test_a_copy_goes_on_with_another_full_every(tmp_path: Path, before: int, aft
     found = StoreSource(url(target))
     assert found.version.number == 2
     assert all(torch.equal(found.regions()[name][0][1], tensor) for name, tensor in tensors.items())
+
+
+# --- a commit that comes twice ---
+
+
+@contextlib.contextmanager
+def all_but_committed(tmp_path: Path, number: int) -> Iterator[LocalCopy]:
+    """A copy into the synced store `target`, whose buckets are all there."""
+    write(tmp_path / "source", number)
+    with pinned(StoreAddress.parse(url(tmp_path / "source"))) as version:
+        address = StoreAddress.parse(url(tmp_path / "target", "?fsync=1"))
+        with LocalCopy(address, version.stored, version.manifest, deadline_seconds=SHORT_SECONDS) as begun:
+            for index in range(NUM_BUCKETS):
+                begun.write(index, version.read_raw(index))
+            yield begun
+
+
+def test_a_commit_that_comes_again_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a client to whom a proxy has said 504."""
+    sync, order = os.fdatasync, list[str]()
+    with ThreadPoolExecutor(1) as pool, all_but_committed(tmp_path, 5) as begun:
+
+        def again() -> None:
+            begun.commit()
+            order.append("again")
+
+        def slow(descriptor: int) -> None:
+            monkeypatch.setattr(os, "fdatasync", sync)
+            second.append(pool.submit(again))
+            wait(second, 0.5)
+            sync(descriptor)
+            order.append("synced")
+
+        second = list[Future[None]]()
+        monkeypatch.setattr(os, "fdatasync", slow)
+        begun.commit()
+        second[0].result(LONG_SECONDS)
+    assert order == ["synced", "again"]
+    assert number_served(url(tmp_path / "target")) == 5
+
+
+def test_a_commit_that_failed_is_not_made_of_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with all_but_committed(tmp_path, 5) as begun:
+
+        def fail(descriptor: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", fail)
+            with pytest.raises(OSError, match="Input/output error"):
+                begun.commit()
+        with pytest.raises(UpdateAbortedError, match="the commit of version 5 has failed: copy it again"):
+            begun.commit()
+    assert copy(url(tmp_path / "source"), url(tmp_path / "target"))
+    assert number_served(url(tmp_path / "target")) == 5
 
 
 # --- broken lines ---

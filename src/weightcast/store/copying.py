@@ -175,9 +175,12 @@ class LocalCopy(ClosedOnExit):
                 self._num_writing -= 1
 
     def commit(self) -> None:
-        if self._is_committed:
-            return
+        # For all of it: the request of a push may come again while the first one still seals the version.
         with self._lock:
+            if self._is_committed:
+                return
+            if self._is_sealed:
+                raise UpdateAbortedError(f"the commit of version {self._stored.number} has failed: copy it again")
             digests = [digest for digest in self._digests if digest is not None]
             if len(digests) < len(self._digests) or self._num_writing:
                 raise IncompleteUpdateError(
@@ -185,20 +188,20 @@ class LocalCopy(ClosedOnExit):
                     "send the others first"
                 )
             self._is_sealed = True
-        found = root_digest(self._stored.manifest_digest, digests)
-        if found != self._stored.root:
-            # Each one is intact, so that the next copy would keep them.
-            for index in range(len(digests)):
-                self._writer.write(index, memoryview(bytes(HEADER_BYTES)))
-            raise IntegrityError(
-                f"the buckets that came of version {self._stored.number} have the root digest {found}, the source's "
-                f"seal says {self._stored.root}: they are not of one version, and were dropped; copy it again, and if "
-                "that fails, too, run `weightcast verify` on the source"
-            )
-        self._writer.finish()
-        self._writer.seal(digests)
-        self._writer.commit()
-        self._is_committed = True
+            found = root_digest(self._stored.manifest_digest, digests)
+            if found != self._stored.root:
+                # Each one is intact, so that the next copy would keep them.
+                for index in range(len(digests)):
+                    self._writer.write(index, memoryview(bytes(HEADER_BYTES)))
+                raise IntegrityError(
+                    f"the buckets that came of version {self._stored.number} have the root digest {found}, the "
+                    f"source's seal says {self._stored.root}: they are not of one version, and were dropped; copy it "
+                    "again, and if that fails, too, run `weightcast verify` on the source"
+                )
+            self._writer.finish()
+            self._writer.seal(digests)
+            self._writer.commit()
+            self._is_committed = True
 
     def _close_readers(self) -> None:
         for part in (self._left, self._base, self._reader):
