@@ -52,6 +52,7 @@ from store.store_kit import (
 )
 
 from weightcast import cli, rollback
+from weightcast.control.server import connections
 from weightcast.control.server import store as store_server
 from weightcast.errors import (
     ControlError,
@@ -709,6 +710,18 @@ def test_the_servers_own_tls(tmp_path: Path, near: str, certificate: Path, capsy
     with pytest.raises(SystemExit):
         cli.main(["serve-store", near, "--tls-key", str(tmp_path / "key.pem")])
     assert "--tls-key needs --tls-certificate" in capsys.readouterr().err
+
+
+def test_a_client_that_never_shakes_hands_is_let_go(
+    tmp_path: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the limit of a request's header, not within asyncio's 60 s."""
+    monkeypatch.setattr(connections, "GRACE_SECONDS", 0.05)
+    tls = {"certificate": certificate, "key": tmp_path / "key.pem"}
+    with contextlib.closing(StoreThread(tmp_path / "far", **tls)) as server:
+        client = socket.create_connection(("127.0.0.1", server.port), LONG_SECONDS)
+        with contextlib.closing(client), contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
 
 
 def test_half_sent_requests_keep_no_reader_out_of_a_server_with_few_descriptors(tmp_path: Path, near: str) -> None:
