@@ -66,10 +66,11 @@ class StoreProcess:
 class StoreThread:
     """The same server in this process, which starts faster."""
 
-    def __init__(self, directory: Path, served: str = "") -> None:
+    def __init__(self, directory: Path, served: str = "", **tls: Path) -> None:
+        """`tls`: the `certificate` and `key` of `HttpServer`."""
         self.directory = directory
         self.store = StoreServer(StoreAddress.parse(served or url(directory)), allow_push=True, deadline_seconds=2.0)
-        self._server = HttpServer(self.store.app)
+        self._server = HttpServer(self.store.app, **tls)
         self._socket = listen("127.0.0.1", 0)
         self.port = self._socket.getsockname()[1]
         self.url = f"store+http://127.0.0.1:{self.port}"

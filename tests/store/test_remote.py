@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
+import os
 import resource
 import shutil
 import socket
@@ -14,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,7 @@ from store.store_kit import (
 )
 
 from weightcast import cli, rollback
+from weightcast.control.server import connections
 from weightcast.control.server import store as store_server
 from weightcast.errors import (
     ControlError,
@@ -58,6 +62,7 @@ from weightcast.errors import (
     PeerDiedError,
     StaleVersionError,
     UnsupportedError,
+    UpdateAbortedError,
     VersionNotFoundError,
 )
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, payload_digest, write_header
@@ -65,7 +70,7 @@ from weightcast.format.manifest import WeightVersion
 from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.address import StoreAddress
-from weightcast.store.copying import Copied, RemoteCopy, copy_newest
+from weightcast.store.copying import Copied, LocalCopy, RemoteCopy, copy_newest
 from weightcast.store.reading import StoreReader, pinned, store_status
 from weightcast.store.remote import RemoteStorage
 from weightcast.transports.store import StoreSender
@@ -326,6 +331,87 @@ def test_deltas_stay_deltas_where_the_base_is(tmp_path: Path, is_push: bool, ful
             assert is_delta == (full_every == 4 and number in (2, 3, 6))
     full = sum(manifest.buckets)
     assert [amount < full // 10 for amount in sent] == [False, True, True, False, True]
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4)])
+def test_a_copy_goes_on_with_another_full_every(tmp_path: Path, before: int, after: int) -> None:
+    """What the first attempt has left is of the other kind."""
+    tensors = {f"t{i}": torch.arange(60_000, dtype=torch.int32) for i in range(4)}
+    manifest, source, target = manifest_of(tensors), tmp_path / "source", tmp_path / "target"
+    sender = StoreSender(url(source, "?full_every=4"), run=RUN, deadline_seconds=SHORT_SECONDS)
+    with contextlib.closing(sender):
+        send(sender, manifest, WeightVersion(RUN, 1), tensors)
+        assert copy(url(source), url(target))
+        for tensor in tensors.values():
+            tensor[:9] += 1
+        send(sender, manifest, WeightVersion(RUN, 2), tensors)
+    with pinned(StoreAddress.parse(url(source))) as version:
+        address = StoreAddress.parse(url(target, f"?full_every={before}"))
+        with LocalCopy(address, version.stored, version.manifest, deadline_seconds=SHORT_SECONDS) as begun:
+            for index in (0, 1):
+                begun.write(index, version.read_stored(index))
+    copied = copy(url(source), url(target, f"?full_every={after}"))
+    assert copied is not None
+    assert (newest(url(target)).base is not None) is (after == 4)
+    assert cli.main(["verify", url(target)]) == 0
+    found = StoreSource(url(target))
+    assert found.version.number == 2
+    assert all(torch.equal(found.regions()[name][0][1], tensor) for name, tensor in tensors.items())
+
+
+# --- a commit that comes twice ---
+
+
+@contextlib.contextmanager
+def all_but_committed(tmp_path: Path, number: int) -> Iterator[LocalCopy]:
+    """A copy into the synced store `target`, whose buckets are all there."""
+    write(tmp_path / "source", number)
+    with pinned(StoreAddress.parse(url(tmp_path / "source"))) as version:
+        address = StoreAddress.parse(url(tmp_path / "target", "?fsync=1"))
+        with LocalCopy(address, version.stored, version.manifest, deadline_seconds=SHORT_SECONDS) as begun:
+            for index in range(NUM_BUCKETS):
+                begun.write(index, version.read_raw(index))
+            yield begun
+
+
+def test_a_commit_that_comes_again_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a client to whom a proxy has said 504."""
+    sync, order = os.fdatasync, list[str]()
+    with ThreadPoolExecutor(1) as pool, all_but_committed(tmp_path, 5) as begun:
+
+        def again() -> None:
+            begun.commit()
+            order.append("again")
+
+        def slow(descriptor: int) -> None:
+            monkeypatch.setattr(os, "fdatasync", sync)
+            second.append(pool.submit(again))
+            wait(second, 0.5)
+            sync(descriptor)
+            order.append("synced")
+
+        second = list[Future[None]]()
+        monkeypatch.setattr(os, "fdatasync", slow)
+        begun.commit()
+        second[0].result(LONG_SECONDS)
+    assert order == ["synced", "again"]
+    assert number_served(url(tmp_path / "target")) == 5
+
+
+def test_a_commit_that_failed_is_not_made_of_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with all_but_committed(tmp_path, 5) as begun:
+
+        def fail(descriptor: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", fail)
+            with pytest.raises(OSError, match="Input/output error"):
+                begun.commit()
+        with pytest.raises(UpdateAbortedError, match="the commit of version 5 has failed: copy it again"):
+            begun.commit()
+    assert copy(url(tmp_path / "source"), url(tmp_path / "target"))
+    assert number_served(url(tmp_path / "target")) == 5
 
 
 # --- broken lines ---
@@ -624,6 +710,18 @@ def test_the_servers_own_tls(tmp_path: Path, near: str, certificate: Path, capsy
     with pytest.raises(SystemExit):
         cli.main(["serve-store", near, "--tls-key", str(tmp_path / "key.pem")])
     assert "--tls-key needs --tls-certificate" in capsys.readouterr().err
+
+
+def test_a_client_that_never_shakes_hands_is_let_go(
+    tmp_path: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the limit of a request's header, not within asyncio's 60 s."""
+    monkeypatch.setattr(connections, "GRACE_SECONDS", 0.05)
+    tls = {"certificate": certificate, "key": tmp_path / "key.pem"}
+    with contextlib.closing(StoreThread(tmp_path / "far", **tls)) as server:
+        client = socket.create_connection(("127.0.0.1", server.port), LONG_SECONDS)
+        with contextlib.closing(client), contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
 
 
 def test_half_sent_requests_keep_no_reader_out_of_a_server_with_few_descriptors(tmp_path: Path, near: str) -> None:

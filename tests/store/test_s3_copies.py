@@ -211,11 +211,12 @@ def test_buckets_that_are_not_of_one_version_are_never_sealed(target: Target, tm
     assert number_served(target.url) == 2
 
 
-@pytest.mark.parametrize("stays_delta", [True, False])
-def test_a_copy_of_a_delta_goes_on(target: Target, tmp_path: Path, *, stays_delta: bool) -> None:
+@pytest.mark.parametrize(("before", "after"), [(4, 4), (1, 1), (4, 1), (1, 4)])
+def test_a_copy_of_a_delta_goes_on(target: Target, tmp_path: Path, before: int, after: int) -> None:
+    """Also with another `full_every` than before: a full version gets no delta that was left, a delta may get both."""
     tensors = {f"t{number}": torch.zeros(30_000, dtype=torch.bfloat16) for number in range(6)}
-    source = url(tmp_path / "source", "?full_every=4")
-    target.url += f"&full_every={4 if stays_delta else 1}"
+    source, there = url(tmp_path / "source", "?full_every=4"), target.url
+    target.url = f"{there}&full_every={before}"
     with publisher_of(TensorSource(tensors), transport=source, bucket_size_bytes=64 << 10) as publisher:
         publisher.publish(1)
         assert copy(source, target)
@@ -224,11 +225,13 @@ def test_a_copy_of_a_delta_goes_on(target: Target, tmp_path: Path, *, stays_delt
         publisher.publish(2)
     target.forget()
     fail_at(source, target, 3)
+    target.url = f"{there}&full_every={after}"
     assert copy(source, target)
-    assert target.moved == [0, 1, 2]
+    kept = [] if (before, after) == (4, 1) else [0, 1, 2]
+    assert target.moved == kept
+    assert [number for number in (0, 1, 2) if number not in target.sent] == kept
     assert 3 in target.sent
-    assert 0 not in target.sent
-    assert (store_status(StoreAddress.parse(target.url)).newest.base is not None) is stays_delta
+    assert (store_status(StoreAddress.parse(target.url)).newest.base is not None) is (after == 4)
     found = StoreSource(target.url)
     assert found.version.number == 2
     assert all(torch.equal(found.regions()[name][0][1], tensor) for name, tensor in tensors.items())

@@ -39,7 +39,6 @@ from weightcast.store.address import StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader, stored_bytes
 from weightcast.store.records import Stored
 from weightcast.store.remote import BucketAnswer, CopyAnswer, CopyRequest, RemoteCalls, RemoteStorage
-from weightcast.store.storage import BucketReader
 from weightcast.store.writing import StoreWriter
 
 _NUM_LOOKS = 8
@@ -120,13 +119,12 @@ class LocalCopy(ClosedOnExit):
             self._writer.begin(manifest, stored.version, range(len(manifest.buckets)), base=base)
             left = self._writer.left(stored, manifest)
             if left is not None:
-                self._left = self._read_from(left)
+                # Without the base, deltas that are left count as damaged: a full version must not have any.
+                base_of_left = self._base if self._is_delta else None
+                self._left = PinnedVersion(stored, manifest, left, base=base_of_left)
                 with ThreadPoolExecutor(_NUM_LOOKS, "weightcast-copy") as pool:
                     found = pool.map(lambda index: self._checked(index, only_header=True), range(len(self._digests)))
                     self.left = {index for index, buffer in enumerate(found) if buffer is not None}
-
-    def _read_from(self, data: BucketReader) -> PinnedVersion:
-        return PinnedVersion(self._stored, self._manifest, data, base=self._base)
 
     def _checked(self, index: int, *, only_header: bool = False) -> BucketBuffer | None:
         """Return the raw bucket that was left in the slot; None if it is damaged, or of another version."""
@@ -158,7 +156,8 @@ class LocalCopy(ClosedOnExit):
         return self._digests[index] is not None
 
     def write(self, index: int, data: memoryview) -> None:
-        buffer, num_bytes = self._read(self._read_from(_Arrived(data)), index), self.raw_bytes(index)
+        arrived = PinnedVersion(self._stored, self._manifest, _Arrived(data), base=self._base)
+        buffer, num_bytes = self._read(arrived, index), self.raw_bytes(index)
         if self._is_delta:
             first = torch.frombuffer(bytearray(data[:HEADER_BYTES]), dtype=torch.uint8)
             data = data[: stored_bytes(first, num_bytes)]
@@ -176,9 +175,12 @@ class LocalCopy(ClosedOnExit):
                 self._num_writing -= 1
 
     def commit(self) -> None:
-        if self._is_committed:
-            return
+        # For all of it: the request of a push may come again while the first one still seals the version.
         with self._lock:
+            if self._is_committed:
+                return
+            if self._is_sealed:
+                raise UpdateAbortedError(f"the commit of version {self._stored.number} has failed: copy it again")
             digests = [digest for digest in self._digests if digest is not None]
             if len(digests) < len(self._digests) or self._num_writing:
                 raise IncompleteUpdateError(
@@ -186,20 +188,20 @@ class LocalCopy(ClosedOnExit):
                     "send the others first"
                 )
             self._is_sealed = True
-        found = root_digest(self._stored.manifest_digest, digests)
-        if found != self._stored.root:
-            # Each one is intact, so that the next copy would keep them.
-            for index in range(len(digests)):
-                self._writer.write(index, memoryview(bytes(HEADER_BYTES)))
-            raise IntegrityError(
-                f"the buckets that came of version {self._stored.number} have the root digest {found}, the source's "
-                f"seal says {self._stored.root}: they are not of one version, and were dropped; copy it again, and if "
-                "that fails, too, run `weightcast verify` on the source"
-            )
-        self._writer.finish()
-        self._writer.seal(digests)
-        self._writer.commit()
-        self._is_committed = True
+            found = root_digest(self._stored.manifest_digest, digests)
+            if found != self._stored.root:
+                # Each one is intact, so that the next copy would keep them.
+                for index in range(len(digests)):
+                    self._writer.write(index, memoryview(bytes(HEADER_BYTES)))
+                raise IntegrityError(
+                    f"the buckets that came of version {self._stored.number} have the root digest {found}, the "
+                    f"source's seal says {self._stored.root}: they are not of one version, and were dropped; copy it "
+                    "again, and if that fails, too, run `weightcast verify` on the source"
+                )
+            self._writer.finish()
+            self._writer.seal(digests)
+            self._writer.commit()
+            self._is_committed = True
 
     def _close_readers(self) -> None:
         for part in (self._left, self._base, self._reader):

@@ -1,7 +1,8 @@
 """HTTP servers of the package, with limits on connections and on the time for sending a request.
 
 Invariant: a connection that has not sent its request completely never keeps a new one out: if there are too many, those
-that have not sent a request are closed first. A connection whose request is being answered is not closed.
+that have not sent a request are closed first. A connection whose request is being answered is not closed. With TLS this
+holds after the handshake, which has a limit of its own.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        accept_log = AcceptLog(logger, "an HTTP connection")
+        """Do what uvicorn does, which does not limit the time of a TLS handshake."""
+        loop, accept_log = asyncio.get_running_loop(), AcceptLog(logger, "an HTTP connection")
 
         def on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
             error = context.get("exception")
@@ -84,11 +86,23 @@ class HttpServer(uvicorn.Server):
             else:
                 loop.default_exception_handler(context)
 
-        asyncio.get_running_loop().set_exception_handler(on_error)
-        await super().startup(sockets)
-        # asyncio has set the listen queue to the number of connections that it accepts at once.
+        def connection() -> LimitedConnection:
+            return LimitedConnection(self.config, self.server_state, self.lifespan.state)
+
+        loop.set_exception_handler(on_error)
+        self.servers = []
         for listening in sockets or ():
+            server = await loop.create_server(
+                connection,
+                sock=listening,
+                backlog=self.config.backlog,
+                ssl=self.config.ssl,
+                ssl_handshake_timeout=None if self.config.ssl is None else 2 * GRACE_SECONDS,
+            )
+            self.servers.append(server)
+            # asyncio has set the listen queue to the number of connections that it accepts at once.
             listening.listen(_QUEUE_LENGTH)
+        self.started = True
 
 
 class LimitedConnection(H11Protocol):
