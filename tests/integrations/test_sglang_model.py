@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from core.direct import fleet
+from safetensors.torch import save_file
 from torch import nn
 
 from weightcast import TensorSource
-from weightcast.errors import PublishError
+from weightcast.errors import PublishError, UnsupportedError
 from weightcast.integrations.sglang.model import SglangModel
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -50,15 +51,19 @@ class Updater:
         self.end(self.model)
 
 
-def engine_of(folder: Path, model: Model, updater: Updater) -> SglangModel:
-    runner = SimpleNamespace(
+def runner_of(folder: Path, model: Model, updater: Updater) -> SimpleNamespace:
+    return SimpleNamespace(
         model=model,
         model_config=SimpleNamespace(model_path=str(folder), revision=None),
         weight_updater=updater,
         server_args=SimpleNamespace(download_dir=None),
         lora_manager=None,
+        spec_algorithm=SimpleNamespace(is_standalone=lambda: False),
     )
-    return SglangModel(runner, unsupported=(), flush=lambda: True)
+
+
+def engine_of(folder: Path, model: Model, updater: Updater) -> SglangModel:
+    return SglangModel(runner_of(folder, model, updater), unsupported=(), flush=lambda: True)
 
 
 def sessions_of(folder: Path, model: Model, end: Callable[[Model], object]) -> int:
@@ -114,3 +119,17 @@ def test_a_layer_in_anothers_place_is_refused(tmp_path: Path, is_new: bool) -> N
         publisher.publish(4)
         assert model.first.weight.eq(4).all()
         assert model.second.weight.eq(4).all()
+
+
+def test_a_draft_model_whose_names_can_not_be_known_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    """Without a header to read, and with layers that both models would load."""
+    runners = [
+        runner_of(tmp_path, model, Updater(model, lambda _: None))
+        for model in (Model(scaled=False), Model(scaled=False))
+    ]
+    remedy = "start SGLang with WEIGHTCAST_DRAFT=keep in its environment"
+    with pytest.raises(UnsupportedError, match=f"can be read: save both as safetensors, or {remedy}"):
+        SglangModel(runners[0], draft=runners[1], unsupported=(), flush=lambda: True)
+    save_file({name: torch.zeros(4, 4) for name in NAMES}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=f"both the main model and its MTP layers load first.weight.*{remedy}"):
+        SglangModel(runners[0], draft=runners[1], unsupported=(), flush=lambda: True)

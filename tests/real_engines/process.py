@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import ctypes
+import dataclasses
 import importlib.util
 import json
 import os
@@ -234,6 +235,28 @@ class ServerProcess(abc.ABC):
         """The sum of a Prometheus metric over its labels."""
         lines = self._http.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """What a server's processes hold."""
+
+    rss_bytes: int
+    num_fds: int
+    num_threads: int
+    segments: frozenset[str]
+
+
+def footprint(server: ServerProcess) -> Footprint:
+    folders = [Path("/proc") / str(pid) for pid in server.pids()]
+    status = [dict(line.split(":", 1) for line in (f / "status").read_text().splitlines()) for f in folders]
+    maps = [line.split() for f in folders for line in (f / "maps").read_text().splitlines()]
+    return Footprint(
+        rss_bytes=sum(int(each["VmRSS"].split()[0]) << 10 for each in status if "VmRSS" in each),
+        num_fds=sum(len(list((f / "fd").iterdir())) for f in folders),
+        num_threads=sum(int(each["Threads"]) for each in status),
+        segments=frozenset(" ".join(m[4:]) for m in maps if m[5:] and m[5].startswith(("/memfd:", "/dev/shm"))),
+    )
 
 
 class Halfway:

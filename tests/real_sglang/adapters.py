@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from real_vllm.adapters import AdapterOf
 from real_vllm.oracle import PROMPT, Answer
 
 from real_sglang.servers import Server, Setup
+from weightcast.format.adapters import LoraConfig
 
 NUM_TOKENS = 16
 NUM_STREAMED = 300
@@ -56,6 +58,13 @@ def answer(server: Server, adapter: str | None = None, *, num_tokens: int = NUM_
 
 def named(server: Server) -> set[str]:
     return {model["id"] for model in server.get("/v1/models")["data"]} - {str(server.folder)}
+
+
+def uneven(adapter: AdapterOf) -> dict[str, tuple[Any, LoraConfig]]:
+    """An update whose layers differ in alpha, by what is said of it."""
+    module = "model.layers.1.mlp.down_proj"
+    config = msgspec.structs.replace(adapter.config, alpha_pattern={module: 3.0})
+    return {f"'{module}' has another rank or alpha than": (adapter.tensors, config)}
 
 
 def num_loaded(server: Server) -> int:

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
-import random
-import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from forking import preloaded
 from real_engines.setups import on
 from real_vllm.adapters import (
     AdapterOf,
     Source,
-    assert_answers_are_whole,
-    killed_at,
+    assert_a_killed_trainer_leaves_a_whole_version,
+    assert_broken_updates_are_refused,
+    killed_trainers,
     publish_model,
     publishing,
     refusal,
-    versions_of,
+    with_head,
 )
 from real_vllm.oracle import PROMPT, Answer, joined
-from real_vllm.test_soak import footprint
 from warm_python import WarmPython
 
-import real_sglang.stand_ins.sitecustomize  # noqa: F401
-from real_sglang.adapters import NUM_STREAMED, NUM_TOKENS, Cold, answer, named, num_loaded
+from real_sglang.adapters import NUM_STREAMED, NUM_TOKENS, Cold, answer, named, num_loaded, uneven
 from real_sglang.faults import Break
 from real_sglang.oracle import LOOSE
 from real_sglang.servers import ONE, Server, Setup
@@ -40,7 +33,6 @@ from weightcast import Publisher, PublishError, PublishOptions
 from weightcast.format.adapters import LoraConfig, tensor_name
 from weightcast.trainer.options import Adapter
 
-context = preloaded("torch")
 LORA = Setup(max_lora_rank=16)
 LORA_TWO = Setup("llama-tied", tp=2, max_lora_rank=16)
 LORA_BIASES = Setup("qwen2", dtype=torch.bfloat16, max_lora_rank=16)
@@ -119,27 +111,12 @@ def test_a_publish_of_the_model_is_that_of_a_cold_start_and_takes_the_adapters_n
 @on(LORA)
 def test_broken_updates_are_refused_by_name_and_the_old_one_serves(server: Server) -> None:
     family = server.setup.family
-    adapter, large = AdapterOf(family, 0), AdapterOf(family, 0, rank=32)
+    adapter = AdapterOf(family, 0)
     with publishing(server, adapter) as (publisher, _):
         publisher.publish()
-    before, names = answer(server, "policy"), named(server)
-    q = tensor_name("model.layers.0.self_attn.q_proj", "A")
-    head = {tensor_name("lm_head", half): torch.zeros(shape) for half, shape in (("A", (8, 128)), ("B", (512, 8)))}
-    with_head = msgspec.structs.replace(adapter.config, target_modules=(*adapter.config.target_modules, "lm_head"))
-    uneven = msgspec.structs.replace(adapter.config, alpha_pattern={"model.layers.1.mlp.down_proj": 3.0})
-    cases = {
-        f"'{q}' has the shape [8, 127]": (adapter.tensors | {q: torch.zeros(8, 127)}, adapter.config),
-        "has rank 32, above 16: start the engine with larger --max-lora-rank": (large.tensors, large.config),
-        f"missing tensor '{q}'": ({n: t for n, t in adapter.tensors.items() if n != q}, adapter.config),
-        "unknown module 'lm_head'": (adapter.tensors | head, with_head),
-        "'model.layers.1.mlp.down_proj' has another rank or alpha than": (adapter.tensors, uneven),
-        f"'{q}' is int8": (adapter.tensors | {q: adapter.tensors[q].to(torch.int8)}, adapter.config),
-    }
-    for said, (tensors, config) in cases.items():
-        broken = AdapterOf(family, 0)
-        broken.tensors, broken.config = tensors, config
-        assert said in refusal(server, broken)
-        assert (answer(server, "policy"), named(server)) == (before, names)
+    before = answer(server, "policy")
+    more = {"unknown module 'lm_head'": with_head(adapter)} | uneven(adapter)
+    assert_broken_updates_are_refused(server, answer, more=more)
     with publishing(server, AdapterOf(family, 1)) as (publisher, _):
         publisher.publish()
     assert answer(server, "policy") != before
@@ -334,39 +311,12 @@ def test_a_reload_by_sglang_itself_takes_the_names(server: Server) -> None:
     publish_model(server, 0)
 
 
-def killed(url: str, phase: str, family: str) -> None:
-    """A trainer that is killed at a phase, in a process that has imported this module's stand-in for torchvision."""
-    killed_at(url, phase, family)
-
-
 @pytest.mark.parametrize("phase", ["offered", "packed", "received", "installed"])
 @on(LORA, full=[LORA_TWO])
 def test_a_trainer_that_is_killed_leaves_a_whole_version(
-    server: Server, phase: str, cold_with: Callable[..., Cold]
+    server: Server, phase: str, cold_with: Callable[..., Cold], python: WarmPython
 ) -> None:
-    family, expected = server.setup.family, cold_with(server.setup).adapted
-    trainer = context.Process(target=killed, args=(server.url, phase, family))
-    trainer.start()
-    trainer.join(120)
-    assert trainer.exitcode == -signal.SIGKILL
-    assert answer(server, "policy") == expected[1 if phase == "installed" else 0]
-    assert not server.get("/weight_info")["paused"]
-    options = PublishOptions(target=Adapter("policy"), takeover=True)
-    source = Source(AdapterOf(family, 2).tensors, AdapterOf(family, 2).config)
-    with Publisher(source, engines=[server.url], options=options) as publisher:
-        publisher.publish()
-    assert answer(server, "policy") == expected[2]
-
-
-STREAMS = """
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from real_vllm.adapters import publishing_until_killed
-url, family, first, file = sys.argv[1:]
-publishing_until_killed(url, family, int(first), SimpleNamespace(set=Path(file).touch))
-"""
-"""A trainer of many versions, which makes a file when the first one is served."""
+    assert_a_killed_trainer_leaves_a_whole_version(server, phase, cold_with(server.setup).adapted, answer, python)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 13))])
@@ -374,21 +324,6 @@ publishing_until_killed(url, family, int(first), SimpleNamespace(set=Path(file).
 def test_trainers_killed_at_random_leave_whole_versions(
     server: Server, seed: int, cold_with: Callable[..., Cold], python: WarmPython, tmp_path: Path
 ) -> None:
-    family, expected, generator = server.setup.family, cold_with(server.setup).adapted, random.Random(seed)
-    next_number, memory = 1 + max([1000, *versions_of(server).values()]), list[int]()
-    for number in range(4):
-        file = tmp_path / str(number)
-        trainer = python.start(STREAMS, server.url, family, str(next_number), str(file))
-        while not file.exists():
-            assert trainer.poll() is None, "the trainer has ended by itself"
-            time.sleep(0.01)
-        time.sleep(generator.uniform(0.0, 0.3))
-        os.kill(trainer.pid, signal.SIGKILL)
-        trainer.wait(60)
-        newest = assert_answers_are_whole(server, expected, answer)
-        assert newest >= next_number
-        next_number = newest + 10
-        assert not server.get("/weight_info")["paused"]
-        memory.append(footprint(server).rss_bytes)
+    for _ in killed_trainers(server, seed, cold_with(server.setup).adapted, answer, python, tmp_path):
+        pass
     assert num_loaded(server) <= 4 * server.setup.tp, "two that can be named, and those of the last trainer's end"
-    print(f"version {newest}; the server's memory after each kill: {[size >> 20 for size in memory]} MiB")

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from real_vllm.drafts import NUM_TOKENS, Pair, Served, Speculated
-from real_vllm.oracle import PROMPT
+from real_vllm.oracle import NUM_STREAMED, PROMPT, joined
+from real_vllm.test_acceptance import Stream
 from warm_python import WarmPython
 
 from real_sglang.faults import Break
@@ -93,6 +94,22 @@ def test_a_streamed_update_brings_both(served: Served) -> None:
     with served.publisher(install="streaming") as publisher:
         for seed in (1, 0):
             served.assert_serves(seed, served.publish(publisher, seed))
+
+
+@on(full=(SMALL,))
+def test_a_running_request_goes_on_with_both_new_models(served: Served) -> None:
+    with served.publisher() as publisher:
+        first = served.publish(publisher, 0)
+        stream = Stream(served.server.stream(PROMPT, NUM_STREAMED))
+        served.pair.step_to(1)
+        second = publisher.publish(on_progress=stream).version
+        parts = stream.awaited()
+        (old, _, cut), (new, start, end) = parts[-1].spans
+        assert (old, new, start, end) == (str(first), str(second), cut, NUM_STREAMED)
+        tokens = joined(part.answer for part in parts).tokens
+        assert tokens[: min(cut, NUM_TOKENS)] == served.cold[0].answer.tokens[:cut]
+        assert tokens[cut : cut + NUM_TOKENS] == served.server.ask([*PROMPT, *tokens[:cut]], NUM_TOKENS).tokens
+        served.assert_serves(1, second)
 
 
 @on(full=(KEPT,))

@@ -10,10 +10,18 @@ import msgspec
 import pytest
 import torch
 from real_engines.setups import on
-from real_vllm.adapters import AdapterOf, directories, load_from_nowhere, publish_model, publishing, refusal
+from real_vllm.adapters import (
+    AdapterOf,
+    assert_broken_updates_are_refused,
+    directories,
+    load_from_nowhere,
+    publish_model,
+    publishing,
+    refusal,
+)
 from real_vllm.oracle import PROMPT, joined
 
-from real_sglang.adapters import NUM_STREAMED, Cold, answer, named
+from real_sglang.adapters import NUM_STREAMED, Cold, answer, named, uneven
 from real_sglang.servers import STOCK, Server, Setup
 from weightcast import PublishError
 from weightcast.format.adapters import tensor_name
@@ -82,23 +90,11 @@ def test_broken_updates_are_refused_by_name_and_the_old_one_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     family = server.setup.family
-    adapter, large = AdapterOf(family, 0), AdapterOf(family, 0, rank=32)
+    adapter = AdapterOf(family, 0)
     with publishing(server, adapter, memory_store) as (publisher, _):
         last = publisher.publish().version
     before, names = answer(server, f"policy@{last}"), named(server)
-    q = tensor_name("model.layers.0.self_attn.q_proj", "A")
-    uneven = msgspec.structs.replace(adapter.config, alpha_pattern={"model.layers.1.mlp.down_proj": 3.0})
-    cases = {
-        f"'{q}' has the shape [8, 127]": (adapter.tensors | {q: torch.zeros(8, 127)}, adapter.config),
-        "has rank 32, above 16: start the engine with a larger --max-lora-rank": (large.tensors, large.config),
-        f"missing tensor '{q}'": ({n: t for n, t in adapter.tensors.items() if n != q}, adapter.config),
-        "'model.layers.1.mlp.down_proj' has another rank or alpha than": (adapter.tensors, uneven),
-    }
-    for said, (tensors, config) in cases.items():
-        broken = AdapterOf(family, 0)
-        broken.tensors, broken.config = tensors, config
-        assert said in refusal(server, broken, memory_store)
-        assert (answer(server, f"policy@{last}"), named(server)) == (before, names)
+    assert_broken_updates_are_refused(server, answer, memory_store, name=f"policy@{last}", more=uneven(adapter))
     assert "can't say of which run its model is" in refusal(server, adapter, memory_store, base=("0" * 32, 1))
     assert f"names policy@{last} of run " in refusal(server, adapter, memory_store, version=last)
     with pytest.raises(PublishError, match=f"has the adapters .*policy@{last}, which were trained on the model"):

@@ -8,9 +8,10 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from real_engines.process import footprint
 from real_engines.setups import on
 from real_vllm.oracle import Answer, joined
-from real_vllm.test_soak import footprint, settled
+from real_vllm.test_soak import settled
 from real_vllm.trainer import checkpoint_tensors, trainer
 
 from real_sglang.conftest import Checkpoints

@@ -6,16 +6,22 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from real_engines.process import footprint
 from safetensors.torch import save_file
+from warm_python import WarmPython
 
 from real_vllm.models import model_of
 from real_vllm.oracle import PROMPT, Answer
@@ -28,6 +34,7 @@ from weightcast.trainer.options import Adapter, PublishEvent
 NUM_TOKENS = 8
 _load = StockAdapters.load
 RANK, ALPHA = 8, 16
+Q = tensor_name("model.layers.0.self_attn.q_proj", "A")
 SUFFIXES = ("q_proj", "v_proj", "o_proj", "down_proj")
 
 
@@ -78,11 +85,48 @@ def publishing(
         yield publisher, source
 
 
-def refusal(server: Server, adapter: AdapterOf, transport: str = "ipc://", version: int = 0, **target: Any) -> str:
-    """The message with which a publish of this adapter fails. `version`: 0 for the next one."""
+def refusal(
+    server: Server, adapter: AdapterOf, transport: str = "ipc://", version: int | None = None, **target: Any
+) -> str:
+    """The message with which a publish of this adapter fails."""
     with publishing(server, adapter, transport, **target) as (publisher, _), pytest.raises(PublishError) as e:
-        publisher.publish(version or None)
+        publisher.publish(version)
     return str(e.value)
+
+
+def assert_broken_updates_are_refused(
+    server: Any,
+    answer: Any,
+    transport: str = "ipc://",
+    *,
+    name: str = "policy",
+    more: Mapping[str, tuple[Mapping[str, torch.Tensor], LoraConfig]] = MappingProxyType({}),
+) -> None:
+    """Each is refused by name, and the version `name` answers as before. `more`: by what is said, further ones."""
+    adapter, large = (AdapterOf(server.setup.family, 0, rank) for rank in (RANK, 32))
+    tensors, config = adapter.tensors, adapter.config
+    renamed = {name.replace("layers.0", "layers.7"): tensor for name, tensor in tensors.items()}
+    modules = tuple(module.replace("layers.0", "layers.7") for module in config.target_modules)
+    cases = {
+        f"'{Q}' has the shape [8, 127]": (tensors | {Q: torch.zeros(8, 127)}, config),
+        "has rank 32, above 16: start the engine with": (large.tensors, large.config),
+        f"missing tensor '{Q}'": ({name: tensor for name, tensor in tensors.items() if name != Q}, config),
+        "with rank 4 it is [4, 128]": (tensors, msgspec.structs.replace(config, r=4)),
+        "unknown module 'model.layers.7.": (renamed, msgspec.structs.replace(config, target_modules=modules)),
+        f"'{Q}' is int8": (tensors | {Q: tensors[Q].to(torch.int8)}, config),
+        **more,
+    }
+    before = answer(server, name), named(server)
+    for said, (adapter.tensors, adapter.config) in cases.items():
+        assert said in refusal(server, adapter, transport)
+        assert (answer(server, name), named(server)) == before
+
+
+def with_head(adapter: AdapterOf) -> tuple[Mapping[str, torch.Tensor], LoraConfig]:
+    """The adapter with one of the head beside the others."""
+    head = {tensor_name("lm_head", half): torch.zeros(shape) for half, shape in (("A", (8, 128)), ("B", (512, 8)))}
+    modules = (*adapter.config.target_modules, "lm_head")
+    return adapter.tensors | head, msgspec.structs.replace(adapter.config, target_modules=modules)
 
 
 def publish_model(server: Server, seed: int, transport: str = "ipc://", **options: Any) -> PublishReport:
@@ -149,6 +193,70 @@ def publishing_until_killed(url: str, family: str, first: int, is_serving: Any, 
             source.use(adapters[number % 3])
             publisher.publish(number)
             is_serving.set()
+
+
+_KILLED = """
+import sys
+from real_vllm.adapters import killed_at
+killed_at(*sys.argv[1:])
+"""
+_STREAMS = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from real_vllm.adapters import publishing_until_killed
+url, family, first, file, transport = sys.argv[1:]
+publishing_until_killed(url, family, int(first), SimpleNamespace(set=Path(file).touch), transport)
+"""
+"""A trainer of many versions, which makes a file when the first one is served."""
+
+
+def assert_a_killed_trainer_leaves_a_whole_version(
+    server: Any, phase: str, expected: list[Answer], answer: Any, python: WarmPython
+) -> None:
+    """And the next trainer takes over."""
+    family = server.setup.family
+    assert python.run(_KILLED, server.url, phase, family) == -signal.SIGKILL
+    assert answer(server, "policy") == expected[1 if phase == "installed" else 0]
+    assert not server.is_paused()
+    source = Source(AdapterOf(family, 2).tensors, AdapterOf(family, 2).config)
+    options = PublishOptions(target=Adapter("policy"), takeover=True)
+    with Publisher(source, engines=[server.url], options=options) as publisher:
+        publisher.publish()
+    assert answer(server, "policy") == expected[2]
+
+
+def killed_trainers(
+    server: Any,
+    seed: int,
+    expected: list[Answer],
+    answer: Any,
+    python: WarmPython,
+    folder: Path,
+    transport: str = "ipc://",
+) -> Iterator[int]:
+    """Kill four trainers, each at a random moment in its stream of versions; yield the newest version after each.
+
+    All versions answer as cold starts with them. `folder`: an empty one.
+    """
+    generator, family = random.Random(seed), server.setup.family
+    next_number, memory = 1 + max([1000, *versions_of(server).values()]), list[int]()
+    for number in range(4):
+        file = folder / str(number)
+        trainer = python.start(_STREAMS, server.url, family, str(next_number), str(file), transport)
+        while not file.exists():
+            assert trainer.poll() is None, "the trainer has ended by itself"
+            time.sleep(0.01)
+        time.sleep(generator.uniform(0.0, 0.3))
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait(60)
+        newest = assert_answers_are_whole(server, expected, answer, has_alias=transport == "ipc://")
+        assert newest >= next_number
+        assert not server.is_paused()
+        yield newest
+        next_number = newest + 10
+        memory.append(footprint(server).rss_bytes)
+    print(f"version {newest}; the server's memory after each kill: {[size >> 20 for size in memory]} MiB")
 
 
 def assert_answers_are_whole(server: Any, expected: list[Answer], answer: Any, *, has_alias: bool = True) -> int:

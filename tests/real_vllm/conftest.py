@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from real_engines.setups import mark_off_diagonal
+from warm_python import WarmPython
 
 from real_vllm.adapters import cold_answers, memory_store  # noqa: F401 - fixtures
 from real_vllm.cold import Cold
@@ -109,3 +111,14 @@ def offline(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> Iterator
     setup: OfflineSetup = request.param
     with start_offline(setup, checkpoint) as offline:
         yield offline
+
+
+@pytest.fixture(scope="session")
+def python() -> Iterator[WarmPython]:
+    """One that has imported what trainers need."""
+    models = (f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3"))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with contextlib.closing(
+        WarmPython("real_vllm.adapters", "real_vllm.drafts", *models, environment=environment)
+    ) as python:
+        yield python

@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 import concurrent.futures
-import random
-import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from forking import preloaded
 from real_engines.setups import on
+from warm_python import WarmPython
 
 from real_vllm.adapters import (
     NUM_TOKENS,
     AdapterOf,
-    Source,
     answer,
-    assert_answers_are_whole,
-    killed_at,
+    assert_a_killed_trainer_leaves_a_whole_version,
+    assert_broken_updates_are_refused,
+    killed_trainers,
     named,
     publish_model,
     publishing,
-    publishing_until_killed,
     refusal,
-    versions_of,
 )
 from real_vllm.cold import assert_serves
 from real_vllm.conftest import Checkpoints
 from real_vllm.oracle import PROMPT, Answer
 from real_vllm.servers import Server, Setup, completion
-from real_vllm.test_soak import footprint
-from weightcast import Publisher, PublishError, PublishOptions
-from weightcast.format.adapters import tensor_name
-from weightcast.trainer.options import Adapter
+from weightcast import PublishError
 
-context = preloaded("torch", "real_vllm.adapters")
 LORA = Setup(max_adapters=8)
 LORA_TWO = Setup("llama-tied", tp=2, max_adapters=8)
 LORA_REPLICAS = Setup(dp=2, max_adapters=8)
@@ -101,24 +91,8 @@ def test_broken_updates_are_refused_by_name_and_the_old_one_serves(server: Serve
     adapter = AdapterOf(server.setup.family, 0)
     with publishing(server, adapter) as (publisher, _):
         publisher.publish()
-    before, names = answer(server, "policy"), named(server)
-    q = tensor_name("model.layers.0.self_attn.q_proj", "A")
-    large = AdapterOf(server.setup.family, 0, rank=32)
-    renamed = {name.replace("layers.0", "layers.7"): tensor for name, tensor in adapter.tensors.items()}
-    modules = tuple(module.replace("layers.0", "layers.7") for module in adapter.config.target_modules)
-    cases = {
-        f"'{q}' has the shape [8, 127]": (adapter.tensors | {q: torch.zeros(8, 127)}, adapter.config),
-        "has rank 32, above 16: start the engine with larger --max-lora-rank": (large.tensors, large.config),
-        f"missing tensor '{q}'": ({n: t for n, t in adapter.tensors.items() if n != q}, adapter.config),
-        "with rank 4 it is [4, 128]": (adapter.tensors, msgspec.structs.replace(adapter.config, r=4)),
-        "unknown module 'model.layers.7.": (renamed, msgspec.structs.replace(adapter.config, target_modules=modules)),
-        f"'{q}' is int8": (adapter.tensors | {q: adapter.tensors[q].to(torch.int8)}, adapter.config),
-    }
-    for said, (tensors, config) in cases.items():
-        broken = AdapterOf(server.setup.family, 0)
-        broken.tensors, broken.config = tensors, config
-        assert said in refusal(server, broken)
-        assert (answer(server, "policy"), named(server)) == (before, names)
+    before = answer(server, "policy")
+    assert_broken_updates_are_refused(server, answer)
     assert "has a model or adapter 'tiny' already: publish under another name" in refusal(server, adapter, name="tiny")
     with publishing(server, AdapterOf(server.setup.family, 1)) as (publisher, _):
         publisher.publish()
@@ -241,40 +215,19 @@ def test_a_reload_by_vllm_itself_takes_the_names_but_ends_no_running_request(ser
 
 @pytest.mark.parametrize("phase", ["offered", "packed", "received", "installed"])
 @on(LORA, full=[LORA_TWO])
-def test_a_trainer_that_is_killed_leaves_a_whole_version(server: Server, phase: str, cold_answers: Any) -> None:
-    family, expected = server.setup.family, cold_answers(server.setup)
-    trainer = context.Process(target=killed_at, args=(server.url, phase, family))
-    trainer.start()
-    trainer.join(120)
-    assert trainer.exitcode == -signal.SIGKILL
-    assert answer(server, "policy") == expected[1 if phase == "installed" else 0]
-    assert not server.is_paused()
-    source = Source(AdapterOf(family, 2).tensors, AdapterOf(family, 2).config)
-    options = PublishOptions(target=Adapter("policy"), takeover=True)
-    with Publisher(source, engines=[server.url], options=options) as publisher:
-        publisher.publish()
-    assert answer(server, "policy") == expected[2]
+def test_a_trainer_that_is_killed_leaves_a_whole_version(
+    server: Server, phase: str, cold_answers: Any, python: WarmPython
+) -> None:
+    assert_a_killed_trainer_leaves_a_whole_version(server, phase, cold_answers(server.setup), answer, python)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 13))])
 @on(LORA, full=[LORA_TWO])
-def test_trainers_killed_at_random_leave_whole_versions(server: Server, seed: int, cold_answers: Any) -> None:
-    family, expected, generator = server.setup.family, cold_answers(server.setup), random.Random(seed)
-    next_number, memory = 1 + max([1000, *versions_of(server).values()]), list[int]()
-    for _ in range(4):
-        is_serving = context.Event()
-        trainer = context.Process(target=publishing_until_killed, args=(server.url, family, next_number, is_serving))
-        trainer.start()
-        assert is_serving.wait(120)
-        time.sleep(generator.uniform(0.0, 0.3))
-        trainer.kill()
-        trainer.join(120)
-        newest = assert_answers_are_whole(server, expected, answer)
-        assert newest >= next_number
-        next_number = newest + 10
-        assert not server.is_paused()
-        memory.append(footprint(server).rss_bytes)
-    print(f"version {newest}; the server's memory after each kill: {[size >> 20 for size in memory]} MiB")
+def test_trainers_killed_at_random_leave_whole_versions(
+    server: Server, seed: int, cold_answers: Any, python: WarmPython, tmp_path: Path
+) -> None:
+    for _ in killed_trainers(server, seed, cold_answers(server.setup), answer, python, tmp_path):
+        pass
 
 
 @pytest.mark.full

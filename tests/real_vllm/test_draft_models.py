@@ -6,8 +6,6 @@ proposed tokens were taken, are equal.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Iterator
 
@@ -52,13 +50,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         other = speculated(server)
     with Server(setup, folders[0][0], draft=folders[0][1]) as server:
         yield Served(server, pair, [speculated(server), other], speculated)
-
-
-@pytest.fixture
-def python() -> Iterator[WarmPython]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with contextlib.closing(WarmPython("real_vllm.drafts", environment=environment)) as python:
-        yield python
 
 
 def on(*setups: Setup) -> pytest.MarkDecorator:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import statistics
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ports import free_port
+from real_engines.process import Footprint, footprint
 from real_engines.setups import on
 
 from real_vllm.baseline.per_tensor import PerTensorTrainer
@@ -29,28 +29,6 @@ from weightcast.errors import PeerError
 NUM_WARM, NUM_PUBLISHES = 10, 50
 MAX_GROWTH_BYTES = 16 << 20
 """Of all the server's processes together, in 40 publishes of a model of 2.9 MB, staged once in each of its ranks."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Footprint:
-    """What a server's processes hold."""
-
-    rss_bytes: int
-    num_fds: int
-    num_threads: int
-    segments: frozenset[str]
-
-
-def footprint(server: Server) -> Footprint:
-    folders = [Path("/proc") / str(pid) for pid in server.pids()]
-    status = [dict(line.split(":", 1) for line in (f / "status").read_text().splitlines()) for f in folders]
-    maps = [line.split() for f in folders for line in (f / "maps").read_text().splitlines()]
-    return Footprint(
-        rss_bytes=sum(int(each["VmRSS"].split()[0]) << 10 for each in status if "VmRSS" in each),
-        num_fds=sum(len(list((f / "fd").iterdir())) for f in folders),
-        num_threads=sum(int(each["Threads"]) for each in status),
-        segments=frozenset(" ".join(m[4:]) for m in maps if m[5:] and m[5].startswith(("/memfd:", "/dev/shm"))),
-    )
 
 
 @on(ONE, TWO)

@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import json
-import random
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import torch
-from forking import preloaded
 from real_engines.setups import on
+from warm_python import WarmPython
 
 from real_vllm.adapters import (
     AdapterOf,
     answer,
-    assert_answers_are_whole,
+    assert_broken_updates_are_refused,
     directories,
+    killed_trainers,
     load_from_nowhere,
     named,
     publish_model,
     publishing,
-    publishing_until_killed,
     refusal,
     versions_of,
+    with_head,
 )
 from real_vllm.conftest import Checkpoints
 from real_vllm.oracle import PROMPT
 from real_vllm.servers import PLAIN, Server, Setup, completion
-from real_vllm.test_soak import footprint
 from weightcast import PublishError
 from weightcast.control.client import HttpRoutes
 from weightcast.errors import PeerTimeoutError
 from weightcast.format.adapters import tensor_name
 from weightcast.integrations.stock_adapters import StockAdapters
 
-context = preloaded("torch", "real_vllm.adapters")
 STOCK_LORA = Setup(backend=None, endpoints=False, max_adapters=4)
 STOCK_LORA_TWO = Setup("llama-tied", tp=2, backend=None, endpoints=False, max_adapters=4)
-Q = tensor_name("model.layers.0.self_attn.q_proj", "A")
 
 
 @on(STOCK_LORA, full=[STOCK_LORA_TWO])
@@ -73,30 +67,14 @@ def test_broken_updates_are_refused_by_name_and_the_old_one_serves(
     server: Server, memory_store: str, tmp_path: Path
 ) -> None:
     family = server.setup.family
-    adapter, large = AdapterOf(family, 0), AdapterOf(family, 0, rank=32)
+    adapter = AdapterOf(family, 0)
     with publishing(server, adapter, memory_store) as (publisher, _):
+        publisher.publish()
         last = publisher.publish().version
     before, names = answer(server, f"policy@{last}"), named(server)
-    renamed = {name.replace("layers.0", "layers.7"): tensor for name, tensor in adapter.tensors.items()}
-    modules = tuple(module.replace("layers.0", "layers.7") for module in adapter.config.target_modules)
-    head = {tensor_name("lm_head", half): torch.zeros(shape) for half, shape in (("A", (8, 128)), ("B", (512, 8)))}
-    cases = {
-        f"'{Q}' has the shape [8, 127]": (adapter.tensors | {Q: torch.zeros(8, 127)}, adapter.config),
-        "has rank 32, above 16: start the engine with a larger --max-lora-rank": (large.tensors, large.config),
-        f"missing tensor '{Q}'": ({n: t for n, t in adapter.tensors.items() if n != Q}, adapter.config),
-        "with rank 4 it is [4, 128]": (adapter.tensors, msgspec.structs.replace(adapter.config, r=4)),
-        "unknown module 'model.layers.7.": (renamed, msgspec.structs.replace(adapter.config, target_modules=modules)),
-        "unknown module 'lm_head'": (
-            adapter.tensors | head,
-            msgspec.structs.replace(adapter.config, target_modules=(*adapter.config.target_modules, "lm_head")),
-        ),
-        f"'{Q}' is int8": (adapter.tensors | {Q: adapter.tensors[Q].to(torch.int8)}, adapter.config),
-    }
-    for said, (tensors, config) in cases.items():
-        broken = AdapterOf(family, 0)
-        broken.tensors, broken.config = tensors, config
-        assert said in refusal(server, broken, memory_store)
-        assert (answer(server, f"policy@{last}"), named(server)) == (before, names)
+    assert_broken_updates_are_refused(
+        server, answer, memory_store, name=f"policy@{last}", more={"unknown module 'lm_head'": with_head(adapter)}
+    )
     assert "can't say of which run its model is" in refusal(server, adapter, memory_store, base=("0" * 32, 1))
     assert f"names policy@{last} of run " in refusal(server, adapter, memory_store, version=last)
     assert f"names policy@{last} of run " in refusal(server, adapter, memory_store, version=last - 1)
@@ -253,29 +231,12 @@ def test_a_server_without_lora_says_how_to_start_it(server: Server, memory_store
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 13))])
 @on(STOCK_LORA, full=[STOCK_LORA_TWO])
 def test_trainers_killed_at_random_leave_whole_versions(
-    server: Server,
-    seed: int,
-    memory_store: str,
-    cold_answers: Any,
+    server: Server, seed: int, memory_store: str, cold_answers: Any, python: WarmPython, tmp_path: Path
 ) -> None:
-    family, expected, generator = server.setup.family, cold_answers(server.setup), random.Random(seed)
-    next_number, memory = 1 + max([1000, *versions_of(server).values()]), list[int]()
-    for _ in range(4):
-        is_serving = context.Event()
-        arguments = (server.url, family, next_number, is_serving, memory_store)
-        trainer = context.Process(target=publishing_until_killed, args=arguments)
-        trainer.start()
-        assert is_serving.wait(120)
-        time.sleep(generator.uniform(0.0, 0.3))
-        trainer.kill()
-        trainer.join(120)
-        assert trainer.exitcode == -signal.SIGKILL
-        newest = assert_answers_are_whole(server, expected, answer, has_alias=False)
-        assert newest >= next_number
-        next_number, versions = newest + 10, versions_of(server)
+    for newest in killed_trainers(server, seed, cold_answers(server.setup), answer, python, tmp_path, memory_store):
+        versions = versions_of(server)
         assert len(versions) <= 3, "the newest, one older, and one that was to be unloaded next"
+        assert f"policy@{newest}" in versions
         assert versions.keys() <= directories(memory_store, server), "vLLM may read them again"
         assert len(directories(memory_store, server)) <= 5
-        memory.append(footprint(server).rss_bytes)
     assert server.is_healthy()
-    print(f"version {newest}; the server's memory after each kill: {[size >> 20 for size in memory]} MiB")

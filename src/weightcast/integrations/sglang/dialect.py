@@ -10,9 +10,8 @@ from weightcast.integrations.sglang.stock.sender import StockSender
 from weightcast.integrations.sglang.stock.server import SglangStockServer
 from weightcast.seams.client import EngineClient
 
-_BYTES = frozenset({"float8_e4m3fn", "float8_e5m2", "int8", "uint8"})
-_PACKED = (".qweight", ".weight_packed")
-"""Dtypes and endings of names of quantised weights: the server names only a quantisation that was asked for."""
+_QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+"""Endings of names of quantised weights: the server names only a quantisation that was asked for."""
 _PAUSES: dict[PauseMode, SglangPause] = {"keep": "retract", "abort": "abort"}
 
 
@@ -42,7 +41,7 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> EngineClient | None:
             "main model's weights, too: install weightcast in its environment"
         )
     api = SglangRoutes(routes, model, server, _PAUSES[pause])
-    quantised = [spec.name for spec in api.held or () if spec.dtype in _BYTES or spec.name.endswith(_PACKED)]
+    quantised = [spec.name for spec in api.held or () if spec.name.endswith(_QUANTISED)]
     if server.quantization or quantised:
         what = f"quantised by {server.quantization}" if server.quantization else f"such as {quantised[0]!r}"
         raise UnsupportedError(
