@@ -137,7 +137,11 @@ class PeerTimeoutError(PeerError):
 
 
 class ControlError(PeerError):
-    """The peer's control route answered with an error, or with an unexpected reply."""
+    """The peer's control route answered with an error, or with an unexpected reply. `status`: HTTP's, or 0."""
+
+    def __init__(self, message: str, *, peer: str = "", status: int = 0) -> None:
+        super().__init__(message, peer=peer)
+        self.status = status
 
 
 class PeersLostError(WeightcastError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from server.stock_vllm import StockVllm
 
 from weightcast import Publisher, PublishError, PublishOptions, TensorSource
 from weightcast.format.adapters import LoraConfig, tensor_name
+from weightcast.host.deadline import LOAD_SECONDS
 from weightcast.integrations.stock_adapters import FOLDER
 from weightcast.trainer.options import Adapter
 
@@ -141,7 +143,50 @@ def test_a_directory_stays_while_a_request_may_need_it(vllm: StockVllm, tmp_path
     vllm.adapters.clear()  # as after a restart
     with publishing(tmp_path, vllm) as (publisher, _):
         publisher.publish()
-        assert written(tmp_path) == {"policy@5"}
+        assert written(tmp_path) == {"policy@3", "policy@4", "policy@5"}, "as far as one can tell, it is loading these"
+        publisher.publish()
+        assert written(tmp_path) == {"policy@5", "policy@6"}
+
+
+def test_a_directory_stays_while_the_server_may_load_it(vllm: StockVllm, tmp_path: Path) -> None:
+    with publishing(tmp_path, vllm) as (publisher, _):
+        publisher.publish()
+        vllm.loading = []
+        for number in (1, 2):
+            with pytest.raises(PublishError, match=f"answered 504: .*; the server may still load policy@{number}"):
+                publisher.publish()
+        for load in vllm.loading:
+            vllm.load_adapter(load)
+        vllm.loading = None
+        assert publisher.publish().version == 3
+        assert set(vllm.adapters) == {"policy@2", "policy@3"}
+        assert all(Path(path).is_dir() for path in vllm.adapters.values())
+
+
+def test_a_directory_that_was_never_loaded_is_removed(vllm: StockVllm, tmp_path: Path) -> None:
+    with publishing(tmp_path, vllm, keep=0) as (publisher, _):
+        for number in (0, 1):
+            vllm.loading = []
+            with pytest.raises(PublishError, match="answered 504"):
+                publisher.publish()
+            [load], vllm.loading = vllm.loading, None
+            assert written(tmp_path) == {f"policy@{number}"}
+            os.utime(load["lora_path"], (0, 0))
+        publisher.publish()
+        assert written(tmp_path) == {"policy@2"}
+
+
+def test_a_version_that_is_published_again_is_loading_again(vllm: StockVllm, tmp_path: Path) -> None:
+    with publishing(tmp_path, vllm) as (publisher, _):
+        vllm.loading = []
+        with pytest.raises(PublishError, match="answered 504"):
+            publisher.publish()
+        path, began_at = Path(vllm.loading[0]["lora_path"]), time.time() - LOAD_SECONDS / 2
+        os.utime(path, (began_at, began_at))
+        with pytest.raises(PublishError, match="answered 504"):
+            publisher.sync()
+        assert [Path(load["lora_path"]) for load in vllm.loading] == [path] * 2
+        assert path.stat().st_mtime > began_at
 
 
 def test_refusals_say_what_to_do(vllm: StockVllm, tmp_path: Path) -> None:
