@@ -26,6 +26,7 @@ from real_vllm.adapters import (
     publishing,
     publishing_until_killed,
     refusal,
+    refusal_of_the_second,
     versions_of,
 )
 from real_vllm.conftest import Checkpoints
@@ -33,6 +34,7 @@ from real_vllm.oracle import PROMPT
 from real_vllm.servers import PLAIN, Server, Setup, completion
 from real_vllm.test_soak import footprint
 from weightcast import PublishError
+from weightcast.control.client import HttpRoutes
 from weightcast.errors import PeerTimeoutError
 from weightcast.format.adapters import tensor_name
 from weightcast.integrations.stock_adapters import StockAdapters
@@ -183,22 +185,31 @@ def test_after_a_failed_load_on_several_ranks_the_other_versions_go_on_and_a_res
 
 
 @on(STOCK_LORA)
+def test_a_name_that_another_run_has_loaded_stays(server: Server, tmp_path: Path) -> None:
+    said = refusal_of_the_second(server, server.setup.family, tmp_path, lambda label: answer(server, label))
+    assert f"another run or client has loaded {tmp_path}/first/.adapters/vllm/" in said
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "twice@1"}).status_code == 200
+
+
+@on(STOCK_LORA)
 def test_after_a_lost_reply_the_server_is_asked(
     server: Server,
     memory_store: str,
     monkeypatch: pytest.MonkeyPatch,
     cold_answers: Any,
 ) -> None:
-    expected, post = cold_answers(server.setup), StockAdapters._post
+    expected, post = cold_answers(server.setup), HttpRoutes.post
 
-    def lose(self: StockAdapters, route: str, body: Any) -> None:
-        post(self, route, body)
-        raise PeerTimeoutError("the reply was lost", peer=self.name)
+    def lose(self: HttpRoutes, path: str, *args: Any, **options: Any) -> bytes:
+        content = post(self, path, *args, **options)
+        if path.endswith("_lora_adapter"):
+            raise PeerTimeoutError("the reply was lost", peer=self.name)
+        return content
 
     with publishing(server, AdapterOf(server.setup.family, 0), memory_store) as (publisher, source):
         last = publisher.publish().version
         with monkeypatch.context() as patch:
-            patch.setattr(StockAdapters, "_post", lose)
+            patch.setattr(HttpRoutes, "post", lose)
             assert publisher.publish().ok
         assert answer(server, f"policy@{last + 1}") == expected[0]
         assert publisher.sync().ok, "it has the version already"

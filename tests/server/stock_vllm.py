@@ -139,6 +139,8 @@ class StockVllm:
         def load_lora_adapter(body: dict[str, str]) -> Any:
             if self.fails_to_load:
                 return _failed("no room")
+            if body["lora_name"] in self.adapters:
+                return _failed(f"The lora adapter {body['lora_name']!r} has already been loaded.")
             if self.loading is not None:
                 self.loading.append(body)
                 return PlainTextResponse("Gateway Time-out", 504)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from weightcast import Publisher, PublishError, PublishOptions, TensorSource
 from weightcast.format.adapters import LoraConfig, tensor_name
 from weightcast.host.deadline import LOAD_SECONDS
 from weightcast.integrations.stock_adapters import FOLDER
-from weightcast.trainer.options import Adapter
+from weightcast.trainer.options import Adapter, PublishEvent
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj")
@@ -68,10 +68,14 @@ def serving(directory: Path) -> Iterator[StockVllm]:
 
 @contextlib.contextmanager
 def publishing(
-    store: Path, *servers: StockVllm, source: TensorSource | None = None, **target: Any
+    store: Path,
+    *servers: StockVllm,
+    source: TensorSource | None = None,
+    on_event: Callable[[PublishEvent], None] | None = None,
+    **target: Any,
 ) -> Iterator[tuple[Publisher, Adapters]]:
     source = source or Adapters()
-    options = PublishOptions(target=Adapter("policy", **target))
+    options = PublishOptions(target=Adapter("policy", **target), on_event=on_event)
     engines = [server.url for server in servers]
     with Publisher(source, transport=f"file://{store}/store", engines=engines, options=options) as publisher:
         yield publisher, source  # type: ignore[misc]
@@ -233,6 +237,39 @@ def test_a_failed_load_on_a_server_of_several_ranks_asks_for_a_restart(vllm: Sto
         with pytest.raises(PublishError, match=r"no room.*the replies of its 2 ranks may be out of step: restart it"):
             publisher.publish()
         assert (set(vllm.adapters), written(tmp_path)) == ({"policy@0"}, {"policy@0"})
+
+
+def test_a_name_that_another_run_has_taken_is_refused_and_stays(vllm: StockVllm, tmp_path: Path) -> None:
+    def overtake(event: PublishEvent) -> None:
+        if event.phase == "received" and not vllm.adapters:
+            assert first.publish().version == 0
+
+    with (
+        publishing(tmp_path / "a", vllm) as (first, _),
+        publishing(tmp_path / "b", vllm, on_event=overtake) as (second, _),
+    ):
+        with pytest.raises(PublishError, match=r"another run or client has loaded .* close the other publisher") as e:
+            second.publish()
+        [path] = vllm.adapters.values()
+        assert path in str(e.value)
+        assert Path(path).name == f"policy@0-{first.run}"
+        assert (written(tmp_path / "a"), written(tmp_path / "b")) == ({"policy@0"}, set())
+        assert second.publish().version == 1
+        assert set(vllm.adapters) == {"policy@0", "policy@1"}
+
+
+def test_a_version_that_an_earlier_request_has_loaded_is_installed(vllm: StockVllm, tmp_path: Path) -> None:
+    def end_load(event: PublishEvent) -> None:
+        if event.phase == "received" and vllm.loading:
+            vllm.load_adapter(vllm.loading.pop())
+
+    with publishing(tmp_path, vllm, on_event=end_load) as (publisher, _):
+        vllm.loading = []
+        with pytest.raises(PublishError, match="answered 504"):
+            publisher.publish()
+        assert publisher.sync().ok
+        [path] = vllm.adapters.values()
+        assert Path(path, "adapter_model.safetensors").is_file()
 
 
 def test_a_directory_that_can_not_be_written_fails_the_publish_alone(vllm: StockVllm, tmp_path: Path) -> None:

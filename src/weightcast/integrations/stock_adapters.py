@@ -201,8 +201,9 @@ class StockAdapters:
     def load(self, version: int) -> None:
         """Have the server load the sealed version, and unload those that are older than `keep`.
 
-        Raises InstallError if the server refuses it: its other versions go on. After a lost reply, ask for `versions`;
-        a proxy's failure raises PeerDiedError, since the server may go on loading behind it.
+        Raises InstallError if the server refuses it, RefusedError if it has another version of this name: its other
+        versions go on. After a lost reply, ask for `versions`; a proxy's failure raises PeerDiedError, since the server
+        may go on loading behind it.
         """
         if self._target is None or self._path is None:
             raise IncompleteUpdateError(f"no version was sealed for {self.name}: publish again")
@@ -212,14 +213,23 @@ class StockAdapters:
         except ControlError as exc:
             if exc.status in NOT_READY:
                 raise PeerDiedError(f"{exc}; the server may still load {label}", peer=self.name) from exc
-            # SGLang keeps it on the ranks that have loaded it, until it is told to unload it.
-            with contextlib.suppress(WeightcastError):
-                self._unload([label])
-            shutil.rmtree(path, ignore_errors=True)
-            raise InstallError(
-                f"{self.name} could not load {label} from {path}: {exc}; check that it sees this path. Its other "
-                f"versions go on{self._api.after_failure}"
-            ) from exc
+            root = self._served().get(label)
+            if root is None:
+                # SGLang keeps it on the ranks that have loaded it, unlisted, until it is told to unload it.
+                with contextlib.suppress(WeightcastError):
+                    self._unload([label])
+                shutil.rmtree(path, ignore_errors=True)
+                raise InstallError(
+                    f"{self.name} could not load {label} from {path}: {exc}; check that it sees this path. Its other "
+                    f"versions go on{self._api.after_failure}"
+                ) from exc
+            if root != str(path):
+                shutil.rmtree(path, ignore_errors=True)
+                raise RefusedError(
+                    f"since {label} was offered to {self.name}, another run or client has loaded {root} there under "
+                    "this name: close the other publisher and publish again, or publish under another name"
+                ) from exc
+            # Loaded by an earlier request, whose reply was lost.
         try:
             self._unload([each.label for each in self._of_target(self._served())[: -1 - self._target.keep]])
         except WeightcastError as exc:
