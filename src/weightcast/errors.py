@@ -370,7 +370,10 @@ def publish_error(report: PublishReport) -> PublishError:
     """Return the error for a publish that an engine did not install."""
     failures = {name: from_record(error) for name, error in report.failures.items()}
     engines = "1 engine" if len(report.engines) == 1 else f"{len(report.engines):,} engines"
-    causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
+    causes = "; ".join(
+        str(error) if str(error).startswith((f"{name} ", f"{name}/")) else f"{name}: {error}"
+        for name, error in failures.items()
+    )
     what = f"{len(failures):,} of {engines} did not take version {report.version}"
     return PublishError(f"{what}: {causes}", failures, report)
 
