@@ -137,7 +137,11 @@ class PeerTimeoutError(PeerError):
 
 
 class ControlError(PeerError):
-    """The peer's control route answered with an error, or with an unexpected reply."""
+    """The peer's control route answered with an error, or with an unexpected reply. `status`: HTTP's, or 0."""
+
+    def __init__(self, message: str, *, peer: str = "", status: int = 0) -> None:
+        super().__init__(message, peer=peer)
+        self.status = status
 
 
 class PeersLostError(WeightcastError):
@@ -366,7 +370,10 @@ def publish_error(report: PublishReport) -> PublishError:
     """Return the error for a publish that an engine did not install."""
     failures = {name: from_record(error) for name, error in report.failures.items()}
     engines = "1 engine" if len(report.engines) == 1 else f"{len(report.engines):,} engines"
-    causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
+    causes = "; ".join(
+        str(error) if str(error).startswith((f"{name} ", f"{name}/")) else f"{name}: {error}"
+        for name, error in failures.items()
+    )
     what = f"{len(failures):,} of {engines} did not take version {report.version}"
     return PublishError(f"{what}: {causes}", failures, report)
 

@@ -221,7 +221,7 @@ def test_a_label_stands_for_one_version_for_ever() -> None:
 def test_an_engine_without_adapters_refuses_by_name() -> None:
     with serving(with_adapters=False) as served:
         before = served.answers()
-        refused(served, PeftAdapterSource(trained(1)), "local takes no adapters: start it with LoRA")
+        refused(served, PeftAdapterSource(trained(1)), "version 0: local takes no adapters: start it with LoRA")
         assert served.answers() == before
 
 

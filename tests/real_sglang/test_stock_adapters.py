@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from real_vllm.adapters import (
     publish_model,
     publishing,
     refusal,
+    refusal_of_the_second,
 )
 from real_vllm.oracle import PROMPT, joined
 
@@ -131,6 +133,13 @@ def test_a_running_request_keeps_its_version_and_the_next_load_waits_for_it(
         last = publishing_next.result(60).version
         assert named(server) == {f"policy@{last}"}
         assert answer(server, f"policy@{last}") == cold.adapted[1]
+
+
+@on(STOCK_LORA, full=[STOCK_LORA_TWO])
+def test_a_name_that_another_run_has_loaded_stays(server: Server, tmp_path: Path) -> None:
+    said = refusal_of_the_second(server, server.setup.family, tmp_path, lambda label: answer(server, label))
+    assert f"another run or client has loaded {tmp_path}/first/.adapters/sglang/" in said
+    assert server.post("/unload_lora_adapter", {"lora_name": "twice@1"}).json()["success"]
 
 
 @on(STOCK_LORA)

@@ -11,7 +11,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -301,3 +301,26 @@ def load_from_nowhere(self: StockAdapters, version: int) -> None:
     assert self._path is not None
     shutil.rmtree(self._path)
     _load(self, version)
+
+
+def refusal_of_the_second(server: Any, family: str, stores: Path, answers: Callable[[str], Answer]) -> str:
+    """The message to a run whose version `twice@1` another run has loaded first, which goes on answering."""
+    sources = [Source(adapter.tensors, adapter.config) for adapter in (AdapterOf(family, 0), AdapterOf(family, 1))]
+    before = list[Answer]()
+
+    def overtake(event: PublishEvent) -> None:
+        if event.phase == "received" and not before:
+            first.publish(1)
+            before.append(answers("twice@1"))
+
+    options = PublishOptions(target=Adapter("twice"))
+    late = PublishOptions(target=Adapter("twice"), on_event=overtake)
+    with (
+        Publisher(sources[0], transport=f"file://{stores}/first", engines=[server.url], options=options) as first,
+        Publisher(sources[1], transport=f"file://{stores}/second", engines=[server.url], options=late) as second,
+        pytest.raises(PublishError) as e,
+    ):
+        second.publish(1)
+    assert [answers("twice@1")] == before
+    assert not list((stores / "second" / FOLDER).glob("*/*/*"))
+    return str(e.value)

@@ -22,6 +22,7 @@ from real_vllm.adapters import (
     publish_model,
     publishing,
     refusal,
+    refusal_of_the_second,
     versions_of,
     with_head,
 )
@@ -159,6 +160,13 @@ def test_after_a_failed_load_on_several_ranks_the_other_versions_go_on_and_a_res
                 publisher.publish()
             assert (answer(server, label), named(server)) == (before, {label})
         assert server.is_healthy()
+
+
+@on(STOCK_LORA)
+def test_a_name_that_another_run_has_loaded_stays(server: Server, tmp_path: Path) -> None:
+    said = refusal_of_the_second(server, server.setup.family, tmp_path, lambda label: answer(server, label))
+    assert f"another run or client has loaded {tmp_path}/first/.adapters/vllm/" in said
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "twice@1"}).status_code == 200
 
 
 @on(STOCK_LORA)

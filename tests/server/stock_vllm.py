@@ -53,6 +53,8 @@ class StockVllm:
         self.parallel: dict[str, Any] = {}
         self.adapters: dict[str, str] = {}
         self.fails_to_load = False
+        self.loading: list[dict[str, str]] | None = None
+        """Loads that go on, although a proxy before this server has given up waiting; None without such a proxy."""
         self.metrics = "# HELP vllm:lora_requests_info Running stats on lora requests.\n"
         self.resumed = threading.Event()
 
@@ -74,6 +76,11 @@ class StockVllm:
     def values(self) -> list[float]:
         """What each engine's weights are filled with."""
         return [float(module.weight.detach().flatten()[0]) for module in self.modules]
+
+    def load_adapter(self, body: dict[str, str]) -> None:
+        """Read an adapter and name it: the end of a load."""
+        load_file(Path(body["lora_path"], "adapter_model.safetensors"))
+        self.adapters[body["lora_name"]] = body["lora_path"]
 
     def _app(self) -> FastAPI:
         app = FastAPI()
@@ -130,13 +137,16 @@ class StockVllm:
 
         @app.post("/v1/load_lora_adapter")
         def load_lora_adapter(body: dict[str, str]) -> Any:
-            path = Path(body["lora_path"])
             if self.fails_to_load:
                 return _failed("no room")
-            if not (path / "adapter_config.json").is_file():
+            if body["lora_name"] in self.adapters:
+                return _failed(f"The lora adapter {body['lora_name']!r} has already been loaded.")
+            if self.loading is not None:
+                self.loading.append(body)
+                return PlainTextResponse("Gateway Time-out", 504)
+            if not Path(body["lora_path"], "adapter_config.json").is_file():
                 return _failed(f"The lora adapter {body['lora_name']!r} cannot be found.")
-            load_file(path / "adapter_model.safetensors")
-            self.adapters[body["lora_name"]] = str(path)
+            self.load_adapter(body)
             return PlainTextResponse("Success")
 
         @app.post("/v1/unload_lora_adapter")

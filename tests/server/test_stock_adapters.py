@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from server.stock_vllm import StockVllm
 
 from weightcast import Publisher, PublishError, PublishOptions, TensorSource
 from weightcast.format.adapters import LoraConfig, tensor_name
+from weightcast.host.deadline import LOAD_SECONDS
 from weightcast.integrations.stock_adapters import FOLDER
-from weightcast.trainer.options import Adapter
+from weightcast.trainer.options import Adapter, PublishEvent
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj")
@@ -66,10 +68,14 @@ def serving(directory: Path) -> Iterator[StockVllm]:
 
 @contextlib.contextmanager
 def publishing(
-    store: Path, *servers: StockVllm, source: TensorSource | None = None, **target: Any
+    store: Path,
+    *servers: StockVllm,
+    source: TensorSource | None = None,
+    on_event: Callable[[PublishEvent], None] | None = None,
+    **target: Any,
 ) -> Iterator[tuple[Publisher, Adapters]]:
     source = source or Adapters()
-    options = PublishOptions(target=Adapter("policy", **target))
+    options = PublishOptions(target=Adapter("policy", **target), on_event=on_event)
     engines = [server.url for server in servers]
     with Publisher(source, transport=f"file://{store}/store", engines=engines, options=options) as publisher:
         yield publisher, source  # type: ignore[misc]
@@ -141,7 +147,50 @@ def test_a_directory_stays_while_a_request_may_need_it(vllm: StockVllm, tmp_path
     vllm.adapters.clear()  # as after a restart
     with publishing(tmp_path, vllm) as (publisher, _):
         publisher.publish()
-        assert written(tmp_path) == {"policy@5"}
+        assert written(tmp_path) == {"policy@3", "policy@4", "policy@5"}, "as far as one can tell, it is loading these"
+        publisher.publish()
+        assert written(tmp_path) == {"policy@5", "policy@6"}
+
+
+def test_a_directory_stays_while_the_server_may_load_it(vllm: StockVllm, tmp_path: Path) -> None:
+    with publishing(tmp_path, vllm) as (publisher, _):
+        publisher.publish()
+        vllm.loading = []
+        for number in (1, 2):
+            with pytest.raises(PublishError, match=f"answered 504: .*; the server may still load policy@{number}"):
+                publisher.publish()
+        for load in vllm.loading:
+            vllm.load_adapter(load)
+        vllm.loading = None
+        assert publisher.publish().version == 3
+        assert set(vllm.adapters) == {"policy@2", "policy@3"}
+        assert all(Path(path).is_dir() for path in vllm.adapters.values())
+
+
+def test_a_directory_that_was_never_loaded_is_removed(vllm: StockVllm, tmp_path: Path) -> None:
+    with publishing(tmp_path, vllm, keep=0) as (publisher, _):
+        for number in (0, 1):
+            vllm.loading = []
+            with pytest.raises(PublishError, match="answered 504"):
+                publisher.publish()
+            [load], vllm.loading = vllm.loading, None
+            assert written(tmp_path) == {f"policy@{number}"}
+            os.utime(load["lora_path"], (0, 0))
+        publisher.publish()
+        assert written(tmp_path) == {"policy@2"}
+
+
+def test_a_version_that_is_published_again_is_loading_again(vllm: StockVllm, tmp_path: Path) -> None:
+    with publishing(tmp_path, vllm) as (publisher, _):
+        vllm.loading = []
+        with pytest.raises(PublishError, match="answered 504"):
+            publisher.publish()
+        path, began_at = Path(vllm.loading[0]["lora_path"]), time.time() - LOAD_SECONDS / 2
+        os.utime(path, (began_at, began_at))
+        with pytest.raises(PublishError, match="answered 504"):
+            publisher.sync()
+        assert [Path(load["lora_path"]) for load in vllm.loading] == [path] * 2
+        assert path.stat().st_mtime > began_at
 
 
 def test_refusals_say_what_to_do(vllm: StockVllm, tmp_path: Path) -> None:
@@ -188,6 +237,39 @@ def test_a_failed_load_on_a_server_of_several_ranks_asks_for_a_restart(vllm: Sto
         with pytest.raises(PublishError, match=r"no room.*the replies of its 2 ranks may be out of step: restart it"):
             publisher.publish()
         assert (set(vllm.adapters), written(tmp_path)) == ({"policy@0"}, {"policy@0"})
+
+
+def test_a_name_that_another_run_has_taken_is_refused_and_stays(vllm: StockVllm, tmp_path: Path) -> None:
+    def overtake(event: PublishEvent) -> None:
+        if event.phase == "received" and not vllm.adapters:
+            assert first.publish().version == 0
+
+    with (
+        publishing(tmp_path / "a", vllm) as (first, _),
+        publishing(tmp_path / "b", vllm, on_event=overtake) as (second, _),
+    ):
+        with pytest.raises(PublishError, match=r"another run or client has loaded .* close the other publisher") as e:
+            second.publish()
+        [path] = vllm.adapters.values()
+        assert path in str(e.value)
+        assert Path(path).name == f"policy@0-{first.run}"
+        assert (written(tmp_path / "a"), written(tmp_path / "b")) == ({"policy@0"}, set())
+        assert second.publish().version == 1
+        assert set(vllm.adapters) == {"policy@0", "policy@1"}
+
+
+def test_a_version_that_an_earlier_request_has_loaded_is_installed(vllm: StockVllm, tmp_path: Path) -> None:
+    def end_load(event: PublishEvent) -> None:
+        if event.phase == "received" and vllm.loading:
+            vllm.load_adapter(vllm.loading.pop())
+
+    with publishing(tmp_path, vllm, on_event=end_load) as (publisher, _):
+        vllm.loading = []
+        with pytest.raises(PublishError, match="answered 504"):
+            publisher.publish()
+        assert publisher.sync().ok
+        [path] = vllm.adapters.values()
+        assert Path(path, "adapter_model.safetensors").is_file()
 
 
 def test_a_directory_that_can_not_be_written_fails_the_publish_alone(vllm: StockVllm, tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ _READ_BYTES = 1 << 16
 _PAGE_BYTES = 64 << 20
 """Bytes of weights that an engine reads in one request, during which it does not generate."""
 
-_NOT_READY = (502, 503, 504)
+NOT_READY = (502, 503, 504)
+"""Statuses that a starting server sends, or a proxy whose server has not answered."""
 _START_FIRST = "start the server first, or wait for it: publish(wait_ready_seconds=...) or `weightcast publish --wait`"
 _TOKEN = re.compile(r"[!-~]+")
 
@@ -310,12 +311,12 @@ class HttpRoutes:
         had answered.
         """
         try:
-            status, content = self.request("GET", path, expected=(200, 404, 405, *_NOT_READY))
+            status, content = self.request("GET", path, expected=(200, 404, 405, *NOT_READY))
         except PeerDiedError as exc:
             has_no_address = isinstance(exc.__cause__, socket.gaierror)
             remedy = f"check the host name; {_START_FIRST}" if has_no_address else _START_FIRST
             raise PeerDiedError(f"{exc}; {remedy}", peer=self.name) from exc
-        if status in _NOT_READY:
+        if status in NOT_READY:
             error = self._error(path, status, content)
             if isinstance(error, ControlError):
                 error = PeerDiedError(f"{error}; {_START_FIRST}", peer=self.name)
@@ -430,7 +431,7 @@ class HttpRoutes:
             401: ": pass the engine's token" if self.token is None else ": the token does not match",
             404: self.path_hint or ": check that this is the URL of an engine server",
         }.get(status, "")
-        return ControlError(f"{self.name}{path} answered {status}{hint}: {text}", peer=self.name)
+        return ControlError(f"{self.name}{path} answered {status}{hint}: {text}", peer=self.name, status=status)
 
 
 class HttpConnection:

@@ -4,8 +4,8 @@ loads by its own route.
 Invariants: a version has a name, `NAME@NUMBER`, and a directory, for ever: neither a running request nor the server's
 prefix cache, whose keys have the name and the path or an id of the load, ever meets another version under them. A
 directory is complete when it gets its name, and stays as long as the server may read it: a server that has evicted a
-version loads it again, whatever has become of its publisher. The server's list of models has the paths, so it alone
-says which versions it has.
+version loads it again, whatever has become of its publisher, and one that takes longer than a publisher waits may load
+it still. The server's list of models has the paths, so it alone says which versions it has.
 
 The directories are inside the store's directory, apart for each server, as hard links to the same files.
 """
@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -29,11 +30,12 @@ import torch
 
 from weightcast import registry
 from weightcast.checkpoint.files import UnfinishedDirectory, write_tensors
-from weightcast.control.client import HttpRoutes
+from weightcast.control.client import NOT_READY, HttpRoutes
 from weightcast.errors import (
     ControlError,
     IncompleteUpdateError,
     InstallError,
+    PeerDiedError,
     RefusedError,
     StaleVersionError,
     UnsupportedError,
@@ -43,6 +45,7 @@ from weightcast.errors import (
 from weightcast.format.adapters import AdapterTarget, AdapterVersion, LoraConfig, adapter_label
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host.closing import on_failure
+from weightcast.host.deadline import LOAD_SECONDS
 from weightcast.seams.adapters import AdapterLimits
 from weightcast.serving.adapters import adapter_problems
 from weightcast.serving.admission import misfit_error
@@ -192,12 +195,15 @@ class StockAdapters:
                         for file in known.iterdir():
                             _link(file, unfinished.path / file.name)
                     unfinished.finish()
+            os.utime(path)  # The server begins to load it now, also if it was written for an earlier try.
         self._path = path
 
     def load(self, version: int) -> None:
         """Have the server load the sealed version, and unload those that are older than `keep`.
 
-        Raises InstallError if the server refuses it: its other versions go on. After a lost reply, ask for `versions`.
+        Raises InstallError if the server refuses it, RefusedError if it has another version of this name: its other
+        versions go on. After a lost reply, ask for `versions`; a proxy's failure raises PeerDiedError, since the server
+        may go on loading behind it.
         """
         if self._target is None or self._path is None:
             raise IncompleteUpdateError(f"no version was sealed for {self.name}: publish again")
@@ -205,14 +211,25 @@ class StockAdapters:
         try:
             self._api.http.post(self._api.load_route, {"lora_name": label, "lora_path": str(path)}, once=True)
         except ControlError as exc:
-            # SGLang keeps it on the ranks that have loaded it, until it is told to unload it.
-            with contextlib.suppress(WeightcastError):
-                self._unload([label])
-            shutil.rmtree(path, ignore_errors=True)
-            raise InstallError(
-                f"{self.name} could not load {label} from {path}: {exc}; check that it sees this path. Its other "
-                f"versions go on{self._api.after_failure}"
-            ) from exc
+            if exc.status in NOT_READY:
+                raise PeerDiedError(f"{exc}; the server may still load {label}", peer=self.name) from exc
+            root = self._served().get(label)
+            if root is None:
+                # SGLang keeps it on the ranks that have loaded it, unlisted, until it is told to unload it.
+                with contextlib.suppress(WeightcastError):
+                    self._unload([label])
+                shutil.rmtree(path, ignore_errors=True)
+                raise InstallError(
+                    f"{self.name} could not load {label} from {path}: {exc}; check that it sees this path. Its other "
+                    f"versions go on{self._api.after_failure}"
+                ) from exc
+            if root != str(path):
+                shutil.rmtree(path, ignore_errors=True)
+                raise RefusedError(
+                    f"since {label} was offered to {self.name}, another run or client has loaded {root} there under "
+                    "this name: close the other publisher and publish again, or publish under another name"
+                ) from exc
+            # Loaded by an earlier request, whose reply was lost.
         try:
             self._unload([each.label for each in self._of_target(self._served())[: -1 - self._target.keep]])
         except WeightcastError as exc:
@@ -231,13 +248,18 @@ class StockAdapters:
     def _remove_unused(self, served: Mapping[str, str]) -> None:
         """Remove directories of versions that the server does not name, and no request uses.
 
-        A version has lost its name in an earlier publish, so the requests that had found it by then have begun.
+        A version has lost its name in an earlier publish, so the requests that had found it by then have begun. A
+        server loads one after the other, so it may still be loading versions that are newer than those it names.
         """
         named = {Path(root).name for root in served.values()}
+        newest = {version.name: version.number for version in self._versions(served)}
         unnamed = [path for path in self._folder.glob("*") if path.name not in named]
         in_use = self._api.in_use() if unnamed else ()
         for path in unnamed:
-            if path.name.rpartition("-")[0] not in in_use:
+            match = _ROOT.search(str(path))
+            is_newer = match is not None and int(match[2]) > newest.get(match[1], -1)
+            may_be_loading = is_newer and time.time() - path.stat().st_mtime < LOAD_SECONDS
+            if not may_be_loading and path.name.rpartition("-")[0] not in in_use:
                 shutil.rmtree(path, ignore_errors=True)
 
 
