@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from core.direct import RecordingEngine, fleet
-from weightcast import TensorSource
+from weightcast import ModuleEngine, TensorSource
 from weightcast.engines.gate import Gate
 from weightcast.errors import IncompatibleWeightsError, PublishError, UnsupportedError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, narrow, payload_digest, write_header
@@ -108,6 +108,24 @@ def test_what_an_engine_has_in_memory_is_copied_there_piece_by_piece(
     assert len(prepared) == first, "the copies of one layout are prepared once"
     assert len(prepared) == 1 if install == "staged" else len(prepared) > 1
     assert engine.num_installs == 4
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_tensors_of_one_bucket_are_copied_as_they_are_or_cast(install: str) -> None:
+    """As they are: by their addresses in the bucket, also to a parameter with strides."""
+    module = torch.nn.Module()
+    for name, tensor in TENSORS.items():
+        live = torch.zeros(tensor.shape, dtype=torch.float32 if name == "last" else tensor.dtype)
+        module.register_buffer(name, live.t().contiguous().t() if name == "big" else live)
+    places = {name: live.data_ptr() for name, live in module.named_buffers()}
+    tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
+    with fleet(TensorSource(tensors), ModuleEngine(module, cast=True), install=install) as (publisher, _):
+        for _ in range(3):
+            tensors["big"].add_(1)
+            assert publisher.publish().ok
+            for name, live in module.named_buffers():
+                assert torch.equal(live, tensors[name].to(live.dtype)), name
+    assert {name: live.data_ptr() for name, live in module.named_buffers()} == places
 
 
 class SharedReceiver:

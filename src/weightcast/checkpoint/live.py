@@ -303,7 +303,7 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
             f"{name!r} is a DTensor with {getattr(tensor, 'placements', '?')}: an engine needs all of it in one place; "
             "call full_tensor() on it, or use a mesh of one device"
         )
-    if local.layout != torch.strided or local.is_nested or not is_memory(local):
+    if local.is_nested or not is_memory(local):
         remedy = "convert it into a plain tensor, or write your own Source"
         if type(local) in (torch.Tensor, nn.Parameter) and local.layout == torch.strided and not local.is_nested:
             remedy = "its storage was freed, so load the weights back first"
@@ -396,7 +396,7 @@ def _records(
             if name in seen:
                 raise ValueError(f"two tensors have the name {name!r} in checkpoint form: mend `names` or the module")
             seen.add(name)
-        specs.append(TensorSpec(renamed[0], DTYPE_NAMES[view.dtype], tuple(view.shape), aliases=tuple(renamed[1:])))
+        specs.append(TensorSpec(renamed[0], DTYPE_NAMES[view.dtype], tuple(view.shape), tuple(renamed[1:])))
         tensors[renamed[0]] = view
     return tuple(specs), tensors
 
@@ -507,10 +507,10 @@ class LiveCheckpoint:
         self._changes = TensorChangeDetector(self._module, with_buffers=self._buffers != "none")
         memory, parts = list[torch.Tensor](), list[tuple[Any, ...]]()
         for number, view in enumerate(views.values()):
-            if (owner := blocks.owner(view)) is None:
-                memory.append(view)
-            else:
+            if view.is_meta and (owner := blocks.owner(view)) is not None:
                 parts.append((number, *_part_key(view, owner)))
+            else:
+                memory.append(view)
         keys = places(memory), parts
         changed = keys != self._keys or specs != self.specs
         if specs != self.specs:

@@ -155,8 +155,7 @@ class Blocks:
     def require_slices(self, views: Mapping[str, torch.Tensor]) -> None:
         """Raise ValueError, on every rank alike, for a view that is not a slice of its stand-in."""
         for name, view in views.items():
-            owner = self.owner(view)
-            if owner is not None and _slice(owner.standin, view) is None:
+            if view.is_meta and (owner := self.owner(view)) is not None and _slice(owner.standin, view) is None:
                 raise ValueError(
                     f"{name!r} is not a plain slice of the sharded {owner.name!r}: publish from a module in which that "
                     "parameter is not sharded, or write your own Source"

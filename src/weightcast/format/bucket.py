@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 import mmap
 import operator
 import struct
@@ -21,7 +22,7 @@ import torch
 
 from weightcast.errors import IntegrityError
 from weightcast.format.device_digest import device_digest
-from weightcast.format.geometry import Region, row_major
+from weightcast.format.geometry import Region
 from weightcast.format.manifest import (
     ITEMSIZE_BYTES,
     PROTOCOL,
@@ -157,13 +158,13 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_bytes(self) -> int:
-        return self.piece.region.numel * ITEMSIZE_BYTES[self.record.dtype]
+        return math.prod(self.piece.region.sizes) * ITEMSIZE_BYTES[self.record.dtype]
 
-    def view(self, raw: torch.Tensor) -> torch.Tensor:
+    def view(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the view of this piece in the raw payload of its bucket."""
-        typed, sizes = raw.view(TORCH_DTYPES[self.record.dtype]), self.piece.region.sizes
-        offset = int(typed.storage_offset()) + self.piece.offset_bytes // typed.itemsize
-        return typed.as_strided(sizes, row_major(sizes), offset)
+        start = self.piece.offset_bytes
+        stored = payload[start : start + self.num_bytes].view(TORCH_DTYPES[self.record.dtype])
+        return stored.view(self.piece.region.sizes)
 
 
 _offset_of = operator.attrgetter("piece.offset_bytes")
@@ -195,8 +196,7 @@ class Layout:
         cached = self._views[index]
         if cached is not None and cached[0] is payload:
             return cached[1]
-        raw = payload[: self.manifest.buckets[index]]
-        views = [entry.view(raw) for entry in self.entries[index]]
+        views = [entry.view(payload) for entry in self.entries[index]]
         self._views[index] = (payload, views)
         return views
 

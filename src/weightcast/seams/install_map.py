@@ -4,6 +4,7 @@ One install, called by the worker of a `Mapped` engine:
 
     InstallMap.bind()                    right before the first copy; False: `load` gets everything
     Mapped.begin(copied)                 these tensors are copied, the others are passed to `load`
+    InstallMap.is_copied_as_is(...)      True if a copy needs only a tensor's address; else
     InstallMap.source_blocks(...)        the blocks that a copy reads, of a tensor or a piece of one
     InstallMap.target_blocks(...)        the blocks that it writes
     Engine.load(others)
@@ -75,11 +76,11 @@ class InstallMap:
         return [tensor]
 
     def is_copied_as_is(self, name: str, dtype: torch.dtype) -> bool:
-        """Return whether a tensor of this dtype is copied, all of it, to one live tensor of its shape and dtype, in
-        host memory. Of such a tensor a copy needs only the address.
+        """Return whether a tensor of this dtype is only copied, all of it, to one live tensor of its shape and dtype in
+        host memory. That takes its address, and no `source_blocks`: override both or none.
         """
         live = self._live[name]
-        return live.dtype is dtype and live.is_cpu
+        return live.dtype is dtype and live.is_cpu and name not in self.also_loaded
 
     def target_blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
         """Return the views of live parameters, as found by `bind`, to which the source blocks are copied."""

@@ -178,7 +178,7 @@ def compare_specs(
     `can_cast(offered, held)` returns True.
     """
     offers, targets = tuple(offered), tuple(held)
-    if len(offers) == len(targets) and all(map(operator.eq, map(_form_of, offers), map(_form_of, targets))):
+    if len(offers) == len(targets) and all(_form_of(a) == _form_of(b) for a, b in zip(offers, targets, strict=True)):
         return []  # as nearly always: the engine's tensors, in its order
     by_name = {name: target for target in targets for name in target.names}
     covered: dict[str, TensorSpec] = {}

@@ -113,16 +113,15 @@ class Part:
                 self.to_prove.append((name, tensor))
         self.rest.append((name, tensor))
 
-    def add_stored(self, name: str, entry: Entry, piece: Region | None = None) -> None:
-        """Add what the payload has as this entry: a tensor or, for one that is copied piece by piece, this `piece`."""
+    def add_stored(self, name: str, entry: Entry) -> None:
+        """Add the tensor that the payload has as this entry."""
         assert self.payload is not None
         found, dtype = self._install_map, TORCH_DTYPES[entry.record.dtype]
-        is_copied = self.payloads and piece is None and name in self._copied
-        if is_copied and found is not None and name not in found.also_loaded and found.is_copied_as_is(name, dtype):
+        if found is not None and self.payloads and name in self._copied and found.is_copied_as_is(name, dtype):
             self.blocks.append((name, None))
             self.sources.append(self._start + entry.piece.offset_bytes)
         else:
-            self.add(name, entry.view(self.payload), piece)
+            self.add(name, entry.view(self.payload))
 
     @functools.cached_property
     def copies(self) -> BlockCopies:
@@ -200,16 +199,11 @@ class Install:
         self._map = engine.install_map if uses_map and isinstance(engine, Mapped) else None
         self._revision = 0 if self._map is None else self._map.revision
         self.copied = frozenset[str]() if self._map is None else frozenset(self._map.proven)
-        primary = None
+        self._primary: dict[str, str] | None = None
+        """By each name that the engine knows, the name of its tensor."""
         if specs is not None:
-            primary = {spec.name: spec.name for spec in specs}
-            primary |= {name: spec.name for spec in specs if spec.aliases for name in spec.aliases}
-        self._other_names = {
-            r.name: _loaded_names(r, primary)
-            for r in layout.manifest.tensors
-            if r.aliases or (primary is not None and primary.get(r.name) != r.name)
-        }
-        """By record name, the names under which it is loaded, if these are not just its own."""
+            self._primary = {spec.name: spec.name for spec in specs}
+            self._primary |= {name: spec.name for spec in specs if spec.aliases for name in spec.aliases}
         self.served: WeightVersion | None = None
         """The version that an install by this object has put into the live tensors, where nothing was written since."""
         self._parts: dict[int, Part] = {}
@@ -412,7 +406,7 @@ class Install:
                     for name in self._names(entry.record):
                         part.add_stored(name, entry)
             for name, entry in self._copied_pieces[index]:
-                part.add_stored(name, entry, entry.piece.region)
+                part.add(name, entry.view(payload), entry.piece.region)
         return part
 
     def _joined_parts(self, assembly: Assembly, *, is_last: bool = False) -> list[Part]:
@@ -427,21 +421,19 @@ class Install:
         return [part]
 
     def _names(self, record: TensorSpec) -> tuple[str, ...]:
-        """Return the names under which a record is loaded."""
-        return self._other_names.get(record.name, (record.name,))
+        """Return the names under which a record is loaded: one for each of the engine's tensors; without specs, all."""
+        primary = self._primary
+        if primary is None:
+            return record.names
+        if not record.aliases and primary.get(record.name) == record.name:
+            return (record.name,)
+        return tuple(dict.fromkeys(primary[name] for name in record.names if name in primary))
 
     def _is_copied_in_pieces(self, name: str) -> bool:
         found = self._map
         return found is not None and (
             name in self.copied and name not in found.also_loaded and found.can_copy_pieces(name)
         )
-
-
-def _loaded_names(record: TensorSpec, primary: Mapping[str, str] | None) -> tuple[str, ...]:
-    """Return the names under which a record is loaded: one for each of the engine's tensors; without specs, all."""
-    if primary is None:
-        return record.names
-    return tuple(dict.fromkeys(primary[name] for name in record.names if name in primary))
 
 
 def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -> torch.Tensor:

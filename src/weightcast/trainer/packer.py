@@ -429,7 +429,7 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
                     f"{'' if is_memory(data) else ' without memory'}, expected {list(region.sizes)}, {spec.dtype} in "
                     f"memory, for the region at {list(region.offsets)} of the shape {list(spec.shape)}"
                 )
-            elif region.numel:
+            elif data.numel():
                 shards.append(Shard(number, region, data))
     if problems:
         raise _misfit(problems, "have regions() return views of the sizes and dtypes that it and specs() declare")
