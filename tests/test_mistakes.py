@@ -785,6 +785,16 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
     ("publish {store} --engine {url}", exits.USAGE, "`weightcast follow` to install its versions in engines"),
     ("publish file://{store} --engine {url}", exits.USAGE, "`weightcast follow` to install its versions in engines"),
     ("follow {store} --engine {url}", exits.USAGE, "is not the URL of a store; write file://{store}"),
+    (
+        "follow file://{folder}/nowhere --engine {url} --once --deadline 0.1",
+        exits.NEGATIVE,
+        "no complete version came into file://{folder}/nowhere within 0.1 s: check that it is the right one",
+    ),
+    (
+        "follow {folder} --marker STABLE --engine {url} --once --deadline 0.1",
+        exits.NEGATIVE,
+        "no complete version (a directory with the file STABLE) came into {folder} within 0.1 s: check that it is",
+    ),
     ("follow file://{store} --engine nonsense", exits.USAGE, "'nonsense' is not the URL of an engine; write one like"),
     ("export {store} out", exits.USAGE, "is not the URL of a store; write file://{store}"),
     (
