@@ -109,7 +109,7 @@ def copy(source: str, target: str, deadline_seconds: float = 2.0) -> Copied | No
 
 
 def test_a_pull_is_a_version_as_a_writer_makes_it(server: StoreThread, near: str) -> None:
-    with pytest.raises(VersionNotFoundError, match="no version yet"):
+    with pytest.raises(VersionNotFoundError, match="does not hold any version yet: publish one first"):
         copy(server.url, near)
     for number in (3, 4):
         write(server.directory, number)
@@ -757,7 +757,10 @@ def test_following_goes_on_until_sigterm(server: StoreThread, tmp_path: Path, ne
     )
     assert process.stdout is not None
     assert process.stderr is not None
-    assert process.stderr.readline().endswith("has no version yet: publish one first; waiting\n")
+    wanted = "does not hold any version yet: publish one first"
+    if command == "push":
+        wanted = "near is not there: no such directory; check the path, or publish first"
+    assert process.stderr.readline().endswith(f"{wanted}; waiting\n")
     for number in (1, 2, 3):
         write(source, number)
         assert json.loads(process.stdout.readline())["version"] == number
