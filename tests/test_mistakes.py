@@ -770,7 +770,17 @@ def test_a_bucket_size_may_be_one_of_numpys_numbers() -> None:
 COMMANDS: tuple[tuple[str, int, str], ...] = (
     ("publsh", exits.USAGE, "invalid choice: 'publsh' (choose from"),
     ("inspect {store}", exits.USAGE, "store is a store of versions, not a checkpoint: use its URL, file://{store}"),
-    ("inspect file://{folder}/nowhere", exits.NEGATIVE, "nowhere is not there: no such directory"),
+    *(
+        (command, exits.NEGATIVE, "nowhere is not there: no such directory; check the path, or publish first")
+        for command in (
+            "inspect file://{folder}/nowhere",
+            "verify file://{folder}/nowhere",
+            "rollback file://{folder}/nowhere",
+            "export file://{folder}/nowhere out",
+            "pull file://{folder}/nowhere file://{folder}/near",
+            "push file://{folder}/nowhere file://{folder}/near",
+        )
+    ),
     ("inspect file://{folder}", exits.NEGATIVE, "{folder} does not hold any version yet: publish one first"),
     ("inspect Qwen/Qwen3-0.6B", exits.USAGE, "Qwen/Qwen3-0.6B is neither a directory nor a file"),
     ("inspect 127.0.0.1:8000", exits.USAGE, "if it is an engine, write http://127.0.0.1:8000"),
@@ -785,6 +795,16 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
     ("publish {store} --engine {url}", exits.USAGE, "`weightcast follow` to install its versions in engines"),
     ("publish file://{store} --engine {url}", exits.USAGE, "`weightcast follow` to install its versions in engines"),
     ("follow {store} --engine {url}", exits.USAGE, "is not the URL of a store; write file://{store}"),
+    (
+        "follow file://{folder}/nowhere --engine {url} --once --deadline 0.1",
+        exits.NEGATIVE,
+        "no complete version came into file://{folder}/nowhere within 0.1 s: check that it is the right one",
+    ),
+    (
+        "follow {folder} --marker STABLE --engine {url} --once --deadline 0.1",
+        exits.NEGATIVE,
+        "no complete version (a directory with the file STABLE) came into {folder} within 0.1 s: check that it is",
+    ),
     ("follow file://{store} --engine nonsense", exits.USAGE, "'nonsense' is not the URL of an engine; write one like"),
     ("export {store} out", exits.USAGE, "is not the URL of a store; write file://{store}"),
     (

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from starlette.requests import Request as ServedRequest
 from store.object_server import Request
 from store.remote_kit import (
     PATIENCE_SECONDS,
@@ -54,6 +55,7 @@ from store.store_kit import (
 from weightcast import cli, rollback
 from weightcast.control.server import connections
 from weightcast.control.server import store as store_server
+from weightcast.control.server.store import StoreServer
 from weightcast.errors import (
     ControlError,
     EngineBusyError,
@@ -67,11 +69,12 @@ from weightcast.errors import (
 )
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, payload_digest, write_header
 from weightcast.format.manifest import WeightVersion
+from weightcast.host.deadline import Deadline
 from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.address import StoreAddress
 from weightcast.store.copying import Copied, LocalCopy, RemoteCopy, copy_newest
-from weightcast.store.reading import StoreReader, pinned, store_status
+from weightcast.store.reading import PinnedVersion, StoreReader, pinned, store_status
 from weightcast.store.remote import RemoteStorage
 from weightcast.transports.store import StoreSender
 
@@ -106,7 +109,7 @@ def copy(source: str, target: str, deadline_seconds: float = 2.0) -> Copied | No
 
 
 def test_a_pull_is_a_version_as_a_writer_makes_it(server: StoreThread, near: str) -> None:
-    with pytest.raises(VersionNotFoundError, match="no version yet"):
+    with pytest.raises(VersionNotFoundError, match="does not hold any version yet: publish one first"):
         copy(server.url, near)
     for number in (3, 4):
         write(server.directory, number)
@@ -414,6 +417,96 @@ def test_a_commit_that_failed_is_not_made_of_what_is_left(tmp_path: Path, monkey
     assert number_served(url(tmp_path / "target")) == 5
 
 
+# --- two pushes ---
+
+
+@contextlib.contextmanager
+def begun_push(source: str, target: str) -> Iterator[tuple[RemoteCopy, PinnedVersion]]:
+    """A push that has sent no bucket."""
+    reader = StoreReader(StoreAddress.parse(target), deadline_seconds=2.0)
+    assert isinstance(reader.storage, RemoteStorage)
+    with (
+        contextlib.closing(reader),
+        pinned(StoreAddress.parse(source)) as version,
+        RemoteCopy(reader.storage.calls, version.stored, version.manifest) as begun,
+    ):
+        yield begun, version
+
+
+@contextlib.contextmanager
+def bucket_under_way(server: StoreThread, begun: RemoteCopy, num_bytes: int) -> Iterator[http.client.HTTPConnection]:
+    """The request with bucket 0, whose body is sent by the test."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=LONG_SECONDS)
+    with contextlib.closing(connection):
+        connection.putrequest("PUT", f"{begun._path}/buckets/0")
+        connection.putheader("Content-Length", str(num_bytes))
+        connection.endheaders()
+        yield connection
+
+
+def test_the_later_push_wins_over_one_that_stops_inside_a_bucket(
+    server: StoreThread, tmp_path: Path, near: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose host has lost its power: nothing closes its connection."""
+    write(tmp_path / "near", 1)
+    write(tmp_path / "other", 2)
+    is_reading, read_body = threading.Event(), store_server.read_body
+
+    async def read(request: ServedRequest, *given: object, **options: object) -> bytes:
+        is_reading.set()
+        return await read_body(request, *given, **options)  # type: ignore[arg-type]
+
+    with begun_push(near, server.url) as (begun, version):
+        data = version.read_raw(0)
+        monkeypatch.setattr(store_server, "read_body", read)
+        with bucket_under_way(server, begun, len(data)) as connection:
+            connection.send(data[:1000])
+            assert is_reading.wait(LONG_SECONDS)
+            assert copy(url(tmp_path / "other"), server.url)
+            connection.send(data[1000:])
+            assert connection.getresponse().status == 409
+    assert number_served(url(server.directory)) == 2
+
+
+def test_a_push_is_not_idle_while_a_bucket_comes_slowly(server: StoreThread, tmp_path: Path, near: str) -> None:
+    write(tmp_path / "near", 1)
+    with begun_push(near, server.url) as (begun, version):
+        (lease,) = server.store._leases.values()
+        data = version.read_raw(0)
+        with bucket_under_way(server, begun, len(data)) as connection:
+            for start in range(0, 3000, 1000):
+                used_at = lease.used_at
+                connection.send(data[start : start + 1000])
+                assert any(lease.used_at > used_at for _ in Deadline(LONG_SECONDS).polls())
+            connection.send(data[3000:])
+            assert connection.getresponse().status == 204
+
+
+def test_of_two_pushes_that_begin_together_one_wins(
+    server: StoreThread, tmp_path: Path, near: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "near", 1)
+    meeting, end_others = threading.Barrier(2), StoreServer._end_other_copies
+
+    def meet(store: StoreServer) -> None:
+        end_others(store)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(0.5)
+
+    monkeypatch.setattr(StoreServer, "_end_other_copies", meet)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        begin = lambda: stack.enter_context(begun_push(near, server.url))  # noqa: E731
+        begun = [future.result() for future in [pool.submit(begin) for _ in range(2)]]
+        failures = []
+        for push, version in begun:
+            try:
+                push.write(0, version.read_raw(0))
+            except StaleVersionError as exc:
+                failures.append(str(exc))
+        assert len(failures) == 1
+        assert "this push has ended: another one has begun" in failures[0]
+
+
 # --- broken lines ---
 
 
@@ -664,7 +757,10 @@ def test_following_goes_on_until_sigterm(server: StoreThread, tmp_path: Path, ne
     )
     assert process.stdout is not None
     assert process.stderr is not None
-    assert process.stderr.readline().endswith("has no version yet: publish one first; waiting\n")
+    wanted = "does not hold any version yet: publish one first"
+    if command == "push":
+        wanted = "near is not there: no such directory; check the path, or publish first"
+    assert process.stderr.readline().endswith(f"{wanted}; waiting\n")
     for number in (1, 2, 3):
         write(source, number)
         assert json.loads(process.stdout.readline())["version"] == number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 import signal
 import sys
 import threading
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weightcast.cli import exits, output, values
-from weightcast.errors import WeightcastError
+from weightcast.errors import PeerTimeoutError, WeightcastError
 from weightcast.format.amounts import size
-from weightcast.host.deadline import GRACE_SECONDS, MAX_SECONDS
+from weightcast.host.deadline import GRACE_SECONDS, MAX_SECONDS, Deadline
 
 if TYPE_CHECKING:
     from weightcast.cli.directory_follower import DirectoryFollower
@@ -28,9 +29,9 @@ examples:
   weightcast follow file:///mnt/weights --engine http://127.0.0.1:8000 --once --json
   weightcast follow outputs/broadcasts --marker STABLE --engine http://127.0.0.1:8000
 
-It starts with the newest version, or waits for the first, and runs until Ctrl-C or SIGTERM. A version that an engine
-did not install is sent to it again, until the engine has installed it or there is a newer version. With --json each
-version is one line.
+It starts with the newest version, or waits for the first, with --once at most as long as --deadline says, and runs
+until Ctrl-C or SIGTERM. A version that an engine did not install is sent to it again, until the engine has installed it
+or there is a newer version. With --json each version is one line.
 
 With --marker TARGET is a directory in which a training loop makes one directory of safetensors for each version:
 step_12, weight_v000012, checkpoint-12. The last digits of its name are the version's number; the directory that was
@@ -69,9 +70,11 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, end))
         follower = _follower(args, stack)
+        first = Deadline(args.deadline if args.once else math.inf)
+        needed = f" (a directory with the file {' or '.join(args.marker)})" if args.marker else ""
         while not stop.is_set():
             try:
-                followed = follower.wait(look_seconds, stop=stop)
+                followed = follower.wait(min(look_seconds, first.remaining_seconds), stop=stop)
             except WeightcastError as exc:
                 if args.once:
                     raise
@@ -79,8 +82,13 @@ def run(args: argparse.Namespace) -> int:
                 stop.wait(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, 30.0)
                 continue
+            if followed is None and first.has_passed:
+                raise PeerTimeoutError(
+                    f"no complete version{needed} came into {args.target} within {args.deadline:g} s: check that it is "
+                    "the right one and that a trainer publishes there, or wait longer (--deadline)",
+                    peer="trainer",
+                )
             if followed is None and look_seconds == GRACE_SECONDS and not stop.is_set():
-                needed = f" (a directory with the file {' or '.join(args.marker)})" if args.marker else ""
                 print(f"weightcast: {args.target} has no complete version yet{needed}; waiting", file=sys.stderr)
             look_seconds = MAX_SECONDS
             if followed is not None:

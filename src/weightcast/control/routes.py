@@ -124,8 +124,11 @@ def refusal(message: str, kind: str, status: int) -> Response:
     return reply({"error": {"message": message, "type": kind, "code": status}}, status, headers)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the whole body. Raises ManifestError (`too_large`) as soon as it, or its declared length, is too long."""
+async def read_body(request: Request, max_bytes: int, on_part: Callable[[], object] = lambda: None) -> bytes:
+    """Return the whole body. `on_part` is called after each part of it has come.
+
+    Raises ManifestError (`too_large`) as soon as the body, or its declared length, is too long.
+    """
     message = f"the body is larger than {max_bytes} bytes, the limit of this route"
     if int(request.headers.get("content-length") or 0) > max_bytes:
         raise ManifestError(message, fault="too_large")
@@ -133,6 +136,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     async for chunk in request.stream():
         if len(body) + len(chunk) > max_bytes:
             raise ManifestError(message, fault="too_large")
+        on_part()
         body += chunk
     return bytes(body)
 

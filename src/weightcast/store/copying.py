@@ -23,7 +23,6 @@ from weightcast.errors import (
     IntegrityError,
     ManifestError,
     UpdateAbortedError,
-    VersionNotFoundError,
     WeightcastError,
 )
 from weightcast.format.bucket import (
@@ -36,7 +35,7 @@ from weightcast.format.bucket import (
 from weightcast.format.manifest import Manifest, encode
 from weightcast.host.closing import ClosedOnExit, on_failure
 from weightcast.store.address import StoreAddress
-from weightcast.store.reading import PinnedVersion, StoreReader, stored_bytes
+from weightcast.store.reading import PinnedVersion, StoreReader, not_found, stored_bytes
 from weightcast.store.records import Stored
 from weightcast.store.remote import BucketAnswer, CopyAnswer, CopyRequest, RemoteCalls, RemoteStorage
 from weightcast.store.writing import StoreWriter
@@ -266,7 +265,7 @@ def copy_newest(
         pinned = reader.pin_newest(None if there is None else there.newest.version)
         if pinned is None:
             if reader.commit() is None:
-                raise VersionNotFoundError(f"the store {reader.storage.path('')} has no version yet: publish one first")
+                raise not_found(reader.storage)
             return None
         with pinned:
             stored, manifest = pinned.stored, pinned.manifest

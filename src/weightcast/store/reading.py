@@ -91,7 +91,7 @@ def pinned(
             found = reader.pin(version)
             what = _ANY if version is None else f"version {version.number} of run {version.run}"
         if found is None:
-            raise _not_found(reader.storage, what)
+            raise not_found(reader.storage, what)
     found.parts.append(reader)
     return found
 
@@ -361,13 +361,14 @@ def store_status(address: StoreAddress) -> StoreInfo:
     with contextlib.closing(StoreReader(address)) as reader:
         storage, commit, writer = reader.storage, reader.commit(), reader.writer()
         if commit is None:
-            raise _not_found(storage, _ANY)
+            raise not_found(storage)
         slots = [storage.slot_info(number) for number in sorted(storage.slot_numbers())]
     name = "unknown" if writer.record is None else writer.record.describe()
     return StoreInfo(commit.newest, commit.previous, name, bool(writer.is_alive), slots)
 
 
-def _not_found(storage: ReadStorage, what: str) -> VersionNotFoundError:
+def not_found(storage: ReadStorage, what: str = _ANY) -> VersionNotFoundError:
+    """Return the error of a store that does not hold `what`, or is not there."""
     where = storage.path("")
     if not storage.exists():
         return VersionNotFoundError(

@@ -91,6 +91,7 @@ class StoreServer:
         self._allow_push = allow_push
         self._deadline_seconds = deadline_seconds
         self._condition = threading.Condition()
+        self._beginning = threading.Lock()
         self._leases: dict[str, _Lease] = {}
         self._is_closed = False
         routes: list[tuple[str, str, Handler]] = [
@@ -264,11 +265,12 @@ class StoreServer:
 
         def begin() -> CopyAnswer:
             manifest = manifest_of(body.stored, bytes(body.manifest), "the manifest that was sent")
-            self._end_other_copies()
-            copy = LocalCopy(self._address, body.stored, manifest, deadline_seconds=self._deadline_seconds)
-            with on_failure(copy.close):
-                answer = CopyAnswer(copy.accepts_deltas, sorted(copy.left))
-            self._add(name, copy)
+            with self._beginning:
+                self._end_other_copies()
+                copy = LocalCopy(self._address, body.stored, manifest, deadline_seconds=self._deadline_seconds)
+                with on_failure(copy.close):
+                    answer = CopyAnswer(copy.accepts_deltas, sorted(copy.left))
+                self._add(name, copy)
             return answer
 
         return reply(await run_in_threadpool(begin))
@@ -293,9 +295,19 @@ class StoreServer:
 
     async def _write_bucket(self, request: Request) -> Response:
         name, index = _copy_name(request), _index(request)
-        with self._used(name, LocalCopy) as copy:
-            body = await read_body(request, HEADER_BYTES + copy.raw_bytes(index))
-            await run_in_threadpool(copy.write, index, memoryview(body))
+
+        def max_bytes() -> int:
+            with self._used(name, LocalCopy) as copy:
+                return HEADER_BYTES + copy.raw_bytes(index)
+
+        def write(body: bytes) -> None:
+            with self._used(name, LocalCopy) as copy:
+                copy.write(index, memoryview(body))
+
+        # The copy is not used while bytes are awaited, so that a later push need not wait for them; each part of the
+        # body is a sign of life, or finds that another push has begun.
+        body = await read_body(request, max_bytes(), on_part=max_bytes)
+        await run_in_threadpool(write, body)
         return Response(status_code=204)
 
     async def _commit_copy(self, request: Request) -> Response:
