@@ -40,12 +40,13 @@ NOT_RUN = {
 LONG = {
     "./scripts/demo",
     "./scripts/demo --trainer-ranks 2 --transport gloo",
+    "weightcast bench ipc://",
     *commands(ROOT / "docs" / "benchmarks.md"),
     *commands(ROOT / "bench" / "README.md"),
 }
 """They take minutes together, or gigabytes: run with --full only."""
-LONG_PAGES = {"distributed.md", "ray.md"}
-"""Each takes a minute, for what tests of their own run too (test_torchrun_fsdp2, test_ray_cluster)."""
+LONG_PAGES = {"distributed.md", "ray.md", "sglang.md", "vllm.md"}
+"""Each takes a minute, for what other tests run too (test_torchrun_fsdp2, test_ray_cluster, README's own install)."""
 
 
 def _complete(folder: str, marker: str = "config.json") -> list[str]:

@@ -120,7 +120,15 @@ def test_a_child_that_is_killed_ends_the_demo(
     demo.assert_nothing_left()
 
 
-@pytest.mark.parametrize("options", [("--steps", "0"), ("--engines", "0"), ("--seed", "-1"), ("--trainer-ranks", "9")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--steps", "0"),
+        ("--trainer-ranks", "9"),
+        pytest.param(("--engines", "0"), marks=pytest.mark.full),
+        pytest.param(("--seed", "-1"), marks=pytest.mark.full),
+    ],
+)
 def test_senseless_numbers_are_refused(start: Start, options: tuple[str, str]) -> None:
     demo = start(*options)
     assert demo.end() == 2

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -174,6 +175,8 @@ def stage(wire: Wire) -> Iterator[Stage]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What goes over a network plays several hosts, and so do several trainer ranks."""
     for item in items:
+        if item.path.parent != Path(__file__).parent:
+            continue
         wire = getattr(getattr(item, "callspec", None), "params", {}).get("wire", IPC)
         if wire != IPC or item.path.name in ("test_trainer_ranks.py", "test_origins.py"):
             item.add_marker(pytest.mark.cluster)

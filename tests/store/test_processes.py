@@ -43,7 +43,7 @@ from weightcast.sources.store import StoreSource
 from weightcast.store.reading import StoreReader
 from weightcast.transports.store import StoreSender
 
-SECONDS = float(os.environ.get("WEIGHTCAST_STORE_SECONDS", "5"))
+SECONDS = float(os.environ.get("WEIGHTCAST_STORE_SECONDS", "2"))
 """How long writers and readers run freely; the long run is done by hand."""
 
 LONGEST_LIFE_SECONDS = 0.006
@@ -124,7 +124,8 @@ def test_every_read_of_a_free_running_writer_is_one_whole_version(
     [
         ("tmpfs", 10),
         ("disk", 10),
-        pytest.param("disk", 200, marks=pytest.mark.cluster),
+        pytest.param("disk", 80, marks=pytest.mark.cluster),
+        pytest.param("disk", 200, marks=[pytest.mark.cluster, pytest.mark.full]),
         pytest.param("tmpfs", 200, marks=[pytest.mark.cluster, pytest.mark.full]),
     ],
     indirect=["directory"],
