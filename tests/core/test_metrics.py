@@ -130,9 +130,8 @@ def test_they_are_served_at_an_address(engines: list[DirectEngine]) -> None:
 
 @pytest.mark.parametrize("where", ["9464", "127.0.0.1", "127.0.0.1:", "127.0.0.1:99999", "http://127.0.0.1:9464"])
 def test_what_is_no_address(engines: list[DirectEngine], where: str) -> None:
-    publisher = Publisher(TensorSource(TENSORS), transport="memory://", engines=engines, metrics=where)
-    with publisher, pytest.raises(ValueError, match="pass HOST:PORT"):
-        publisher.publish()
+    with pytest.raises(ValueError, match="pass HOST:PORT"):
+        Publisher(TensorSource(TENSORS), transport="memory://", engines=engines, metrics=where)
 
 
 def test_what_is_neither_an_address_nor_a_registry() -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from msgspec import UNSET
 from publishers import publisher_of
 
 import weightcast
@@ -23,6 +24,7 @@ from weightcast.errors import (
     PeerDiedError,
     PeerTimeoutError,
     PublishError,
+    RefusedError,
     StaleVersionError,
     UnsupportedError,
     WrongBaseError,
@@ -50,7 +52,7 @@ TENSORS = {f"t{i}": torch.randn(40, 40) for i in range(12)}
         ({"deadline_seconds": float("nan")}, "must be positive"),
         ({"deadline_seconds": 1e9}, "at most 864000"),
         ({"lease_seconds": 1e9}, "at most 864000"),
-        ({"bucket_size_bytes": 0}, "must be at least 256"),
+        ({"bucket_size_bytes": 0}, "must be from 256 to 4294967296"),
         ({"engines": ["http://[::1"]}, "not the URL of an engine"),
         ({"engines": ["localhost:8000"]}, "not the URL of an engine"),
         ({"engines": ["http://a", "http://a/"]}, "in the fleet already"),
@@ -402,18 +404,25 @@ def test_worker_refuses_what_is_not_its_runs() -> None:
             worker.init(stranger)
         with pytest.raises(StaleVersionError, match="holds this engine: publish from that run only"):
             worker.update(Offer("f" * 32, 6, digest))
+        session = worker._session
+        assert session is not None
+        for secret in (UNSET, "1" * 64):
+            for message in (
+                Offer(publisher.run, 5, digest, secret=secret),
+                Seal(publisher.run, 4, 1, "0" * 32, secret),
+            ):
+                with pytest.raises(RefusedError, match="lacks the secret"):
+                    worker.update(message)
         with pytest.raises(StaleVersionError, match="replayed"):
-            worker.update(Offer(publisher.run, 5, digest))
+            worker.update(Offer(publisher.run, 5, digest, secret=session.info.secret))
         with pytest.raises(StaleVersionError, match="not the update in progress"):
-            worker.update(Seal(publisher.run, 4, 1, "0" * 32))
+            worker.update(Seal(publisher.run, 4, 1, "0" * 32, session.info.secret))
         with pytest.raises(StaleVersionError):
             worker.update(Abort("f" * 32, 5, "malice"))
         with pytest.raises(UnsupportedError, match="no transport"):
             worker.init(InitInfo(publisher.run, "x", "pigeon://", "unix:@n", digest, 5.0))
         with pytest.raises(UnsupportedError, match="protocol 1, this engine speaks 3"):
             worker.init(InitInfo(publisher.run, "x", "ipc://@n", "unix:@n", digest, 5.0, protocol=1))
-        session = worker._session
-        assert session is not None
         assert session.install is not None
         base, known = DeltaBase(5, "0" * 32, (8,), ("0" * 32,)), session.install.manifest_digest
         with pytest.raises(WrongBaseError, match="the packed buckets of no version: offer a full update"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 
 from weightcast.seams.directory import EngineDirectory
 from weightcast.seams.source import CollectiveSource
+
+_ADDRESS = re.compile(r"\[?([^\s/\[\]]+?)\]?:(\d{1,5})")
 
 
 def integer(name: str, value: Any) -> int:
@@ -23,6 +26,14 @@ def integer(name: str, value: Any) -> int:
         except TypeError:
             pass
     raise TypeError(f"{name} is {shown(value)}; it must be a whole number")
+
+
+def metrics_address(text: str) -> tuple[str, int]:
+    """Return the host and port of HOST:PORT. Raises ValueError for anything else."""
+    found = _ADDRESS.fullmatch(text)
+    if found is None or int(found[2]) > 65535:
+        raise ValueError(f"metrics={text!r} is not an address: pass HOST:PORT, such as '127.0.0.1:9464', or a registry")
+    return found[1], int(found[2])
 
 
 def require_source(source: object) -> None:

@@ -5,7 +5,6 @@ Invariant: what is asked of the fleet for a scrape is what the publisher knows o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -14,23 +13,15 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from weightcast.errors import PublishReport
+from weightcast.trainer.arguments import metrics_address
 from weightcast.trainer.fleet import EngineState
 from weightcast.trainer.history import PATH, PublishHistory
 
 MetricsTarget: TypeAlias = str | CollectorRegistry
 """HOST:PORT to serve metrics at, or a registry that somebody else serves."""
 
-_ADDRESS = re.compile(r"\[?([^\s/\[\]]+?)\]?:(\d{1,5})")
 _STAGES = ("gather", "offer", "pack", "send", "seal", "total")
 _BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-
-
-def address(text: str) -> tuple[str, int]:
-    """Return the host and port of HOST:PORT. Raises ValueError for anything else."""
-    found = _ADDRESS.fullmatch(text)
-    if found is None or int(found[2]) > 65535:
-        raise ValueError(f"metrics={text!r} is not an address: pass HOST:PORT, such as '127.0.0.1:9464', or a registry")
-    return found[1], int(found[2])
 
 
 class PublisherMetrics(Collector):
@@ -66,7 +57,7 @@ class PublisherMetrics(Collector):
         )
         self._bytes = Counter(
             "weightcast_bytes",
-            "Bytes of tensors: sent once for all engines, received by each engine's workers.",
+            "Bytes of tensors that were sent once for all engines, and of buckets that each engine's workers received.",
             ["transport", "direction"],
             registry=own,
         )
@@ -93,7 +84,7 @@ class PublisherMetrics(Collector):
         self._server = None
         self._history = PublishHistory()
         if isinstance(target, str):
-            host, port = address(target)
+            host, port = metrics_address(target)
             self._server, self._thread = start_http_server(port, host, self._registry)
             metrics = make_wsgi_app(self._registry)
 

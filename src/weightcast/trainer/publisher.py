@@ -123,6 +123,8 @@ class Publisher(ClosedOnExit):
             raise TypeError(f"options is a {type(options).__name__}; it must be a PublishOptions(...) or None")
         if not (metrics is None or isinstance(metrics, str) or hasattr(metrics, "register")):
             raise TypeError(f"metrics is {arguments.shown(metrics)}; it must be 'HOST:PORT' or a CollectorRegistry")
+        if isinstance(metrics, str):
+            arguments.metrics_address(metrics)
         self.run = secrets.token_hex(16)
         self._version = -1
         """The number of the last version; -1 before the first."""
