@@ -75,7 +75,7 @@ class Rollouts:
     ) -> list[AnswerGroup]:
         prompts, max_tokens = [puzzle.prompt_ids for puzzle in puzzles], puzzles[0].num_answer_tokens
         sampling = {"n": num_answers, "temperature": temperature, "logprobs": 0, "seed": seed}
-        body = msgspec.json.encode({"prompt": prompts, "max_tokens": max_tokens, **sampling})
+        body = {"prompt": prompts, "max_tokens": max_tokens, **sampling}
         reply = msgspec.json.decode(self._routes[url].post("/v1/completions", body))
         answers = map(_answer, reply["choices"])
         return [AnswerGroup(puzzle, tuple(itertools.islice(answers, num_answers))) for puzzle in puzzles]

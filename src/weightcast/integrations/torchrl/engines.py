@@ -111,6 +111,7 @@ class RemoteEngine(Relay):
 
     def commit(self, version: WeightVersion) -> None:
         super().commit(version)
+        self.require_all()  # TorchRL asks for the version again
         if not inspect.iscoroutinefunction(getattr(self._vllm_engine, "reset_prefix_cache", None)):
             reset_prefix_cache(self._vllm_engine)
 
