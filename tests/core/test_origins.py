@@ -46,7 +46,7 @@ from weightcast.testing.transport_kit import (
 )
 from weightcast.testing.transport_kit import send as send_bucket
 
-pytestmark = pytest.mark.usefixtures("leaves_nothing")
+pytestmark = [pytest.mark.usefixtures("leaves_nothing"), pytest.mark.cluster]
 
 INSTALLS: list[InstallMode] = ["staged", "streaming"]
 GLOO = "gloo://127.0.0.1:0"

@@ -15,6 +15,7 @@ from weightcast.trainer.group.assignment import assign_all, leaders_of
 from weightcast.trainer.group.rounds import _own_url
 from weightcast.trainer.packer import HeldRegion
 
+pytestmark = pytest.mark.cluster
 NUM_RANKS = 4
 GLOO: dict[str, Any] = {"transport": "gloo://127.0.0.1:0"}
 
