@@ -131,7 +131,8 @@ class HttpEngine(EngineClient, ServesTraffic):
         run = f"&run={self._run}" if self._run else ""
         path, start, said_seconds = f"/finish_weight_update?mode={self._pause_mode}{run}", time.perf_counter(), None
         try:
-            said_seconds = self._routes.post_for(path, {"weight_version": str(version)}, _Finished).pause_seconds
+            content = self._routes.request("POST", path, msgspec.json.encode({"weight_version": str(version)}))[1]
+            said_seconds = self._routes.decoded(path, content, _Finished).pause_seconds
         finally:
             if self.paused_seconds is not None:
                 self.paused_seconds = time.perf_counter() - start if said_seconds is None else said_seconds
