@@ -54,11 +54,8 @@ def test_a_worker_knows_whether_the_run_goes_on_without_it(leaves_nothing: None,
     assert worker.is_dropped is goes_on
 
 
-def test_a_worker_that_has_stopped_reading_still_learns_that_the_run_goes_on(
-    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_has_stopped_reading_still_learns_that_the_run_goes_on(leaves_nothing: None) -> None:
     """Though its socket's buffer is full."""
-    monkeypatch.setattr(link.ReadingCondition, "wait_unattended", lambda self, seconds: self.wait(0.01) and None)
     with contextlib.closing(LinkListener(RUN)) as listener, _worker(listener) as worker:
         (publishers,) = listener.wait("engine", 1, PATIENCE_SECONDS)
         with worker.condition:  # so that nothing reads

@@ -340,7 +340,12 @@ class Install:
     def undo_of(self, assembly: Assembly, changes: Mapping[int, ChangedWords]) -> Callable[[], None] | None:
         """Return a function that undoes `load_changes`, also half-way; None if that does more than copying changes."""
         found = self._map
-        if found is None or changes.keys() < assembly.payloads.keys() or self._num_joined or self._without_elements:
+        if (
+            found is None
+            or not changes.keys() >= assembly.payloads.keys()
+            or self._num_joined
+            or self._without_elements
+        ):
             return None
         parts = [(self._part(index, payload), index, payload) for index, payload in assembly.payloads.items()]
         with torch.inference_mode():
