@@ -162,8 +162,11 @@ def summary(comparisons: Sequence[Comparison]) -> str:
     won = [(found, p, o) for it in comparisons for p, o, field, found in ahead(it) if field == "seconds"]
     if won:
         found, peer, ours = min(won, key=lambda each: each[0])
-        text += f" weightcast is not always faster: `{peer.name}` takes {found:.2f} times as long as `{ours.name}`."
-    text += " [Benchmarks](docs/benchmarks.md) has all figures, including those in which others are ahead."
+        text += (
+            f" In some rows another way is ahead, at best with {found:.2f} times the time of ours: "
+            f"`{peer.name}` beside `{ours.name}`."
+        )
+    text += " [Benchmarks](docs/benchmarks.md) has all rows."
     return f"## How fast\n\n{textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)}\n"
 
 
