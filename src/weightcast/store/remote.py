@@ -134,6 +134,8 @@ class RemoteCalls:
                     content = answer.read(max_bytes + 1)
                     if len(content) > max_bytes:
                         raise IntegrityError(f"{self.where}{path} has more than {max_bytes} bytes: check the URL")
+                    if answer.length:  # `read` returns what came before the connection was cut off
+                        raise http.client.IncompleteRead(content, answer.length)
                     return None if answer.status == _NO_CONTENT else content
             except (OSError, http.client.HTTPException) as exc:
                 failure = self._retried(exc)
