@@ -283,6 +283,22 @@ def test_a_changed_scaling_or_a_merged_adapter_is_refused() -> None:
         _ = source.lora_config
 
 
+def test_an_adapter_that_was_deleted_and_added_again_is_the_new_one() -> None:
+    adapted = trained(1)
+    source = PeftAdapterSource(adapted)
+    former = {name: held[0][1].clone() for name, held in source.regions().items()}
+    config = adapted.peft_config["default"]
+    adapted.add_adapter("other", config)
+    adapted.set_adapter("other")
+    adapted.delete_adapter("default")
+    adapted.add_adapter("default", config)
+    draw(adapted, 2)
+    layer, found = adapted.get_base_model().get_submodule(Q), source.regions()
+    assert found.keys() == former.keys()
+    assert torch.equal(found[B][0][1], layer.lora_B["default"].weight)
+    assert not torch.equal(found[B][0][1], former[B])
+
+
 # --- failures on the way ---
 
 
