@@ -72,6 +72,7 @@ from weightcast.format.manifest import WeightVersion
 from weightcast.host.deadline import Deadline
 from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
+from weightcast.store import remote
 from weightcast.store.address import StoreAddress
 from weightcast.store.copying import Copied, LocalCopy, RemoteCopy, copy_newest
 from weightcast.store.reading import PinnedVersion, StoreReader, pinned, store_status
@@ -207,6 +208,26 @@ def test_idle_clients_lose_their_pin_and_their_push(tmp_path: Path, monkeypatch:
             with pytest.raises(StaleVersionError, match="this push has ended"):
                 begun.write(1, version.read_raw(1))
         write(tmp_path / "far", 5)  # the store is free again
+
+
+def test_a_pin_is_kept_while_its_reader_is_busy_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_PIN_SECONDS", 0.01)
+    write(tmp_path / "far", 1)
+    with contextlib.closing(StoreThread(tmp_path / "far")) as server:
+        with pinned(StoreAddress.parse(server.url)) as version:
+            (lease,) = server.store._leases.values()
+            former = lease.used_at
+            for _ in Deadline(LONG_SECONDS).polls():
+                if lease.used_at > former:
+                    break
+            else:
+                pytest.fail("nothing was asked of the server for a pinned version")
+            assert sum(1 for _ in version.payloads()) == NUM_BUCKETS
+        assert not server.store._leases
+        for thread in threading.enumerate():
+            if thread.name == "weightcast-pins":
+                thread.join(LONG_SECONDS)
+                assert not thread.is_alive()
 
 
 # --- who may do what ---
