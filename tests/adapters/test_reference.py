@@ -299,6 +299,19 @@ def test_an_adapter_that_was_deleted_and_added_again_is_the_new_one() -> None:
     assert not torch.equal(found[B][0][1], former[B])
 
 
+def test_a_layer_that_was_replaced_in_the_engine_gets_the_next_version(tmp_path: Path) -> None:
+    adapted = trained(1)
+    with serving() as served, publishing(PeftAdapterSource(adapted), served.client) as publisher:
+        publisher.publish()
+        former = served.model.get_submodule(Q)
+        layer = torch.nn.Linear(former.in_features, former.out_features, bias=False).requires_grad_(False)
+        layer.weight.copy_(former.weight)
+        served.model.set_submodule(Q, layer)
+        draw(adapted, 2)
+        publisher.publish()
+        assert served.answers("policy") == cold_answers(adapted, tmp_path)
+
+
 # --- failures on the way ---
 
 
