@@ -283,6 +283,35 @@ def test_a_changed_scaling_or_a_merged_adapter_is_refused() -> None:
         _ = source.lora_config
 
 
+def test_an_adapter_that_was_deleted_and_added_again_is_the_new_one() -> None:
+    adapted = trained(1)
+    source = PeftAdapterSource(adapted)
+    former = {name: held[0][1].clone() for name, held in source.regions().items()}
+    config = adapted.peft_config["default"]
+    adapted.add_adapter("other", config)
+    adapted.set_adapter("other")
+    adapted.delete_adapter("default")
+    adapted.add_adapter("default", config)
+    draw(adapted, 2)
+    layer, found = adapted.get_base_model().get_submodule(Q), source.regions()
+    assert found.keys() == former.keys()
+    assert torch.equal(found[B][0][1], layer.lora_B["default"].weight)
+    assert not torch.equal(found[B][0][1], former[B])
+
+
+def test_a_layer_that_was_replaced_in_the_engine_gets_the_next_version(tmp_path: Path) -> None:
+    adapted = trained(1)
+    with serving() as served, publishing(PeftAdapterSource(adapted), served.client) as publisher:
+        publisher.publish()
+        former = served.model.get_submodule(Q)
+        layer = torch.nn.Linear(former.in_features, former.out_features, bias=False).requires_grad_(False)
+        layer.weight.copy_(former.weight)
+        served.model.set_submodule(Q, layer)
+        draw(adapted, 2)
+        publisher.publish()
+        assert served.answers("policy") == cold_answers(adapted, tmp_path)
+
+
 # --- failures on the way ---
 
 

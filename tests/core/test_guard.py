@@ -175,6 +175,32 @@ def test_what_follows_a_long_reload_is_sent() -> None:
     assert asked == ["/reload", "/resume"]
 
 
+@pytest.mark.parametrize(
+    "answer", [b"no answer of HTTP\r\n\r\n", b'HTTP/1.0 200 OK\r\nContent-Length: 17\r\n\r\n{"succe']
+)
+def test_garbage_and_half_an_answer_are_asked_for_again(answer: bytes) -> None:
+    asked: list[str] = []
+
+    class Garbled(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            self.wfile.write(answer if len(asked) == 1 else b'HTTP/1.0 200 OK\r\n\r\n{"success": true}')
+
+        def log_message(self, *args: object) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Garbled) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            reload = RecoveryRequest(f"{url}/reload", expected={"success": True})
+            assert rescue([reload, RecoveryRequest(f"{url}/resume")], give_up_seconds=20)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert asked == ["/reload", "/reload", "/resume"]
+
+
 def test_a_refusal_is_an_answer(server: weightcast.EngineServer) -> None:
     assert rescue([RecoveryRequest(f"{server.url}/no-such-route")], give_up_seconds=5)
 

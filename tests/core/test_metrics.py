@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import shutil
 import socket
@@ -22,6 +23,7 @@ from publishers import publisher_of
 
 from core.direct import DirectEngine, ReadableEngine, RecordingEngine
 from weightcast import Publisher, PublishError, TensorSource
+from weightcast.trainer import metrics
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 TENSORS = {f"t{i}": torch.arange(40.0) + i for i in range(4)}
@@ -126,6 +128,42 @@ def test_they_are_served_at_an_address(engines: list[DirectEngine]) -> None:
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         again.bind(("127.0.0.1", int(where.rpartition(":")[2])))
+
+
+def served(engines: list[DirectEngine]) -> tuple[Publisher, socket.socket]:
+    """A publisher that serves its metrics, and the socket at which it listens."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    source = TensorSource(TENSORS)
+    publisher = publisher_of(source, transport="memory://", engines=engines, metrics=f"127.0.0.1:{port}")
+    publisher.publish(4)
+    assert publisher._metrics is not None
+    assert publisher._metrics._server is not None
+    return publisher, publisher._metrics._server.socket
+
+
+def test_a_connection_that_asks_nothing_is_closed(
+    engines: list[DirectEngine], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics._Request, "timeout", 0.05)
+    publisher, listening = served(engines)
+    with publisher, socket.create_connection(listening.getsockname(), timeout=20) as silent:
+        assert silent.recv(1) == b""
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_forked_child_does_not_listen(engines: list[DirectEngine]) -> None:
+    """It would keep the port from the trainer that is started next."""
+    publisher, listening = served(engines)
+    with publisher:
+        descriptor = listening.fileno()
+        if not (pid := os.fork()):
+            try:
+                os.fstat(descriptor)
+            except OSError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
 
 
 @pytest.mark.parametrize("where", ["9464", "127.0.0.1", "127.0.0.1:", "127.0.0.1:99999", "http://127.0.0.1:9464"])

@@ -44,6 +44,24 @@ def test_a_forked_child_can_not_publish_and_closing_there_is_nothing(
         server.close()
 
 
+def test_a_forked_child_does_not_keep_the_port_of_an_engine_that_has_ended() -> None:
+    server = weightcast.EngineServer(weightcast.ModuleEngine(build_model())).start()
+    url, port = server.url, server.port
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        server.close()
+        with weightcast.EngineServer(weightcast.ModuleEngine(build_model()), port=port) as again:
+            assert again.url == url
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(pid, 0)
+
+
 def test_a_publisher_made_before_a_fork_and_dropped_in_the_child_lets_its_engine_go() -> None:
     engine = EngineProcess()
     publisher = weightcast.Publisher(weightcast.ModuleSource(build_model()), engines=[engine.url])

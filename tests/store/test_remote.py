@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from starlette.requests import Request as ServedRequest
-from store.object_server import Request
+from store.object_server import Request, Spoil
 from store.remote_kit import (
     PATIENCE_SECONDS,
     StoreProcess,
@@ -72,6 +72,7 @@ from weightcast.format.manifest import WeightVersion
 from weightcast.host.deadline import Deadline
 from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
+from weightcast.store import remote
 from weightcast.store.address import StoreAddress
 from weightcast.store.copying import Copied, LocalCopy, RemoteCopy, copy_newest
 from weightcast.store.reading import PinnedVersion, StoreReader, pinned, store_status
@@ -207,6 +208,26 @@ def test_idle_clients_lose_their_pin_and_their_push(tmp_path: Path, monkeypatch:
             with pytest.raises(StaleVersionError, match="this push has ended"):
                 begun.write(1, version.read_raw(1))
         write(tmp_path / "far", 5)  # the store is free again
+
+
+def test_a_pin_is_kept_while_its_reader_is_busy_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_PIN_SECONDS", 0.01)
+    write(tmp_path / "far", 1)
+    with contextlib.closing(StoreThread(tmp_path / "far")) as server:
+        with pinned(StoreAddress.parse(server.url)) as version:
+            (lease,) = server.store._leases.values()
+            former = lease.used_at
+            for _ in Deadline(LONG_SECONDS).polls():
+                if lease.used_at > former:
+                    break
+            else:
+                pytest.fail("nothing was asked of the server for a pinned version")
+            assert sum(1 for _ in version.payloads()) == NUM_BUCKETS
+        assert not server.store._leases
+        for thread in threading.enumerate():
+            if thread.name == "weightcast-pins":
+                thread.join(LONG_SECONDS)
+                assert not thread.is_alive()
 
 
 # --- who may do what ---
@@ -513,12 +534,13 @@ def test_of_two_pushes_that_begin_together_one_wins(
 @pytest.mark.parametrize(
     "part", ["records/current", "records/seal", "records/manifest", "/pins/", "/buckets/0", "/buckets/5"]
 )
-def test_a_pull_outlives_broken_connections(wire: Wire, server: StoreThread, near: str, part: str) -> None:
+@pytest.mark.parametrize("how", [cut, cut_at(1)])
+def test_a_pull_outlives_broken_connections(wire: Wire, server: StoreThread, near: str, part: str, how: Spoil) -> None:
     write(server.directory, 1)
     method = "PUT" if part == "/pins/" else "GET"
     assert asked(wire.proxy.server_port, "GET", "/health")[0] == 200
     newest(wire.url)  # a server that never answered is not waited for
-    with wire.spoilt(method, part, cut, last=1):
+    with wire.spoilt(method, part, how, last=1):
         assert copy(f"{wire.url}?num_threads=1", near) if "current" not in part else pull(wire, near)
     assert number_served(near) == 1
 
@@ -551,6 +573,15 @@ def test_a_push_outlives_broken_connections(
         assert copy(near, wire.url)
     assert number_served(url(server.directory)) == 1
     write(server.directory, 2)
+
+
+def test_half_an_answer_to_a_push_is_asked_for_again(
+    wire: Wire, server: StoreThread, tmp_path: Path, near: str
+) -> None:
+    write(tmp_path / "near", 1)
+    with wire.spoilt("PUT", "/copies/", cut_at(5), last=0):
+        assert copy(near, wire.url)
+    assert number_served(url(server.directory)) == 1
 
 
 def test_a_bucket_goes_on_from_the_byte_that_came_last(wire: Wire, server: StoreThread, near: str) -> None:

@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from weightcast.format.manifest import WeightVersion
 from weightcast.sources.store import StoreSource
 from weightcast.store.address import StoreAddress
 from weightcast.store.copying import Copied, copy_newest
+from weightcast.store.objects import AttemptSlot
 from weightcast.store.reading import store_status
 from weightcast.transports.store import StoreSender
 
@@ -181,6 +183,22 @@ def test_a_damaged_bucket_is_sent_again(target: Target, tmp_path: Path, damage: 
     assert copy(source, target)
     assert target.sent == [1, *range(3, NUM_BUCKETS)]
     assert number_served(target.url) == 1
+
+
+def test_a_bucket_that_is_kept_twice_at_once_is_kept() -> None:
+    """The request of a push comes again while the first one still moves the bucket."""
+    moved = []
+
+    class Storage:
+        def move(self, name: str, slot: int, target: int) -> None:
+            moved.append((name, slot, target))
+            if len(moved) == 1:
+                attempt.keep(3)
+
+    storage: Any = Storage()
+    attempt = AttemptSlot(8, storage, {"bucket.3": 7})
+    attempt.keep(3)
+    assert moved == [("bucket.3", 7, 8)] * 2
 
 
 def test_what_is_there_of_another_version_is_not_used(target: Target, tmp_path: Path) -> None:

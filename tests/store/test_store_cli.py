@@ -19,6 +19,7 @@ from weightcast.cli import exits
 from weightcast.control.server.app import EngineServer
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IntegrityError, PublishError, UnsupportedError
+from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Source
 from weightcast.serving.follower import Follower
 from weightcast.sources.safetensors import SafetensorsSource
@@ -88,6 +89,19 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
         found = {name: held[0][1] for name, held in source.regions().items()}
         assert index["weight_map"].keys() == found.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_an_export_looks_at_each_of_many_tensors_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_looks, num_bytes = 0, TensorSpec.num_bytes.fget
+
+    def look(spec: TensorSpec) -> int:
+        nonlocal num_looks
+        num_looks += 1
+        return num_bytes(spec)
+
+    monkeypatch.setattr(TensorSpec, "num_bytes", property(look))
+    export(TensorSource({f"t{i}": torch.zeros(1) for i in range(500)}), tmp_path / "out", max_shard_bytes=1 << 30)
+    assert num_looks < 10 * 500
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:

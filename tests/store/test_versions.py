@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Portion
 from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
+from weightcast.store import writing
 from weightcast.store.address import DirectoryAddress, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader, pinned
 from weightcast.testing.transport_kit import Background, pack_and_send
@@ -412,6 +414,15 @@ def test_rollback_by_number(tmp_path: Path) -> None:
         StoreSource(url(tmp_path), version=4)
     with pytest.raises(VersionNotFoundError, match="no such directory"):
         rollback(url(tmp_path / "elsewhere"), version=4)
+
+
+def test_versions_are_found_after_the_writers_clock_went_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched, sender_of(tmp_path, "?num_slots=3") as sender:
+        for number, seconds in ((4, 2000.0), (5, 3000.0), (6, 1000.0)):
+            patched.setattr(writing, "time", SimpleNamespace(time=lambda seconds=seconds: seconds))
+            publish(sender, number)
+    assert StoreSource(url(tmp_path), version=5).version.number == 5
+    assert rollback(url(tmp_path, "?num_slots=3"), version=4).version == 7
 
 
 def test_a_version_that_is_sealed_and_not_committed_is_no_aim_of_a_rollback(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class LoraLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._hooked = set[str]()
+        self._hooked: dict[str, nn.Linear] = {}
         self._loaded: dict[str, dict[str, _Lora]] = {}
         self._labels: Mapping[str, str] = {}
         self._active: Mapping[str, _Lora] = {}
@@ -61,9 +61,10 @@ class LoraLayers:
             device = layers[module].weight.device
             a, b = (tensors[tensor_name(module, half)].to(device) for half in ("A", "B"))
             loras[module] = _Lora(a, b, config.scaling(module))
-        for module in loras.keys() - self._hooked:
-            layers[module].register_forward_hook(self._hook(module))
-            self._hooked.add(module)
+        for module in loras:
+            if self._hooked.get(module) is not layers[module]:  # not yet, or the model has another layer there by now
+                layers[module].register_forward_hook(self._hook(module))
+                self._hooked[module] = layers[module]
         self._loaded[label] = loras
 
     def remove(self, label: str) -> None:

@@ -9,6 +9,7 @@ package.
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import subprocess
@@ -139,10 +140,12 @@ def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float) -> bool:
             timeout_seconds = timeout_seconds or max(POLL_SECONDS, deadline.remaining_seconds)
             with opener.open(request, timeout=timeout_seconds) as reply:
                 found = reply.read(_MAX_REPLY_BYTES)
+                if reply.length and len(found) < _MAX_REPLY_BYTES:  # `read` returns what came before the end
+                    raise http.client.IncompleteRead(found, reply.length)
         except urllib.error.HTTPError as exc:
             exc.close()
             found = b""
-        except OSError:
+        except (OSError, http.client.HTTPException):
             time.sleep(POLL_SECONDS)
             continue
         pending, deadline = pending[1:] if _has(found, expected) else [], Deadline(give_up_seconds)

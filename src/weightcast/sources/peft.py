@@ -51,6 +51,7 @@ class PeftAdapterSource:
             raise TypeError(f"dtype is {dtype!r}; it must be a torch.dtype or None, which keeps the adapter's")
         self._dtype = None if dtype is None else cast_target(dtype)
         self._layers: dict[str, Any] = {}
+        self._parts: dict[str, tuple[nn.Module, nn.Module]] = {}
         self._of: object = None
         self._views: object = None
         self._look()
@@ -82,10 +83,12 @@ class PeftAdapterSource:
 
     def _look(self) -> None:
         """Look for other layers, settings and tensors."""
-        layers = self._found()
-        if layers != self._layers:
-            self._layers = layers
-            self._live = LiveCheckpoint(_tree(layers, self._adapter), buffers="none", sharded=True)
+        self._layers = self._found()
+        # Not the layers, which stay when peft deletes an adapter and adds another one of its name.
+        parts = {n: (layer.lora_A[self._adapter], layer.lora_B[self._adapter]) for n, layer in self._layers.items()}
+        if parts != self._parts:
+            self._parts = parts
+            self._live = LiveCheckpoint(_tree(parts), buffers="none", sharded=True)
         self._config = self._read_config()
         self._live.refresh()
 
@@ -141,15 +144,15 @@ def _refused(name: str, what: str) -> ValueError:
     return ValueError(f"{name!r} can't be published as an adapter: {what}; or publish the merged model, ModuleSource")
 
 
-def _tree(layers: Mapping[str, Any], adapter: str) -> nn.Module:
+def _tree(parts: Mapping[str, tuple[nn.Module, nn.Module]]) -> nn.Module:
     """Return a module of nothing but the adapter's own layers, at the places that their names in PEFT's files have."""
     root = nn.Module()
-    for name, layer in layers.items():
+    for name, (lora_a, lora_b) in parts.items():
         part = root
         for step in f"{_PREFIX}{name}".split("."):
             if step not in part._modules:
                 part.add_module(step, nn.Module())
             part = part.get_submodule(step)
-        part.add_module("lora_A", layer.lora_A[adapter])
-        part.add_module("lora_B", layer.lora_B[adapter])
+        part.add_module("lora_A", lora_a)
+        part.add_module("lora_B", lora_b)
     return root

@@ -149,7 +149,7 @@ class AttemptSlot:
         slot = self._left.get(name := _bucket_name(index))
         if slot is not None:
             self._storage.move(name, slot, self.number)
-            del self._left[name]
+            self._left.pop(name, None)  # the request of a push that comes again moves it, too
 
     def allow_origins(self) -> None: ...
 

@@ -178,8 +178,7 @@ class StoreReader:
         for slot in () if commit is None else self.storage.slot_numbers():
             with contextlib.suppress(IntegrityError):
                 sealed = read_record(self.storage, files.SEAL, Commit, slot)
-                # A sealed but uncommitted version is later than the newest one, and is not included.
-                if sealed is not None and commit and sealed.newest.committed_at <= commit.newest.committed_at:
+                if sealed is not None and commit and _is_committed(sealed.newest, commit.newest):
                     found.append(sealed.newest)
         found = [stored for stored in found if slots_of(self.storage, stored) is not None]
         return sorted(found, key=lambda stored: stored.committed_at, reverse=True)
@@ -330,6 +329,13 @@ class PinnedVersion(ClosedOnExit):
         """Close its files and release its lock. Idempotent."""
         for part in self.parts:
             part.close()
+
+
+def _is_committed(stored: Stored, newest: Stored) -> bool:
+    """Return whether a sealed version is not later than the newest one. A run's clock may go back, its numbers grow."""
+    if stored.run == newest.run:
+        return stored.number <= newest.number
+    return stored.committed_at <= newest.committed_at
 
 
 def manifest_of(stored: Stored, data: bytes, path: object) -> Manifest:

@@ -1,8 +1,8 @@
 """The storage of a store behind `weightcast serve-store`, for readers; and the calls of such a server.
 
 Invariants: a request that was cut off is made again until `deadline_seconds` have passed without a byte, and a bucket
-goes on from the byte that came last; a slot is pinned by the server while it is read here; nothing but these bytes and
-records is believed: readers check seals and digests as they do for files.
+goes on from the byte that came last; a slot is pinned by the server while it is read here, and also while its reader is
+busy elsewhere; nothing but these bytes and records is believed: readers check seals and digests as they do for files.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import ssl
 import threading
 import urllib.parse
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -40,6 +41,8 @@ T = TypeVar("T")
 
 _STALL_SECONDS = 2 * GRACE_SECONDS
 """Time without a byte after which a bucket is asked for over another connection."""
+_PIN_SECONDS = 3 * GRACE_SECONDS
+"""Time between two requests that keep a pin, which ends at the server after 60 s without one."""
 _PART_BYTES = 256 << 10
 _NO_CONTENT = 204
 _PARTIAL = 206
@@ -134,6 +137,8 @@ class RemoteCalls:
                     content = answer.read(max_bytes + 1)
                     if len(content) > max_bytes:
                         raise IntegrityError(f"{self.where}{path} has more than {max_bytes} bytes: check the URL")
+                    if answer.length:  # `read` returns what came before the connection was cut off
+                        raise http.client.IncompleteRead(content, answer.length)
                     return None if answer.status == _NO_CONTENT else content
             except (OSError, http.client.HTTPException) as exc:
                 failure = self._retried(exc)
@@ -316,6 +321,9 @@ class RemoteStorage:
         self.calls = RemoteCalls(address, deadline_seconds)
         self._client = uuid.uuid4().hex
         self._num_pins = collections.Counter[int]()
+        self._unpinned = threading.Event()
+        """Set while nothing is pinned."""
+        self._unpinned.set()
 
     def path(self, name: str, slot: int | None = None) -> str:
         folder = self.calls.where if slot is None else f"{self.calls.where}/{files.SLOTS}/{slot}"
@@ -344,11 +352,23 @@ class RemoteStorage:
         if not self._num_pins[slot] and self.calls.call("PUT", self._pin(slot), encode(PinRequest(reader))) is None:
             return None
         self._num_pins[slot] += 1
+        if self._unpinned.is_set():
+            self._unpinned = threading.Event()
+            of = weakref.ref(self), self._unpinned
+            threading.Thread(target=_keep_pins, args=of, name="weightcast-pins", daemon=True).start()
         return RemotePin(self, slot)
+
+    def keep_pins(self) -> None:
+        """Show the server that the pinned slots are still used. Errors are ignored: the next read finds them."""
+        for slot in [slot for slot, count in list(self._num_pins.items()) if count > 0]:
+            with contextlib.suppress(WeightcastError):
+                self.calls.read_range(f"{self._pin(slot)}/buckets/0", [memoryview(bytearray(1))], 0)
 
     def unpin(self, slot: int) -> None:
         """Release one pin of a slot. If the server can't be reached, it releases the last one after a while."""
         self._num_pins[slot] -= 1
+        if not self._num_pins.total():
+            self._unpinned.set()
         if not self._num_pins[slot]:
             with contextlib.suppress(WeightcastError):
                 self.calls.call("DELETE", self._pin(slot), timeout_seconds=GRACE_SECONDS, once=True)
@@ -361,6 +381,13 @@ class RemoteStorage:
 
     def close(self) -> None:
         self.calls.close()
+
+
+def _keep_pins(of: weakref.ref[RemoteStorage], unpinned: threading.Event) -> None:
+    """Keep the pins of a storage until there are none, or it is garbage-collected."""
+    while not unpinned.wait(_PIN_SECONDS) and (storage := of()) is not None:
+        storage.keep_pins()
+        del storage
 
 
 def _parts_of(body: bytes | memoryview) -> Iterable[memoryview]:

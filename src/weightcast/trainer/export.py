@@ -112,10 +112,12 @@ def _joined(spec: TensorSpec, parts: Sequence[Held]) -> torch.Tensor:
 
 def _shards(specs: Sequence[TensorSpec], max_bytes: int) -> Iterator[list[TensorSpec]]:
     """Yield the specs of each shard, in order. A tensor larger than `max_bytes` has a shard of its own."""
-    shard: list[TensorSpec] = []
+    shard, shard_bytes = list[TensorSpec](), 0
     for spec in specs:
-        if shard and sum(s.num_bytes for s in shard) + spec.num_bytes > max_bytes:
+        num_bytes = spec.num_bytes
+        if shard and shard_bytes + num_bytes > max_bytes:
             yield shard
-            shard = []
+            shard, shard_bytes = [], 0
         shard.append(spec)
+        shard_bytes += num_bytes
     yield shard

@@ -5,14 +5,18 @@ Invariant: what is asked of the fleet for a scrape is what the publisher knows o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from weightcast.errors import PublishReport
+from weightcast.host.closing import close_in_child
+from weightcast.host.deadline import GRACE_SECONDS
 from weightcast.trainer.arguments import metrics_address
 from weightcast.trainer.fleet import EngineState
 from weightcast.trainer.history import PATH, PublishHistory
@@ -22,6 +26,18 @@ MetricsTarget: TypeAlias = str | CollectorRegistry
 
 _STAGES = ("gather", "offer", "pack", "send", "seal", "total")
 _BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class _Request(WSGIRequestHandler):
+    """A request for the metrics. Each connection has a thread of the trainer's process, so a silent one is closed."""
+
+    timeout = 2 * GRACE_SECONDS
+
+    def handle(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            super().handle()
+
+    def log_message(self, *words: object) -> None: ...
 
 
 class PublisherMetrics(Collector):
@@ -86,6 +102,8 @@ class PublisherMetrics(Collector):
         if isinstance(target, str):
             host, port = metrics_address(target)
             self._server, self._thread = start_http_server(port, host, self._registry)
+            self._server.RequestHandlerClass = _Request
+            close_in_child(self._server.socket)
             metrics = make_wsgi_app(self._registry)
 
             def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:

@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 from weightcast.errors import WeightcastError
+from weightcast.host.closing import close_in_child
 
 _BACKLOG = 128
 
@@ -23,7 +24,7 @@ def listen(host: str, port: int) -> socket.socket:
     # Accepted connections inherit the option, which asyncio does not set on this socket; without it the body of an
     # answer waits for the ACK of its header.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
+    return close_in_child(listening)  # else a child that outlives the server keeps its port, and answers nobody
 
 
 def _resolve(host: str, port: int) -> list[Any]:
