@@ -149,6 +149,11 @@ class FleetMember:
         return self._connection is not Connection.LOST and not any(link.ended for link in self.links)
 
     @property
+    def peers(self) -> list[str]:
+        """The names of its receivers, as the sender of its buckets knows them."""
+        return [link.peer for link in self.links] if self.sender is None else [self.name]
+
+    @property
     def state(self) -> EngineState:
         error = self.result.error
         state: Literal["new", "connected", "failed", "lost"]
@@ -524,9 +529,9 @@ class Fleet:
                     what = f"{member.name} and {first.name} are the same engine: name it once in `engines`"
                     member.fail(RefusedError(what))
 
-    def healthy(self) -> list[FleetMember]:
-        """Return the members that have not failed and do not serve the version yet."""
-        return [member for member in self.members if member.result.error is None and not member.result.ok]
+    def healthy(self, members: Sequence[FleetMember] | None = None) -> list[FleetMember]:
+        """Return those of these members, by default of all, that have not failed and do not serve the version yet."""
+        return [m for m in (self.members if members is None else members) if m.result.error is None and not m.result.ok]
 
     def each(
         self,
