@@ -31,7 +31,6 @@ import msgspec
 from msgspec import UNSET
 
 from weightcast.errors import (
-    ErrorRecord,
     ManifestError,
     PeerDiedError,
     PeerTimeoutError,
@@ -69,7 +68,7 @@ _ONE_HOST = (
     "pod, or --network=host)"
 )
 
-M = TypeVar("M", bound=msgspec.Struct)
+M = TypeVar("M", Accepted, Received, Installed, Failed)
 _VERDICTS = (Accepted, Received, Installed, Failed)
 
 
@@ -523,7 +522,7 @@ class Link:
 
         def found() -> M | Failed | str:
             for message in self._verdicts:
-                if isinstance(message, (kind, Failed)) and getattr(message, "version", None) == version:
+                if isinstance(message, (kind, Failed)) and message.version == version:
                     return message
             return self.ended
 
@@ -540,18 +539,11 @@ class Link:
         what = f"{self.peer} sent no {kind.__name__} for version {version} within {deadline.seconds:g} s"
         raise PeerTimeoutError(what, peer=self.peer)
 
-    def has_installed(self, version: int) -> bool:
-        """Return whether the worker has reported that it has installed this version, without waiting."""
+    def verdicts(self, version: int) -> list[Any]:
+        """Return what the worker has reported of this version by now (Accepted to Installed, Failed). Does not wait."""
         with self._condition:
             self._condition.read()
-            return any(isinstance(message, Installed) and message.version == version for message in self._verdicts)
-
-    def failures(self, version: int) -> list[ErrorRecord]:
-        """Return the errors that the worker has reported for this version, without waiting."""
-        with self._condition:
-            self._condition.read()
-            found = [message for message in self._verdicts if isinstance(message, Failed)]
-        return [message.error for message in found if message.version == version]
+            return [message for message in self._verdicts if message.version == version]
 
     def forget_verdicts(self) -> None:
         """Drop the verdicts that have arrived so far."""

@@ -222,7 +222,6 @@ class PublisherSession:
 
     def require_origins(self, manifest: Manifest) -> None:
         """Raise ManifestError unless there is an address for each origin, or one address of a store for all."""
-        self.require_receiver()
         if self._keeps_versions:
             return
         found, known = len(manifest.spans), 1 + len(self.info.origins)

@@ -56,16 +56,6 @@ from weightcast.seams.client import ClientSender, EngineClient, ServesTraffic, T
 _MAX_PARALLEL = 64
 
 
-class Connection(enum.Enum):
-    """State of this publisher's connection to one engine."""
-
-    LOST = enum.auto()
-    """The next publish asks the engine for its `info`, and its workers have to connect."""
-    JOINED = enum.auto()
-    PAUSED = enum.auto()
-    """Joined, and the engine has confirmed a pause that has not been lifted since."""
-
-
 class PauseEnd(enum.Enum):
     """The request that still has to end an engine's pause, also over a new connection."""
 
@@ -94,8 +84,12 @@ class EngineState:
 class FleetMember:
     """One engine: its client, the links of its workers, and its result in the update in progress."""
 
-    def __init__(self, client: EngineClient, *, owned: bool) -> None:
-        """Raise TypeError for a client that has `pause` but lacks the rest of `ServesTraffic`, so is never paused."""
+    def __init__(
+        self, client: EngineClient, run: str, watchdog: Watchdog, deadline_seconds: float, *, owned: bool
+    ) -> None:
+        """`run`: the publisher's. `watchdog`: resumes an engine without a lease if this process dies.
+
+        Raises TypeError for a client that has `pause` but lacks the rest of `ServesTraffic`, so is never paused."""
         if callable(getattr(client, "pause", None)) and not isinstance(client, ServesTraffic):
             raise TypeError(
                 f"{type(client).__name__} has pause() but lacks resume() or recovery_requests(), so its engine would "
@@ -123,7 +117,10 @@ class FleetMember:
         self.dtypes: Mapping[str, str] = {}
         """The engine's dtypes by tensor name, for the specs of the last `ask_dtypes`."""
         self._dtypes_of: Sequence[TensorSpec] | None = None
-        self._connection = Connection.LOST
+        self._is_connected = False
+        """True if its workers have connected; else the next publish asks for its `info`, and they have to."""
+        self._is_paused = False
+        """True if the engine has confirmed a pause, over this connection, that has not been lifted since."""
         self._pause_end = PauseEnd.NONE
         self._local_ranks: dict[str, LocalRanks] | UnsetType = UNSET
         """The engine ranks by host, for hosts with several ranks."""
@@ -134,9 +131,7 @@ class FleetMember:
         self.gets_deltas = False
         """True if the update in progress goes to it as deltas on that version."""
         self._paused_at = 0.0
-        self._run = ""
-        self._deadline_seconds = 0.0
-        self._watchdog: Watchdog | None = None
+        self._run, self._watchdog, self._deadline_seconds = run, watchdog, deadline_seconds
         self._is_guarded = False
         """True while the watchdog has recovery requests for this engine."""
 
@@ -146,7 +141,7 @@ class FleetMember:
 
     @property
     def is_joined(self) -> bool:
-        return self._connection is not Connection.LOST and not any(link.ended for link in self.links)
+        return self._is_connected and not any(link.ended for link in self.links)
 
     @property
     def peers(self) -> list[str]:
@@ -170,21 +165,17 @@ class FleetMember:
         """True if nothing answered at its URL: the engine may be starting."""
         return self.result.error is not None and self.result.error.kind == PeerDiedError.__name__
 
-    def begin(self, run: str, deadline_seconds: float, watchdog: Watchdog, adapter: str = "") -> None:
-        """Begin another update with an empty result. `watchdog` resumes an engine without a lease if we die.
-
-        `adapter`: see the attribute.
-        """
-        self.adapter = adapter
-        self._run, self._deadline_seconds, self._watchdog = run, deadline_seconds, watchdog
-        self.result, self.version, self.gets_deltas = EngineResult(), -1, False
+    def begin(self, adapter: str) -> None:
+        """Begin another update with an empty result. `adapter`: see the attribute."""
+        self.adapter, self.result, self.version, self.gets_deltas = adapter, EngineResult(), -1, False
 
     def ask(self, listener: LinkListener) -> None:
         """End the engine's links and ask for its `info`. May be called again for an engine that did not answer."""
         self.result = EngineResult()
         listener.end_links("the publisher connects again", self.name, goes_on=True)
         self.links, self._accepted_manifest, self._dtypes_of = [], "", None
-        self._connection, self.has_proven, self.base = Connection.LOST, False, -1
+        self._is_connected = self._is_paused = self.has_proven = False
+        self.base = -1
         self.client = self._given.connect()
         self.info = self.client.info()
         if self.info.protocol != PROTOCOL:
@@ -254,7 +245,7 @@ class FleetMember:
         # Asked again: a takeover waits for an install of the former run, and this publish must be above its version.
         self.info = self.client.info()
         self._require_ours(self.info.holder)
-        self._connection = Connection.JOINED
+        self._is_connected = True
 
     def _require_ours(self, holder: str) -> None:
         """Raise EngineBusyError if another run has taken the engine over since."""
@@ -300,19 +291,17 @@ class FleetMember:
 
     def pause(self) -> None:
         """Pause the engine. For an engine without a lease, first register its recovery with the watchdog."""
-        is_paused = self._connection is Connection.PAUSED
-        if is_paused or not isinstance(self.client, ServesTraffic):
+        if self._is_paused or not isinstance(self.client, ServesTraffic):
             return
         self._guard(self.client)
         if self._pause_end is PauseEnd.NONE:
             self._pause_end = PauseEnd.RESUME
         self._paused_at = time.perf_counter()
         self.client.pause(self._run)
-        self._connection = Connection.PAUSED
+        self._is_paused = True
 
     def _guard(self, client: ServesTraffic) -> None:
         """Register the requests by which the watchdog resumes an engine without a lease if this process dies."""
-        assert self._watchdog is not None
         if requests := client.recovery_requests(self._run):
             self._is_guarded = True
             self._watchdog.keep(self.name, requests)
@@ -356,8 +345,7 @@ class FleetMember:
             else:
                 self.client.resume(self._run)
                 self._pause_end = PauseEnd.NONE
-                if self._connection is Connection.PAUSED:
-                    self._connection = Connection.JOINED
+                self._is_paused = False
         except WeightcastError:
             if error is None:
                 raise
@@ -367,7 +355,6 @@ class FleetMember:
 
     def _end_guard(self) -> None:
         if self._is_guarded:
-            assert self._watchdog is not None
             self._watchdog.release(self.name)
             self._is_guarded = False
 
@@ -427,7 +414,7 @@ class FleetMember:
         workers count that have come by now.
         """
         if isinstance(error, PeerTimeoutError) and self.links:
-            return all(link.has_installed(self.version) for link in self.links)
+            return all(any(isinstance(v, Installed) for v in link.verdicts(self.version)) for link in self.links)
         return self._serves()
 
     def _go_back(self) -> None:
@@ -443,7 +430,7 @@ class FleetMember:
         for link in self.links:
             with contextlib.suppress(WeightcastError):
                 link.wait(Failed, self.version, Deadline(self._deadline_seconds))
-        failed = [link.failures(self.version) for link in self.links]
+        failed = [[v.error for v in link.verdicts(self.version) if isinstance(v, Failed)] for link in self.links]
         is_torn = any(each.torn or each.kind == EngineTornError.__name__ for failures in failed for each in failures)
         if is_paused and all(failed) and not is_torn:
             self._pause_end = PauseEnd.RESUME
@@ -453,13 +440,14 @@ class FleetMember:
 
         The links of a peer that died or stalled are ended: if the peer wakes up, it aborts the update.
         """
-        version_error = next((f for link in self.links for f in link.failures(self.version)), None)
+        verdicts = (verdict for link in self.links for verdict in link.verdicts(self.version))
+        version_error = next((verdict.error for verdict in verdicts if isinstance(verdict, Failed)), None)
         is_explained = isinstance(error, PeerError) and version_error is not None
         self.result.error = version_error if is_explained else to_record(error)
         self.result.ok, self.base = False, -1
         if not self.links:
             # No link would show that the engine has died: have the next update ask it again.
-            self._connection = Connection.LOST
+            self._is_connected = self._is_paused = False
         if isinstance(error, (PeerTimeoutError, PeerDiedError)):
             for link in self.links:
                 link.end(f"the publisher dropped this engine from the update: {error}", goes_on=True)

@@ -51,7 +51,6 @@ from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import GRACE_SECONDS, Deadline, number_of_seconds
 from weightcast.links.link import LinkListener
-from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, SenderContext
 from weightcast.seams.source import Regions
 from weightcast.seams.transport import Sender
@@ -190,7 +189,6 @@ class PublishRun:
         self,
         run: str,
         options: PublishOptions,
-        watchdog: Watchdog,
         *,
         above: int,
         proves_all: bool,
@@ -207,7 +205,6 @@ class PublishRun:
         self.flight = flight
         self._run = run
         self._options = options
-        self._watchdog = watchdog
         self._above = above
         self._proves_all = proves_all
         self._wait_ready_seconds = wait_ready_seconds
@@ -249,8 +246,7 @@ class PublishRun:
         memory_seconds = inputs.connections.sender.memory_seconds
         fleet.wait()
         for member in fleet.members:
-            adapter = inputs.target.name if inputs.target else ""
-            member.begin(self._run, options.deadline_seconds, self._watchdog, adapter)
+            member.begin(inputs.target.name if inputs.target else "")
         deltas = inputs.deltas
         try:
             with self._timed("offer"):

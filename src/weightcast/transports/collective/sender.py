@@ -93,12 +93,16 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
         An update in progress begins again even if this sender has lost no peer: another origin's sender may have.
         """
         with self.condition:
-            former = self._update
-            if former is not None and former.is_open and former.version == version and not former.is_done:
-                self._leave()
-                former.is_interrupted = True
-            update = self._begin_open(version, peers)
+            self._require_open(version)
+            update, former = None, self._update
+            if former is not None and former.is_open and former.version == version:
+                if former.is_interrupted or not former.is_done:
+                    self._leave()
+                    # If none of `peers` took part, they have connected since, or take the version in another form.
+                    update = former if former.peers.intersection(peers) or not peers else None
+                former.is_interrupted = False
             if update is None:
+                self._begin_open(version)
                 arena_layout = arena_layout_of(manifest, num_slots=_NUM_SLOTS, staged=False)
                 taking_part = self._await_opened(peers, version)
                 update = GroupUpdate(version, manifest, staged, arena_layout, taking_part)
@@ -168,7 +172,7 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
                 self._slots.free()
                 host_device.empty_cache(self._settings.device)
 
-    def _disconnect(self) -> None:
+    def _free(self) -> None:
         self._leave()
         self._slots.close()
 
