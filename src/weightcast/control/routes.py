@@ -136,41 +136,29 @@ async def read_body(request: Request, max_bytes: int, on_part: Callable[[], obje
     return bytes(body)
 
 
-def answering(handler: Handler, error_reply: Callable[[Exception], Response]) -> Handler:
-    """Return a handler that replies with `error_reply(error)` after an error.
+def guarded(handler: Handler, *, token: str | None, on_error: Callable[[Exception], None]) -> Handler:
+    """Return a weight route's handler: it refuses callers without the token, and replies with errors of `handler`.
 
     Errors become replies here and not in the application's exception handlers: in a plugin the application is the
     server's, and Starlette raises an unexpected error again after its handler, so that uvicorn closes the connection.
     """
-
-    async def answering(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except Exception as exc:
-            return error_reply(exc)
-
-    return answering
-
-
-def guarded(handler: Handler, *, token: str | None, on_error: Callable[[Exception], None]) -> Handler:
-    """Return a weight route's handler: it refuses callers without the token, and replies with errors of `handler`."""
     expected = None if token is None else f"Bearer {token}".encode()
 
-    async def checked(request: Request) -> Response:
+    async def guarded(request: Request) -> Response:
         given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
         if expected is not None and not hmac.compare_digest(given, expected):
             return refusal("this weight route needs the server's token: `Authorization: Bearer ...`", "auth", 401)
         if expected is None and "origin" in request.headers:
             return refusal("weight routes do not answer pages in a browser; set a token to allow it", "origin", 403)
-        return await handler(request)
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as exc:
+            on_error(exc)
+            return error_reply(exc)
 
-    def reply_to(error: Exception) -> Response:
-        on_error(error)
-        return error_reply(error)
-
-    return answering(checked, reply_to)
+    return guarded
 
 
 class InstallAnswer(msgspec.Struct, frozen=True):

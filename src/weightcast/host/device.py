@@ -88,11 +88,9 @@ def synchronize_stream(device: torch.device) -> None:
         cuda.current_stream(device).synchronize()
 
 
-@contextlib.contextmanager
-def on(side: Any) -> Iterator[None]:
-    """Context in which work is queued on the stream `side`; None: on the current stream."""
-    with contextlib.nullcontext() if side is None else cuda.stream(side):
-        yield
+def on(side: Any) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which work is queued on the stream `side`; None: on the current stream."""
+    return contextlib.nullcontext() if side is None else cuda.stream(side)
 
 
 @contextlib.contextmanager

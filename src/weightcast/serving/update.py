@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 from msgspec import UNSET
@@ -25,6 +25,7 @@ from weightcast.errors import (
     IncompleteUpdateError,
     InstallError,
     IntegrityError,
+    Translated,
     UpdateAbortedError,
     WeightcastError,
     from_record,
@@ -286,13 +287,14 @@ class Update:
             if self.state is not State.RECEIVING:
                 raise self._ended("the update was aborted")
             self._touch()
-            try:
+            with Translated(Exception, self._raise_as_install):
                 # Not before the first bucket: until then the model's tensors may be replaced.
                 self._begin()
                 yield
-            except Exception as exc:
-                what = f"loading version {self.version.number} failed: {exc}"
-                raise InstallError(what, torn=not self._undo) from exc
+
+    def _raise_as_install(self, error: Exception) -> NoReturn:
+        what = f"loading version {self.version.number} failed: {error}"
+        raise InstallError(what, torn=not self._undo) from error
 
     def _begin(self) -> None:
         """Bind the install to the live tensors, right before the first of them is written. Idempotent."""
@@ -490,7 +492,8 @@ class Update:
         try:
             self._receiver.end()
         finally:
-            self._gate.end_writing(self._writer)
+            if self.is_streaming:
+                self._gate.end_writing(self._writer)
 
     def _move(self, expected: State, state: State) -> None:
         with self._writing:

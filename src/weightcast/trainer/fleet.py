@@ -132,8 +132,6 @@ class FleetMember:
         """True if the update in progress goes to it as deltas on that version."""
         self._paused_at = 0.0
         self._run, self._watchdog, self._deadline_seconds = run, watchdog, deadline_seconds
-        self._is_guarded = False
-        """True while the watchdog has recovery requests for this engine."""
 
     def is_of(self, engine: str | EngineClient) -> bool:
         """Return whether this member was made of the engine's URL, or of this very client."""
@@ -185,7 +183,7 @@ class FleetMember:
         if self.instance and instance != self.instance:
             # Another engine under its name: this publisher has paused the former one only.
             self._pause_end = PauseEnd.NONE
-            self._end_guard()
+            self._watchdog.release(self.name)
         self.instance = instance
         _, self.serves = self.info.current(self.adapter)
 
@@ -303,7 +301,6 @@ class FleetMember:
     def _guard(self, client: ServesTraffic) -> None:
         """Register the requests by which the watchdog resumes an engine without a lease if this process dies."""
         if requests := client.recovery_requests(self._run):
-            self._is_guarded = True
             self._watchdog.keep(self.name, requests)
 
     def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
@@ -351,18 +348,13 @@ class FleetMember:
                 raise
             return
         self.result.pause_seconds = time.perf_counter() - self._paused_at
-        self._end_guard()
-
-    def _end_guard(self) -> None:
-        if self._is_guarded:
-            self._watchdog.release(self.name)
-            self._is_guarded = False
+        self._watchdog.release(self.name)
 
     def install(self, *, resumes: bool) -> None:
         """Pause the engine, have it install the offered version, resume it. A failure is noted, not raised.
 
-        If the reply is lost, ask the engine for its version. Without `resumes` the engine stays paused after the
-        install, and its recovery requests are fetched again, since they may have changed.
+        If a reply or a worker's link is lost, ask the engine for its version. Without `resumes` the engine stays
+        paused after the install, and its recovery requests are fetched again, since they may have changed.
         """
         try:
             # An adapter is added between two steps, and requests that run keep theirs.
@@ -377,7 +369,16 @@ class FleetMember:
                 if self.client.paused_seconds is not None:
                     self.result.pause_seconds = self.client.paused_seconds
                 for link in self.links:
-                    self._await_installed(link)
+                    try:
+                        installed = link.wait(Installed, self.version, Deadline(self._deadline_seconds))
+                    except (PeerTimeoutError, PeerDiedError) as exc:
+                        # A two-phase engine's workers install separately: one's version is no proof for another's.
+                        if isinstance(self.client, TwoPhaseInstall) or not self._has_installed(exc):
+                            raise
+                        self.result.installed_bytes.append(0)
+                    else:
+                        self.result.install_seconds = max(self.result.install_seconds, installed.seconds)
+                        self.result.installed_bytes.append(installed.installed_bytes)
             except WeightcastError:
                 self._go_back()
                 raise
@@ -393,19 +394,6 @@ class FleetMember:
         finally:
             if resumes:
                 self.resume()
-
-    def _await_installed(self, link: Link) -> None:
-        """Wait until a worker reports the install; if its link is lost, ask the engine for its version."""
-        try:
-            installed = link.wait(Installed, self.version, Deadline(self._deadline_seconds))
-        except (PeerTimeoutError, PeerDiedError) as exc:
-            # The workers of a two-phase engine install separately: one worker's version is no proof for another's.
-            if isinstance(self.client, TwoPhaseInstall) or not self._has_installed(exc):
-                raise
-            self.result.installed_bytes.append(0)
-        else:
-            self.result.install_seconds = max(self.result.install_seconds, installed.seconds)
-            self.result.installed_bytes.append(installed.installed_bytes)
 
     def _has_installed(self, error: PeerError) -> bool:
         """Return whether the engine has installed the offered version, although a message that says so is missing.

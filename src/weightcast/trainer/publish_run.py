@@ -114,12 +114,13 @@ class Connections:
         """
         return contextlib.nullcontext() if self._stream is None else host_device.beside(self._stream, self.device)
 
-    def add_client_sender(self, member: FleetMember, context: SenderContext) -> None:
+    def add_client_sender(self, member: FleetMember, run: str, deadline_seconds: float) -> None:
         """Get the sender of the member's client, if the client has one."""
+        several, sender = self.has_several_ranks, None
+        context = SenderContext(self.url, run, self.device, deadline_seconds, has_several_ranks=several)
         with self._senders_lock:
-            sender = (
-                member.client.sender(self.client_senders, context) if isinstance(member.client, BringsSender) else None
-            )
+            if isinstance(member.client, BringsSender):
+                sender = member.client.sender(self.client_senders, context)
             member.sender = sender
             if sender is not None and sender not in self.client_senders:
                 self.client_senders.append(sender)
@@ -179,41 +180,29 @@ class PublishInputs:
     departed: Callable[[Sequence[FleetMember]], Sequence[FleetMember]]
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class PublishRun:
     """One publish of one version to a fleet.
 
-    `number`: the version's, once it is known. `published`: the version, once all of it was sent.
+    `publisher_run`: the publisher's run. `above`: the number of the publisher's last version. `proves_all`: with
+    `verify="installed"`, compare every engine; else only those that have connected since. `wait_ready_seconds`: see
+    `Publisher.publish`. `number`: the version's, once it is known. `published`: the version, once all of it was sent.
     """
 
-    def __init__(
-        self,
-        run: str,
-        options: PublishOptions,
-        *,
-        above: int,
-        proves_all: bool,
-        wait_ready_seconds: float,
-        on_progress: OnProgress | None,
-        flight: Flight,
-    ) -> None:
-        """`above`: the number of the publisher's last version. `wait_ready_seconds`: see `Publisher.publish`.
-
-        `proves_all`: with `verify="installed"`, compare every engine; else only those that have connected since.
-        """
-        self.number = -1
-        self.published: PublishedVersion | None = None
-        self.flight = flight
-        self._run = run
-        self._options = options
-        self._above = above
-        self._proves_all = proves_all
-        self._wait_ready_seconds = wait_ready_seconds
-        self._on_progress = on_progress
-        self._seconds = StageSeconds()
-        self._sent: SentDigests | None = None
-        self._digests: Sequence[bytes | torch.Tensor] | None = None
-        self._failed: set[str] = set()
-        """Names of the engines whose failure was passed to `on_event`."""
+    publisher_run: str
+    options: PublishOptions
+    above: int
+    proves_all: bool
+    wait_ready_seconds: float
+    on_progress: OnProgress | None
+    flight: Flight
+    number: int = -1
+    published: PublishedVersion | None = None
+    _seconds: StageSeconds = dataclasses.field(default_factory=StageSeconds)
+    _sent: SentDigests | None = None
+    _digests: Sequence[bytes | torch.Tensor] | None = None
+    _failed: set[str] = dataclasses.field(default_factory=set)
+    """Names of the engines whose failure was passed to `on_event`."""
 
     def run(
         self,
@@ -231,10 +220,10 @@ class PublishRun:
 
         Returns a report with each engine's failure. Raises only errors that end the update for all engines.
         """
-        if self._wait_ready_seconds != 0:
-            number_of_seconds("wait_ready_seconds", self._wait_ready_seconds)
-        if self._on_progress is not None and not callable(self._on_progress):
-            raise TypeError(f"on_progress is {self._on_progress!r}; it must be a function (done_bytes, total_bytes)")
+        if self.wait_ready_seconds != 0:
+            number_of_seconds("wait_ready_seconds", self.wait_ready_seconds)
+        if self.on_progress is not None and not callable(self.on_progress):
+            raise TypeError(f"on_progress is {self.on_progress!r}; it must be a function (done_bytes, total_bytes)")
         self._seconds.gather = time.perf_counter() - inputs.start
         self._connections, self._pack_plan = inputs.connections, inputs.pack_plan
         self._fleet, self._again = fleet, again = inputs.fleet, inputs.again
@@ -242,7 +231,7 @@ class PublishRun:
         if again is not None:
             self._sent = again.sent
         self._on_packed = self.flight.packed if on_packed is None else on_packed
-        options = self._options
+        options = self.options
         memory_seconds = inputs.connections.sender.memory_seconds
         fleet.wait()
         for member in fleet.members:
@@ -264,7 +253,7 @@ class PublishRun:
                 if self._manifest.origins:
                     self._fail_brought_routes()
                 self._choose_number(inputs)
-                is_due = self._proves_all or not all(member.has_proven for member in fleet.healthy())
+                is_due = self.proves_all or not all(member.has_proven for member in fleet.healthy())
                 if options.verify == "installed" and is_due and again is None:
                     self._sent = SentDigests(self._pack_plan.layout, inputs.regions)
                 fill.sent = self._sent if again is None else None
@@ -275,7 +264,7 @@ class PublishRun:
                     workers = Counter(link.host for member in fleet.healthy() for link in member.links)
                 sent_again = None if again is None else again.number
                 offer = Offer(
-                    self._run,
+                    self.publisher_run,
                     self.number,
                     self._pack_plan.manifest_digest,
                     self._manifest,
@@ -290,7 +279,7 @@ class PublishRun:
             if deltas is not None and again is None:
                 with self._timed("pack"), self._connections.packing_stream():
                     bases = [member.base for member in fleet.healthy()]
-                    version = WeightVersion(self._run, self.number)
+                    version = WeightVersion(self.publisher_run, self.number)
                     encoded = deltas.encode(fill, self._manifest, version, bases, self.flight.require_wanted)
                 fill = deltas.keeping(fill, encoded)
             if deltas is not None and encoded is not None:
@@ -343,7 +332,7 @@ class PublishRun:
         self._seconds.total = time.perf_counter() - self.flight.began_at
         self._seconds.stall = self.flight.stall_seconds if self.flight.is_background else self._seconds.total
         return PublishReport(
-            run=self._run,
+            run=self.publisher_run,
             version=self.number,
             num_bytes=self._pack_plan.num_bytes,
             num_tensors=len(self._manifest.tensors),
@@ -363,7 +352,7 @@ class PublishRun:
             self._fleet.each(lambda member: member.notice(number))
             # An engine that was dropped after its install is not ready until it learns that this version is the last.
             root = root_digest(self._again.manifest_digest, self._again.digests)
-            seal = Seal(self._run, number, len(self._again.digests), root, inputs.connections.listener.secret)
+            seal = Seal(self.publisher_run, number, len(self._again.digests), root, inputs.connections.listener.secret)
             serving = [m for m in connected if m.result.ok and m.links and inputs.target is UNSET]
             self._fleet.each(lambda member: member.client.update(seal), serving)
             if self._again.manifest_digest != self._pack_plan.manifest_digest:
@@ -371,8 +360,17 @@ class PublishRun:
         elif inputs.version is not None:
             self.number = inputs.version
         else:
-            stored = inputs.connections.sender.newest_version() if inputs.connections.keeps_versions else None
-            self.number = _above([stored, *(member.serves for member in self._fleet.members)], self._above)
+            if self.above >= MAX_VERSION:
+                raise ValueError(
+                    f"no version number is left above {self.above}, this publisher's last one: make another publisher,"
+                    " and leave `version` out when you publish"
+                )
+            # Above the newest version of any run, unless that has the highest number.
+            found = [member.serves for member in self._fleet.members]
+            if inputs.connections.keeps_versions:
+                found.append(inputs.connections.sender.newest_version())
+            newest = max((number for number in found if number is not None), default=-1)
+            self.number = 1 + max(self.above, newest if newest < MAX_VERSION else -1)
         self.flight.version = self.number
 
     def _members(self, sender: ClientSender | None, *, gets_deltas: bool = False) -> list[FleetMember]:
@@ -397,7 +395,7 @@ class PublishRun:
 
     def _tell(self, phase: Phase, members: Iterable[FleetMember], *, ends: bool = True) -> None:
         """Call `on_event` for each of these engines that took part in the phase; if that `ends` it, for the publish."""
-        if (on_event := self._options.on_event) is None:
+        if (on_event := self.options.on_event) is None:
             return
         seconds = time.perf_counter() - self.flight.began_at
         for member in members:
@@ -438,26 +436,24 @@ class PublishRun:
         if not newcomers:
             return []
         absent = newcomers
-        for _ in Deadline(self._wait_ready_seconds).polls(0.05, 1.0):
+        for _ in Deadline(self.wait_ready_seconds).polls(0.05, 1.0):
             # This waits in the caller's thread, so that a Ctrl-C ends it at once.
             self.flight.require_wanted()
             self._fleet.each(lambda member: member.ask(listener), absent)
             was_asked, absent = absent, [member for member in absent if member.is_absent]
             if not absent:
                 break
-            if was_asked is newcomers and self._wait_ready_seconds:
+            if was_asked is newcomers and self.wait_ready_seconds:
                 names = ", ".join(member.name for member in absent)
-                logger.info(
-                    "waiting up to %g s for engines that do not answer yet: %s", self._wait_ready_seconds, names
-                )
+                logger.info("waiting up to %g s for engines that do not answer yet: %s", self.wait_ready_seconds, names)
         self._fleet.refuse_doubles(newcomers)
         return newcomers
 
     def _join_member(self, member: FleetMember) -> None:
-        options, connections = self._options, self._connections
+        options, connections = self.options, self._connections
         url, listener = connections.url, connections.listener
         info = InitInfo(
-            run=self._run,
+            run=self.publisher_run,
             engine=member.name,
             transport=url,
             link=listener.address,
@@ -469,19 +465,12 @@ class PublishRun:
             origins=connections.origins,
         )
         member.join(listener, info)
-        context = SenderContext(
-            url,
-            self._run,
-            connections.device,
-            options.deadline_seconds,
-            has_several_ranks=connections.has_several_ranks,
-        )
-        connections.add_client_sender(member, context)
+        connections.add_client_sender(member, self.publisher_run, options.deadline_seconds)
 
     def _offer(self, offer: Offer, members: Sequence[FleetMember]) -> None:
         """Offer to these engines, and wait until every worker has accepted."""
         self._fleet.each(lambda member: member.offer(offer), members)
-        accepting, offered = Deadline(self._options.deadline_seconds), [m for m in members if m.result.error is None]
+        accepting, offered = Deadline(self.options.deadline_seconds), [m for m in members if m.result.error is None]
         self._fleet.each(lambda member: member.accepted(offer.manifest_digest, accepting), offered, in_turn=True)
 
     def _publish_deltas(self, encoded: PackedDeltas, offer: Offer, deltas: Deltas) -> None:
@@ -501,7 +490,7 @@ class PublishRun:
                 refusing = [member for member in refusing if member.result.error is None]
         members = self._members(None, gets_deltas=True)
         self._tell("offered", members, ends=False)
-        start, buckets, version = time.perf_counter(), encoded.buckets, WeightVersion(self._run, self.number)
+        start, buckets, version = time.perf_counter(), encoded.buckets, WeightVersion(self.publisher_run, self.number)
 
         def write(index: int, buffer: BucketBuffer) -> int:
             return buckets.write(index, encoded.payloads[index], buffer, version)
@@ -518,7 +507,9 @@ class PublishRun:
         """Seal what these engines have received, so that they can install it; if that `ends` the publish's phase, the
         engines of clients' senders are told, too.
         """
-        seal = Seal(self._run, self.number, len(self._manifest.buckets), root, self._connections.listener.secret)
+        seal = Seal(
+            self.publisher_run, self.number, len(self._manifest.buckets), root, self._connections.listener.secret
+        )
         with self._timed("seal"):
             sealed = self._fleet.healthy(None if ends else members)
             self._fleet.each(lambda member: member.client.update(seal), sealed)
@@ -534,7 +525,7 @@ class PublishRun:
         members, sent = self._fleet.healthy(members), self._sent
         self._fleet.each(functools.partial(FleetMember.install, resumes=resumes), members)
         if sent is not None:
-            todo = [m for m in members if m.result.error is None and (self._proves_all or not m.has_proven)]
+            todo = [m for m in members if m.result.error is None and (self.proves_all or not m.has_proven)]
             self._fleet.each(functools.partial(sent.prove, sent.by_name()), todo)
             for member in todo:
                 member.has_proven = member.result.error is None
@@ -549,7 +540,7 @@ class PublishRun:
         sender, members, manifest = client or self._connections.sender, self._members(client), self._manifest
         again, num_own, root = self._again, len(manifest.spans[0]), ""
         digests: list[Digest] = [b""] * len(manifest.buckets) if again is None else list(again.digests)
-        version = WeightVersion(self._run, self.number)
+        version = WeightVersion(self.publisher_run, self.number)
 
         def write(index: int, buffer: BucketBuffer) -> int:
             if again is not None:
@@ -563,7 +554,7 @@ class PublishRun:
                 manifest,
                 members,
                 write,
-                is_staged=self._options.install == "staged" if client is None else client.is_staged,
+                is_staged=self.options.install == "staged" if client is None else client.is_staged,
                 keeps_versions=client is None and self._connections.keeps_versions,
                 on_loss=fill.forget_views,
             )
@@ -602,7 +593,7 @@ class PublishRun:
         then the engines have failed. `on_loss` is called when the sender may use other memory. Returns False if not
         all were sent.
         """
-        version, fleet = WeightVersion(self._run, self.number), self._fleet
+        version, fleet = WeightVersion(self.publisher_run, self.number), self._fleet
         peers = [peer for member in fleet.healthy(members) for peer in member.peers]
         # A transport that keeps the version for later readers gets it unless all engines have failed.
         is_kept = keeps_versions and (not fleet.members or bool(fleet.healthy()))
@@ -621,8 +612,8 @@ class PublishRun:
                         return False
                     with self._timed("send"):
                         sender.send(index, num_bytes)
-                    if self._on_progress is not None:
-                        self._on_progress(*self._done_bytes(index))
+                    if self.on_progress is not None:
+                        self.on_progress(*self._done_bytes(index))
                     if peers and sender.failures.keys() >= set(peers):
                         return False
                 return True
@@ -647,7 +638,7 @@ class PublishRun:
                                 link.wait(Failed, member.version, Deadline(GRACE_SECONDS))
                     member.fail(lost[0])
             if client is None:
-                num_buckets, deadline = len(self._manifest.buckets), Deadline(self._options.deadline_seconds)
+                num_buckets, deadline = len(self._manifest.buckets), Deadline(self.options.deadline_seconds)
                 self._fleet.each(
                     lambda member: member.received(num_buckets, root, deadline),
                     self._fleet.healthy(members),
@@ -743,20 +734,6 @@ class PublishRun:
 
     def _abort(self, members: Iterable[FleetMember], reason: str) -> None:
         """Abort the update on these engines, as far as they can be reached."""
-        abort = Abort(self._run, max(self.number, 0), reason, self._connections.listener.secret)
+        abort = Abort(self.publisher_run, max(self.number, 0), reason, self._connections.listener.secret)
         joined = [member for member in members if member.is_joined]
         self._fleet.each(lambda member: member.client.update(abort), joined, notes=False)
-
-
-def _above(found: Iterable[int | None], last: int) -> int:
-    """Return one above both `last`, of this run, and the newest found version, of any run, unless that is the maximum.
-
-    Raises ValueError if this run has no number left.
-    """
-    if last >= MAX_VERSION:
-        raise ValueError(
-            f"no version number is left above {last}, this publisher's last one: make another publisher, and leave "
-            "`version` out when you publish"
-        )
-    newest = max((number for number in found if number is not None), default=-1)
-    return 1 + max(last, newest if newest < MAX_VERSION else -1)

@@ -156,7 +156,7 @@ class Publisher(ClosedOnExit):
         self._num_published = 0
         """Number of versions of which all was sent."""
         self._process = 0
-        """Id of the process that has the connections; 0 while there are none."""
+        """Id of the process that has the connections, whose threads a forked child lacks; 0 while there are none."""
         self._owned: list[Closeable] = [self._watchdog]
         """Owners of connections, threads or processes, in the order in which they are closed, the watchdog last.
 
@@ -300,7 +300,7 @@ class Publisher(ClosedOnExit):
 
     def close(self) -> None:
         """Disconnect every engine and free everything. Idempotent; does nothing in a forked child."""
-        if self._is_copy:
+        if self._process not in (0, os.getpid()):
             return
         with self._turn.acquired():
             if self._closed:
@@ -309,8 +309,7 @@ class Publisher(ClosedOnExit):
             self._drop.detach()
             with contextlib.ExitStack() as stack:
                 # All of these, also after one has raised; the last one is called first.
-                stack.callback(self._fleet.close)
-                for part in reversed(self._owned):
+                for part in (self._watchdog, self._fleet, *reversed(self._owned[:-1])):
                     stack.callback(part.close)
                 if self._pack_plan is not None:
                     # A saved exception may refer to the packer, whose views would keep the arena mapped.
@@ -329,13 +328,8 @@ class Publisher(ClosedOnExit):
         if self._closed:
             raise ClosedError("this publisher was closed: make another one")
 
-    @property
-    def _is_copy(self) -> bool:
-        """True in a child forked from the process that has the connections, whose threads the child lacks."""
-        return self._process not in (0, os.getpid())
-
     def _require_here(self) -> None:
-        if self._is_copy:
+        if self._process not in (0, os.getpid()):  # a forked child has only a copy
             raise ClosedError(
                 f"this publisher is of pid {self._process}, which this process (pid {os.getpid()}) was forked from: "
                 "publish in that process, or close the publisher there and make one here"
@@ -601,8 +595,8 @@ class Publisher(ClosedOnExit):
             self._join_trainer_group()
         group, last = self._group, self._version
         run = PublishRun(
-            self.run,
-            self._options,
+            publisher_run=self.run,
+            options=self._options,
             above=last,
             proves_all=self._num_published % self._options.verify_every == 0,
             wait_ready_seconds=wait_ready_seconds,

@@ -51,24 +51,17 @@ class SentUpdate:
     version: WeightVersion
     manifest: Manifest
     staged: bool
+    num_buckets: int
     arena_layout: ArenaLayout
     peers: set[str]
     next: int = 0
     is_open: bool = True
     is_interrupted: bool = False
     aborted: str | None = None
-    num_buckets: int = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_buckets = len(self.manifest.buckets)
 
     @property
     def is_done(self) -> bool:
         return self.next >= self.num_buckets
-
-    @property
-    def begin(self) -> records.BeginUpdate:
-        return records.BeginUpdate(self.version.number, self.staged, self.num_buckets)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -432,10 +425,13 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
             elif arena_layout.size_bytes:
                 self._replace_arena(arena_layout.size_bytes, device)
             taking_part = self._await_opened(peers, version)
-            self._update = update = SentUpdate(version, manifest, staged, arena_layout, taking_part)
+            self._update = update = SentUpdate(
+                version, manifest, staged, len(manifest.buckets), arena_layout, taking_part
+            )
+            begin = records.BeginUpdate(version.number, staged, update.num_buckets)
             for name in sorted(update.peers):
                 if name in update.peers:
-                    self._post(self._peers[name], update.begin)
+                    self._post(self._peers[name], begin)
         return 0
 
     def buffer(self, index: int) -> BucketBuffer:

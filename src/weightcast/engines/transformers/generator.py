@@ -26,8 +26,6 @@ from weightcast.host.closing import ClosedOnExit, close_at_exit, on_failure
 from weightcast.host.deadline import POLL_SECONDS, Deadline
 from weightcast.seams.adapters import RequestAdapters
 
-"""Interval at which a paused generator checks for cancelled requests, an abort, and `close`."""
-
 
 class QueueFullError(WeightcastError):
     """The generator's queue of completions is full; send the request again later."""

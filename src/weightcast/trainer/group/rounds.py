@@ -199,9 +199,7 @@ class PublishingRank(Rank, Sender):
     def keep_bases(self) -> set[int]:
         if not self._others:
             return set()
-        with self.group.uninterrupted():
-            self.group.exchange_when_idle(records.KeepBase())
-            reports = self.group.exchange(records.Nothing())
+        reports = self.group.ask(records.KeepBase())
         for rank in self._others:
             if (problem := reports[rank].problem) is not None:
                 raise problem.error(self.group.ranks[rank])
@@ -290,9 +288,7 @@ class PublishingRank(Rank, Sender):
     def _ask(self, peers: Sequence[str], *, digests: bool = False) -> None:
         """Ask the leaders of the other origins for their reports on these peers."""
         if self._others:
-            with self.group.uninterrupted():
-                self.group.exchange_when_idle(records.AskSenders(tuple(peers), digests))
-                reports = self.group.exchange(records.Nothing())
+            reports = self.group.ask(records.AskSenders(tuple(peers), digests))
             self._reports = {rank: reports[rank] for rank in self._others}
 
     def _require_peers(self, statuses: Sequence[Any]) -> None:

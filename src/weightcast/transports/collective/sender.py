@@ -38,7 +38,7 @@ from weightcast.links.link import LinkListener
 from weightcast.transports.collective import records
 from weightcast.transports.collective.group import BroadcastGroup, GroupMember, GroupSettings, engine_of
 from weightcast.transports.kept_memory import MemoryToSend
-from weightcast.transports.records import UpdateAborted
+from weightcast.transports.records import BeginUpdate, UpdateAborted
 from weightcast.transports.sending import MAX_REASON_CHARACTERS, SendingEnd, SentUpdate
 
 _NUM_SLOTS = 2
@@ -105,7 +105,7 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
                 self._begin_open(version)
                 arena_layout = arena_layout_of(manifest, num_slots=_NUM_SLOTS, staged=False)
                 taking_part = self._await_opened(peers, version)
-                update = GroupUpdate(version, manifest, staged, arena_layout, taking_part)
+                update = GroupUpdate(version, manifest, staged, len(manifest.buckets), arena_layout, taking_part)
                 self._update = update
             update.next = 0
             update.peers &= set(peers)
@@ -116,9 +116,10 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
                 self._slots_are_lost = False
             self._slots.prepare(update.arena_layout)
             if group is not None:
+                begin = BeginUpdate(version.number, staged, update.num_buckets)
                 for member in group.members:
-                    member.progress = records.Progress(group.number, update.version.number)
-                    self._post(member, update.begin)
+                    member.progress = records.Progress(group.number, version.number)
+                    self._post(member, begin)
             if update.is_done:
                 update.peers.clear()
             return 0
