@@ -244,7 +244,7 @@ class PublishRun:
                     on_known()
                 self._manifest, sender = inputs.pack_plan.layout.manifest, inputs.connections.sender
                 fill = inputs.pack_plan.packer(inputs.regions)
-                fleet.each(self._join_member, [member for member in newcomers if member.result.error is None])
+                fleet.each(self._join_member, fleet.healthy(newcomers))
                 for member in fleet.members:
                     for link in member.links:
                         link.forget_verdicts()
@@ -470,8 +470,8 @@ class PublishRun:
     def _offer(self, offer: Offer, members: Sequence[FleetMember]) -> None:
         """Offer to these engines, and wait until every worker has accepted."""
         self._fleet.each(lambda member: member.offer(offer), members)
-        accepting, offered = Deadline(self.options.deadline_seconds), [m for m in members if m.result.error is None]
-        self._fleet.each(lambda member: member.accepted(offer.manifest_digest, accepting), offered, in_turn=True)
+        digest, deadline = offer.manifest_digest, Deadline(self.options.deadline_seconds)
+        self._fleet.each(lambda member: member.accepted(digest, deadline), self._fleet.healthy(members), in_turn=True)
 
     def _publish_deltas(self, encoded: PackedDeltas, offer: Offer, deltas: Deltas) -> None:
         """Update the engines that have the base of these deltas. Those that turn out to lack it connect again."""

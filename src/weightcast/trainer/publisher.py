@@ -219,7 +219,7 @@ class Publisher(ClosedOnExit):
         if not isinstance(engine, str):
             arguments.require_client(engine)
         name = _name_of(engine)
-        with self._turn.acquired():
+        with self._acquired():
             self._require_no_directory()
             if not self._is_following:
                 self._let_go([self._fleet.pop(name)])
@@ -302,20 +302,22 @@ class Publisher(ClosedOnExit):
         """Disconnect every engine and free everything. Idempotent; does nothing in a forked child."""
         if self._process not in (0, os.getpid()):
             return
-        with self._turn.acquired():
+        self._turn.acquire(publishes=False)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._turn.release)
             if self._closed:
                 return
             self._closed = True
             self._drop.detach()
-            with contextlib.ExitStack() as stack:
-                # All of these, also after one has raised; the last one is called first.
-                for part in (self._watchdog, self._fleet, *reversed(self._owned[:-1])):
-                    stack.callback(part.close)
-                if self._pack_plan is not None:
-                    # A saved exception may refer to the packer, whose views would keep the arena mapped.
-                    stack.callback(self._pack_plan.forget_views)
-                if self._deltas is not None:
-                    stack.callback(self._deltas.release)
+            # All of these, also after one has raised; the last one is called first.
+            parts: list[Closeable] = [self._watchdog, self._fleet, *reversed(self._owned[:-1])]
+            for part in parts:
+                stack.callback(part.close)
+            if self._pack_plan is not None:
+                # A saved exception may refer to the packer, whose views would keep the arena mapped.
+                stack.callback(self._pack_plan.forget_views)
+            if self._deltas is not None:
+                stack.callback(self._deltas.release)
 
     @property
     def _is_following(self) -> bool:
@@ -339,9 +341,12 @@ class Publisher(ClosedOnExit):
     def _acquired(self, *, publishes: bool = False) -> Iterator[None]:
         """Let only this thread use the publisher. Raises ClosedError."""
         self._require_here()  # first: in a forked child, the lock may be held by a thread of the parent
-        with self._turn.acquired(publishes=publishes):
+        self._turn.acquire(publishes=publishes)
+        try:
             self._require_open()
             yield
+        finally:
+            self._turn.release()
 
     # --- one publish ---
 

@@ -325,6 +325,15 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         check_next(index, update.next, update.num_buckets)
         return update
 
+    @contextlib.contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        """Release the condition, which is not held recursively: heartbeats need it during a wait for something else."""
+        self.condition.release()
+        try:
+            yield
+        finally:
+            self.condition.acquire()
+
     def _timed_out(self, name: str, what: str) -> PeerTimeoutError:
         return PeerTimeoutError(f"{name} {what} for {self._deadline_seconds:g} s and was dropped", peer=name)
 
@@ -490,15 +499,6 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
             what = f"the trainer's GPU did not finish packing bucket {index} within {self._deadline_seconds:g} s"
             raise PeerTimeoutError(f"{what}: other work is queued before it, or the GPU hangs", peer="trainer")
 
-    @contextlib.contextmanager
-    def _unlocked(self) -> Iterator[None]:
-        """Release the condition, which is not held recursively: heartbeats need it during a wait for something else."""
-        self.condition.release()
-        try:
-            yield
-        finally:
-            self.condition.acquire()
-
     # --- the method that a transport implements ---
 
     @abc.abstractmethod
@@ -536,9 +536,11 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
 
     def _forget_reader(self, name: str) -> set[int]:
         """Remove a peer from the readers of all slots; return the slots that it was reading."""
-        read = {slot for slot, readers in self._readers.items() if name in readers}
-        for slot in read:
-            self._readers[slot].discard(name)
+        read = set()
+        for slot, readers in self._readers.items():
+            if name in readers:
+                readers.discard(name)
+                read.add(slot)
         return read
 
     def _await_released(self, slot: int | None = None) -> None:
