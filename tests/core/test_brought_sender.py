@@ -13,7 +13,7 @@ from weightcast.errors import PeerDiedError, PublishError, UnsupportedError, Wei
 from weightcast.format.bucket import BucketBuffer, slot_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import Abort, WeightInfo
-from weightcast.links.watchdog import RecoveryRequest
+from weightcast.links.watchdog import RecoveryRequest, Watchdog
 from weightcast.seams.client import EngineClient, SenderContext, ServesTraffic
 from weightcast.trainer import publish_run
 from weightcast.trainer.fleet import Fleet, FleetMember
@@ -154,7 +154,7 @@ def test_every_client_is_closed_whatever_another_one_raises() -> None:
 
     fleet = Fleet()
     for name in "abc":
-        fleet.add(FleetMember(Closing(name), owned=True))
+        fleet.add(FleetMember(Closing(name), "run", Watchdog(), 60.0, owned=True))
     with pytest.raises(ZeroDivisionError):
         fleet.close()
     assert sorted(closed) == ["a", "b", "c"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from weightcast.host.closing import on_failure
@@ -16,13 +14,6 @@ def test_a_deadline_that_has_passed_has_nothing_left() -> None:
     assert deadline.remaining_seconds == 0.0
     assert not Deadline(1000.0).has_passed
     assert 0.0 < Deadline(1000.0).remaining_seconds <= 1000.0
-
-
-def test_a_wait_ends_with_its_condition_or_with_the_deadline() -> None:
-    condition = threading.Condition()
-    with condition:
-        assert Deadline(1000.0).wait_for(condition, lambda: True)
-        assert not Deadline(0.0).wait_for(condition, lambda: False)
 
 
 def test_pauses_between_polls_double_up_to_the_longest_and_never_outlast_the_deadline() -> None:

@@ -33,6 +33,7 @@ from weightcast.errors import (
     WeightcastError,
 )
 from weightcast.format.messages import InitInfo
+from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import ServesTraffic
 from weightcast.trainer.fleet import Fleet, FleetMember
 
@@ -257,7 +258,7 @@ def test_who_pauses_an_engine_is_known_once_the_client_has_connected(raw: Serve,
 
 def test_a_publisher_closes_its_connections_to_an_engine_that_pauses_by_itself() -> None:
     with EngineServer(ModuleEngine(torch.nn.Linear(2, 2))) as server:
-        member = FleetMember(HttpEngine(server.url), owned=True)
+        member = FleetMember(HttpEngine(server.url), "run", Watchdog(), 60.0, owned=True)
         info = server.worker.info
         server.worker.info = lambda: msgspec.structs.replace(info(), abilities=("install",))  # type: ignore[method-assign]
         client = member.client = member.client.connect()

@@ -571,7 +571,7 @@ class TensorChangeDetector:
     def has_changed(self) -> bool:
         if self._members.have_changed() or places(self._locals) != self._places:
             return True
-        return any(sharding.local_tensor(tensor) is not local for tensor, local in self._sharded)
+        return bool(self._sharded) and any(sharding.local_tensor(t) is not local for t, local in self._sharded)
 
 
 class ModuleMembers:

@@ -17,7 +17,7 @@ import ssl
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 import h11
@@ -159,17 +159,11 @@ class HttpEngine(EngineClient, ServesTraffic):
             return None
         return self._routes.post_for("/weight_dtypes", DtypesQuestion(list(specs)), TensorDtypes).dtypes
 
-    def held(
-        self,
-        names: Sequence[str] = (),
-        *,
-        bytes_per_second: float | None = None,
-        on_page: Callable[[int], None] = lambda num_bytes: None,
-    ) -> HeldWeights | None:
+    def held(self, names: Sequence[str] = (), *, bytes_per_second: float | None = None) -> HeldWeights | None:
         """GET /weight_digests: digests of all tensors (or of `names`), all of one version (see `tensor_digest`).
 
         Returns None if the engine's weights can't be read. The engine reads about 64 MiB per request, and may generate
-        between requests; `bytes_per_second` limits the average. `on_page` is called with the bytes of each request.
+        between requests; `bytes_per_second` limits the average.
         Raises ControlError if the version changes meanwhile.
         """
         if "prove" not in self.info().abilities:
@@ -197,7 +191,6 @@ class HttpEngine(EngineClient, ServesTraffic):
                     peer=self.name,
                 )
             start, num_bytes = page.next, sum(spec.num_bytes for spec in page.tensors)
-            on_page(num_bytes)
             if bytes_per_second is not None and start >= 0:
                 time.sleep(max(0.0, num_bytes / bytes_per_second - (time.monotonic() - began)))
         return found

@@ -12,7 +12,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Any, NamedTuple, Protocol, cast, get_args
+from typing import Annotated, Any, Protocol, TypeAlias, cast, get_args
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -75,12 +75,6 @@ class QuarantineBody(msgspec.Struct, frozen=True):
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-def held_range(request: Request) -> tuple[int, int]:
-    """Return the query's `start` (index of a tensor) and `limit_bytes` (of tensors to read). Raises ManifestError."""
-    start, limit = request.query_params.get("start", "0"), request.query_params.get("limit_bytes", str(MAX_BYTES))
-    return natural_number("start", start), natural_number("limit_bytes", limit)
-
-
 def natural_number(what: str, text: str) -> int:
     """Return the number in `text`, in decimal digits. Raises ManifestError if it is not one."""
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
@@ -124,7 +118,7 @@ def refusal(message: str, kind: str, status: int) -> Response:
     return reply({"error": {"message": message, "type": kind, "code": status}}, status, headers)
 
 
-async def read_body(request: Request, max_bytes: int, on_part: Callable[[], object] = lambda: None) -> bytes:
+async def read_body(request: Request, max_bytes: int, on_part: Callable[[], object] | None = None) -> bytes:
     """Return the whole body. `on_part` is called after each part of it has come.
 
     Raises ManifestError (`too_large`) as soon as the body, or its declared length, is too long.
@@ -136,50 +130,35 @@ async def read_body(request: Request, max_bytes: int, on_part: Callable[[], obje
     async for chunk in request.stream():
         if len(body) + len(chunk) > max_bytes:
             raise ManifestError(message, fault="too_large")
-        on_part()
+        if on_part is not None:
+            on_part()
         body += chunk
     return bytes(body)
 
 
-def answering(
-    handler: Handler,
-    error_reply: Callable[[Exception], Response],
-    refuse: Callable[[Request], Response | None] = lambda request: None,
-) -> Handler:
-    """Return a handler that replies with the result of `refuse`, if any, and with `error_reply(error)` after an error.
+def guarded(handler: Handler, *, token: str | None, on_error: Callable[[Exception], None]) -> Handler:
+    """Return a weight route's handler: it refuses callers without the token, and replies with errors of `handler`.
 
     Errors become replies here and not in the application's exception handlers: in a plugin the application is the
     server's, and Starlette raises an unexpected error again after its handler, so that uvicorn closes the connection.
     """
-
-    async def answering(request: Request) -> Response:
-        try:
-            return refuse(request) or await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except Exception as exc:
-            return error_reply(exc)
-
-    return answering
-
-
-def guarded(handler: Handler, *, token: str | None, on_error: Callable[[Exception], None]) -> Handler:
-    """Return a weight route's handler: it refuses callers without the token, and replies with errors of `handler`."""
     expected = None if token is None else f"Bearer {token}".encode()
 
-    def refuse(request: Request) -> Response | None:
+    async def guarded(request: Request) -> Response:
         given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
         if expected is not None and not hmac.compare_digest(given, expected):
             return refusal("this weight route needs the server's token: `Authorization: Bearer ...`", "auth", 401)
         if expected is None and "origin" in request.headers:
             return refusal("weight routes do not answer pages in a browser; set a token to allow it", "origin", 403)
-        return None
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as exc:
+            on_error(exc)
+            return error_reply(exc)
 
-    def reply_to(error: Exception) -> Response:
-        on_error(error)
-        return error_reply(error)
-
-    return answering(handler, reply_to, refuse)
+    return guarded
 
 
 class InstallAnswer(msgspec.Struct, frozen=True):
@@ -227,83 +206,83 @@ class ServedEngine(Protocol):
     async def quarantine(self, reason: str) -> None: ...
 
 
-class RouteCall(NamedTuple):
-    """A request to a weight route: its engine, its body if the route takes one, and its query."""
-
-    engine: ServedEngine
-    body: Any
-    request: Request
-
-    @property
-    def run(self) -> str:
-        return self.request.query_params.get("run", "")
-
-    def is_on(self, option: str) -> bool:
-        """Return whether an option of the query is true, which is the default."""
-        return self.request.query_params.get(option, "true").lower() not in ("false", "0", "no", "off")
+Answer: TypeAlias = Callable[[ServedEngine, Any, Request], Awaitable[Any]]
+"""Answers a request to a weight route, of the engine, with its body, if the route takes one."""
 
 
-async def _started(call: RouteCall) -> None:
+def _run_of(request: Request) -> str:
+    return request.query_params.get("run", "")
+
+
+def _is_on(request: Request, option: str) -> bool:
+    """Return whether an option of the query is true, which is the default."""
+    return request.query_params.get(option, "true").lower() not in ("false", "0", "no", "off")
+
+
+async def _started(engine: ServedEngine, body: None, request: Request) -> None:
     """Do nothing: the offer starts an update, but vLLM's clients call this route before it."""
 
 
-async def _finish(call: RouteCall) -> InstallAnswer:
-    number, mode = natural_number("weight_version", call.body.weight_version), pause_mode(call.request, "keep")
-    return await call.engine.finish(number, mode, call.run)
+async def _finish(engine: ServedEngine, body: FinishBody, request: Request) -> InstallAnswer:
+    number, mode = natural_number("weight_version", body.weight_version), pause_mode(request, "keep")
+    return await engine.finish(number, mode, _run_of(request))
 
 
-async def _pause(call: RouteCall) -> dict[str, str]:
-    mode = pause_mode(call.request, call.engine.default_pause)
-    await call.engine.pause(mode, call.run, clear_cache=call.is_on("clear_cache"))
+async def _pause(engine: ServedEngine, body: None, request: Request) -> dict[str, str]:
+    mode = pause_mode(request, engine.default_pause)
+    await engine.pause(mode, _run_of(request), clear_cache=_is_on(request, "clear_cache"))
     return {"status": "paused"}
 
 
-async def _resume(call: RouteCall) -> Any:
+async def _resume(engine: ServedEngine, body: None, request: Request) -> Any:
     try:
-        await call.engine.resume(call.run)
+        await engine.resume(_run_of(request))
     except EngineTornError as exc:
         return error_reply(exc, 409)  # not 503, which would mean that the same request may succeed later
     return {"status": "resumed"}
 
 
-async def _ready(call: RouteCall) -> Any:
+async def _ready(engine: ServedEngine, body: None, request: Request) -> Any:
     """Answer 503 unless the engine serves a version, at most `max_behind` numbers behind the last that it knows of."""
-    info = await call.engine.info()
-    reason = info.stale_reason(natural_number("max_behind", call.request.query_params.get("max_behind", "1")))
+    info = await engine.info()
+    reason = info.stale_reason(natural_number("max_behind", request.query_params.get("max_behind", "1")))
     return refusal(reason, "not_ready", 503) if reason else {"weight_version": info.weight_version, "run": info.run}
 
 
-async def _digests(call: RouteCall) -> HeldWeights:
-    return await call.engine.held(call.request.query_params.getlist("names"), *held_range(call.request))
+async def _digests(engine: ServedEngine, body: None, request: Request) -> HeldWeights:
+    query = request.query_params
+    start, limit_bytes = query.get("start", "0"), query.get("limit_bytes", str(MAX_BYTES))
+    numbers = natural_number("start", start), natural_number("limit_bytes", limit_bytes)
+    return await engine.held(query.getlist("names"), *numbers)
 
 
-async def _dtypes(call: RouteCall) -> TensorDtypes:
-    return TensorDtypes(await call.engine.dtypes(call.body.tensors))
+async def _dtypes(engine: ServedEngine, body: DtypesQuestion, request: Request) -> TensorDtypes:
+    return TensorDtypes(await engine.dtypes(body.tensors))
 
 
-async def _is_paused(call: RouteCall) -> dict[str, bool]:
-    return {"is_paused": await call.engine.is_paused()}
+async def _is_paused(engine: ServedEngine, body: None, request: Request) -> dict[str, bool]:
+    return {"is_paused": await engine.is_paused()}
 
 
-async def _world_size(call: RouteCall) -> dict[str, int]:
-    return {"world_size": await call.engine.world_size(with_data_parallel=call.is_on("include_dp"))}
+async def _world_size(engine: ServedEngine, body: None, request: Request) -> dict[str, int]:
+    return {"world_size": await engine.world_size(with_data_parallel=_is_on(request, "include_dp"))}
 
 
-WEIGHT_ROUTES: tuple[tuple[str, str, Any, Callable[[RouteCall], Awaitable[Any]]], ...] = (
-    ("POST", "/init_weight_transfer_engine", InitBody, lambda call: call.engine.init(call.body.init_info)),
+WEIGHT_ROUTES: tuple[tuple[str, str, Any, Answer], ...] = (
+    ("POST", "/init_weight_transfer_engine", InitBody, lambda engine, body, _: engine.init(body.init_info)),
     ("POST", "/start_weight_update", None, _started),
-    ("POST", "/update_weights", UpdateBody, lambda call: call.engine.update(call.body.update_info)),
+    ("POST", "/update_weights", UpdateBody, lambda engine, body, _: engine.update(body.update_info)),
     ("POST", "/finish_weight_update", FinishBody, _finish),
-    ("POST", "/shutdown_weight_transfer_engine", None, lambda call: call.engine.shutdown()),
+    ("POST", "/shutdown_weight_transfer_engine", None, lambda engine, body, _: engine.shutdown()),
     ("POST", "/pause", None, _pause),
     ("POST", "/resume", None, _resume),
-    ("GET", "/weight_info", None, lambda call: call.engine.info()),
+    ("GET", "/weight_info", None, lambda engine, body, _: engine.info()),
     ("GET", "/weight_ready", None, _ready),
     ("GET", "/is_paused", None, _is_paused),
     ("GET", "/get_world_size", None, _world_size),
     ("GET", "/weight_digests", None, _digests),
     ("POST", "/weight_dtypes", DtypesQuestion, _dtypes),
-    ("POST", "/quarantine", QuarantineBody, lambda call: call.engine.quarantine(call.body.reason)),
+    ("POST", "/quarantine", QuarantineBody, lambda engine, body, _: engine.quarantine(body.reason)),
 )
 """The control protocol: method, path, record of the body, function that is called."""
 _LARGE_BODIES = (UpdateBody, DtypesQuestion)
@@ -313,14 +292,14 @@ _LARGE_BODIES = (UpdateBody, DtypesQuestion)
 def weight_handlers(find: Callable[[], ServedEngine]) -> list[tuple[str, str, Handler]]:
     """Return method, path and handler of each route. `find` returns the engine, or raises ClosedError without one."""
 
-    def handler(kind: Any, answer: Callable[[RouteCall], Awaitable[Any]]) -> Handler:
+    def handler(kind: Any, answer: Answer) -> Handler:
         async def handle(request: Request) -> Response:
             body: Any = None
             if kind is not None:
                 data = await read_body(request, MAX_MESSAGE_BYTES if kind in _LARGE_BODIES else MAX_SMALL_BODY_BYTES)
                 is_small = len(data) <= MAX_SMALL_BODY_BYTES
                 body = decode(data, kind) if is_small else await asyncio.to_thread(decode, data, kind)
-            result = await answer(RouteCall(find(), body, request))
+            result = await answer(find(), body, request)
             return result if isinstance(result, Response) else reply({"message": "done"} if result is None else result)
 
         return handle

@@ -123,11 +123,12 @@ class Gate:
                 self._condition.notify_all()
 
     def _add_owner(self, holders: set[str], name: str, deadline: Deadline) -> None:
-        self._require_no_own_step("a pause")
+        if threading.get_ident() in self._step_threads:
+            require_no_step("a pause")
         with self._condition:
             was_holder = name in holders
             holders.add(name)
-            if not deadline.wait_for(self._condition, lambda: not self._step_threads):
+            if not self._condition.wait_for(lambda: not self._step_threads, deadline.remaining_seconds):
                 if not was_holder:
                     holders.discard(name)
                     self._condition.notify_all()
@@ -165,15 +166,16 @@ class Gate:
         Raises PeerTimeoutError if a step or another exclusive block does not end by the deadline, ValueError inside a
         step of this thread.
         """
-        self._require_no_own_step("an install")
+        if threading.get_ident() in self._step_threads:
+            require_no_step("an install")
         deadline = Deadline(deadline_seconds)
         with self._condition:
-            if not deadline.wait_for(self._condition, lambda: not self._exclusive):
+            if not self._condition.wait_for(lambda: not self._exclusive, deadline_seconds):
                 raise PeerTimeoutError("another install did not end by the deadline: use a longer one", peer="engine")
             self._exclusive = True
         try:
             with self._condition:
-                if not deadline.wait_for(self._condition, lambda: not self._step_threads):
+                if not self._condition.wait_for(lambda: not self._step_threads, deadline.remaining_seconds):
                     raise PeerTimeoutError(
                         "the current step of generation did not end by the deadline: use a longer one", peer="engine"
                     )
@@ -182,10 +184,6 @@ class Gate:
             with self._condition:
                 self._exclusive = False
                 self._condition.notify_all()
-
-    def _require_no_own_step(self, what: str) -> None:
-        if threading.get_ident() in self._step_threads:
-            require_no_step(what)
 
     def set_version(self, version: WeightVersion | None) -> None:
         """Note that a whole version is installed: it is served from the next step on, and the engine is not torn.

@@ -56,8 +56,8 @@ class ModuleEngine:
         self._copied: Collection[str] = ()
         self._model = model
         self._cast = cast
-        self._live = _LiveModule(LiveCheckpoint(model, buffers=buffers, names=names))
-        self.install_map = _ModuleMap(self._live)
+        self._checkpoint = LiveCheckpoint(model, buffers=buffers, names=names)
+        self.install_map = _ModuleMap(self._checkpoint)
         """The map by which an install copies into the module (see `Mapped`)."""
         if hooks := state_dict_hooks(model, loading=True):
             logger.warning(
@@ -70,20 +70,20 @@ class ModuleEngine:
     @property
     def snapshot_bytes(self) -> int:
         """Host memory that `snapshot` needs."""
-        return sum(spec.num_bytes for spec in self._live.specs)
+        return sum(spec.num_bytes for spec in self.install_map.specs)
 
     @property
     def devices(self) -> Collection[torch.device]:
         """All devices that have weights of the module."""
-        self._live.look()
-        return self._live.devices
+        self.install_map.look()
+        return self.install_map.devices
 
     def specs(self) -> Sequence[TensorSpec]:
         """Return the tensors that the module accepts; the same object until its names, shapes or dtypes change."""
-        self._live.look()
+        self.install_map.look()
         if self.install_map.is_stale:
-            self.install_map = _ModuleMap(self._live)
-        return self._live.specs
+            self.install_map = _ModuleMap(self._checkpoint)
+        return self.install_map.specs
 
     def can_cast(self, offered: str, held: str) -> bool:
         """Return whether `load` takes dtype `offered` for a tensor of dtype `held`."""
@@ -104,8 +104,8 @@ class ModuleEngine:
             sources.append(tensor)
         if not names:
             return
-        self._live.look()
-        numbers = self._live.numbers(names)
+        self.install_map.look()
+        numbers = self.install_map.numbers(names)
         unique = set(numbers)
         if len(unique) != len(numbers):
             numbers, sources = _once(names, numbers, sources)
@@ -113,8 +113,8 @@ class ModuleEngine:
         self._require_in_place()
         # Not no_grad: parameters that were created in inference mode can be written only in it.
         with _copying, torch.inference_mode():
-            host_copy.copy_all([self._live.views[number] for number in numbers], sources)
-        self._loaded.update(self._live.specs[number].name for number in unique)
+            host_copy.copy_all([self.install_map.views[number] for number in numbers], sources)
+        self._loaded.update(self.install_map.specs[number].name for number in unique)
 
     def begin(self, copied: Collection[str]) -> None:
         """Begin an install in which these tensors are copied by the map (see `Mapped`)."""
@@ -129,9 +129,9 @@ class ModuleEngine:
         replaced during the update (`param.data = ...`, other parameters, other modules), so that the written memory is
         no longer used.
         """
-        self._live.look()
+        self.install_map.look()
         self._require_in_place()
-        specs = self._live.specs
+        specs = self.install_map.specs
         if len(self._copied) < len(specs):
             missing = [repr(s.name) for s in specs if s.name not in self._loaded and s.name not in self._copied]
             if missing:
@@ -154,22 +154,22 @@ class ModuleEngine:
 
         The copy is kept as long as the function is. It raises InstallError (torn) if the module's tensors have changed.
         """
-        self._live.look()
-        specs = self._live.specs
+        self.install_map.look()
+        specs = self.install_map.specs
         with torch.inference_mode():
-            copies = [torch.empty(view.shape, dtype=view.dtype) for view in self._live.views]
-            host_copy.copy_all(copies, self._live.views)
+            copies = [torch.empty(view.shape, dtype=view.dtype) for view in self.install_map.views]
+            host_copy.copy_all(copies, self.install_map.views)
 
         def restore() -> None:
-            self._live.look()
-            if self._live.specs != specs:
+            self.install_map.look()
+            if self.install_map.specs != specs:
                 raise InstallError(
                     "the undo copy no longer fits: the module's tensors have other names, shapes or dtypes by now; "
                     "publish again",
                     torn=True,
                 )
             with _copying, torch.inference_mode():
-                host_copy.copy_all(self._live.views, copies)
+                host_copy.copy_all(self.install_map.views, copies)
             self._finish_copies()
             self.discard()
 
@@ -177,18 +177,18 @@ class ModuleEngine:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each tensor's name and live memory, in the order of `specs`."""
-        self._live.look()
-        yield from self._live.live.items()
+        self.install_map.look()
+        yield from self.install_map.live.items()
 
     def _require_in_place(self) -> None:
         """Raise InstallError if the module's tensors are not those that this update has written to so far."""
         if self._written is None:
-            self._written = self._live.live
-        elif self._written is not self._live.live:
+            self._written = self.install_map.live
+        elif self._written is not self.install_map.live:
             raise InstallError("the module's tensors were replaced during the update: publish again", torn=True)
 
     def _check(self, numbers: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
-        specs, shapes, dtypes = self._live.specs, self._live.shapes, self._live.dtypes
+        specs, shapes, dtypes = self.install_map.specs, self.install_map.shapes, self.install_map.dtypes
         if not all(map(operator.eq, map(_shape_of, sources), map(shapes.__getitem__, numbers))):
             problems = [
                 f"{specs[number].name!r} has the shape {list(source.shape)}, the module has {list(shapes[number])}"
@@ -208,9 +208,9 @@ class ModuleEngine:
     def _finish_copies(self) -> None:
         # As torch's own copies do, so that a backward pass over the former weights raises. In parts, since the GIL is
         # held meanwhile.
-        for start in range(0, len(self._live.views), _VERSIONS_AT_ONCE):
-            increment_version(self._live.views[start : start + _VERSIONS_AT_ONCE])
-        for device in self._live.devices:
+        for start in range(0, len(self.install_map.views), _VERSIONS_AT_ONCE):
+            increment_version(self.install_map.views[start : start + _VERSIONS_AT_ONCE])
+        for device in self.install_map.devices:
             if device.type == "cuda":
                 host_device.synchronize_stream(device)
 
@@ -225,15 +225,26 @@ _shape_of = operator.attrgetter("shape")
 _dtype_of = operator.attrgetter("dtype")
 
 
-class _LiveModule:
-    """The module's tensors by name and by index, as of the last `look`.
+class _ModuleMap(InstallMap):
+    """Install map of a module: each tensor is copied to the live tensor of its name.
 
-    `live` (by name) is a new object after a look that found moved tensors, `specs` after one that found other tensors.
+    It has the module's tensors by name and by index, as of the last `look`. `live` (by name) is a new object after a
+    look that found moved tensors, `specs` after one that found other tensors, for which another map is needed.
     """
 
     def __init__(self, checkpoint: LiveCheckpoint) -> None:
+        super().__init__(checkpoint.views)
         self._checkpoint = checkpoint
         self._index()
+        self._own_specs = self.specs
+
+    @property
+    def is_stale(self) -> bool:
+        return self._checkpoint.specs is not self._own_specs
+
+    def bind(self) -> bool:
+        self.look()
+        return self.specs == self._own_specs
 
     def look(self) -> None:
         """Look up every tensor of the module. Raises ValueError for tensors that can't be written to."""
@@ -241,6 +252,7 @@ class _LiveModule:
         # Indexed only after success, so that a tensor that can't be written to is found again at the next look.
         if self.live is not self._checkpoint.views:
             self._index()
+            self.revision += 1
 
     def numbers(self, names: Sequence[str]) -> list[int]:
         """Return the tensors' indices.
@@ -256,31 +268,13 @@ class _LiveModule:
     def _index(self) -> None:
         self._checkpoint.require_memory()
         conversion.require_apart(self._checkpoint.views)
-        self.live, self.specs = self._checkpoint.views, self._checkpoint.specs
+        self._live = self.live = self._checkpoint.views
+        self.specs = self._checkpoint.specs
         self.views = list(self.live.values())
         self.shapes = [spec.shape for spec in self.specs]
         self.dtypes = [view.dtype for view in self.views]
         self.devices = list(dict.fromkeys(view.device for view in self.views))
         self._by_name = {name: number for number, spec in enumerate(self.specs) for name in spec.names}
-
-
-class _ModuleMap(InstallMap):
-    """Install map of a module: each tensor is copied to the live tensor of its name."""
-
-    def __init__(self, module: _LiveModule) -> None:
-        super().__init__(module.live)
-        self._module, self.specs = module, module.specs
-
-    @property
-    def is_stale(self) -> bool:
-        return self.specs is not self._module.specs
-
-    def bind(self) -> bool:
-        self._module.look()
-        if self._live is not self._module.live:
-            self._live = self._module.live
-            self.revision += 1
-        return self._module.specs == self.specs
 
 
 def _once(

@@ -425,8 +425,9 @@ def root_digest(manifest_digest: str, digests: Sequence[Digest]) -> str:
 
 def all_bytes(digests: Sequence[Digest]) -> list[bytes]:
     """Return every digest as bytes. Waits once for those that a GPU has not computed yet."""
-    queued = [digest for digest in digests if isinstance(digest, torch.Tensor)]
-    rows = iter(torch.stack(queued).cpu().numpy() if queued else ())
+    if set(map(type, digests)) <= {bytes}:
+        return list(digests)  # type: ignore[arg-type]
+    rows = iter(torch.stack([digest for digest in digests if isinstance(digest, torch.Tensor)]).cpu().numpy())
     return [digest if isinstance(digest, bytes) else next(rows).tobytes() for digest in digests]
 
 

@@ -29,7 +29,7 @@ class Closeable(Protocol):
 C = TypeVar("C", bound=Closeable)
 _ours: weakref.WeakSet[Closeable] = weakref.WeakSet()
 _open: weakref.WeakSet[Closeable] = weakref.WeakSet()
-_threads: set[threading.Thread] = set()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class ClosedOnExit(abc.ABC):
@@ -78,7 +78,6 @@ def close_at_exit(thing: Closeable) -> None:
 def awaited_at_exit(call: Callable[[], None], name: str) -> threading.Thread:
     """Run a call that may be in torch in a thread, which is joined, for a limited time, at the interpreter's exit."""
     thread = threading.Thread(target=call, name=name, daemon=True)
-    _threads.difference_update([other for other in list(_threads) if not other.is_alive()])
     thread.start()
     _threads.add(thread)
     return thread

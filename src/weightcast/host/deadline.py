@@ -50,10 +50,6 @@ class Deadline:
     def has_passed(self) -> bool:
         return time.monotonic() >= self._end
 
-    def wait_for(self, condition: threading.Condition, predicate: Callable[[], bool]) -> bool:
-        """Wait on an acquired condition until `predicate` is true; return False if the deadline passes first."""
-        return condition.wait_for(predicate, self.remaining_seconds)
-
     def polls(
         self,
         first_pause_seconds: float = 0.001,

@@ -44,19 +44,14 @@ class Event(Protocol):
         """Have a stream wait until that work is over; the thread does not wait."""
 
 
-def has_streams(device: torch.device) -> bool:
-    """Return whether work on this device is queued and runs asynchronously."""
-    return device.type == "cuda"
-
-
 def stream(device: torch.device) -> Any:
     """Return a new stream of a GPU, else None."""
-    return cuda.Stream(device) if has_streams(device) else None
+    return cuda.Stream(device) if device.type == "cuda" else None
 
 
 def current_stream(device: torch.device) -> Any:
     """Return this thread's current stream of a GPU, else None."""
-    return cuda.current_stream(device) if has_streams(device) else None
+    return cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def present_stream() -> Callable[[], contextlib.AbstractContextManager[object]]:
@@ -78,21 +73,19 @@ def queue_behind(event: Event, device: torch.device) -> None:
 
 def synchronize(device: torch.device) -> None:
     """Wait until a GPU has finished the work of all streams."""
-    if has_streams(device):
+    if device.type == "cuda":
         cuda.synchronize(device)
 
 
 def synchronize_stream(device: torch.device) -> None:
     """Wait until a GPU has finished the work of this thread's stream."""
-    if has_streams(device):
+    if device.type == "cuda":
         cuda.current_stream(device).synchronize()
 
 
-@contextlib.contextmanager
-def on(side: Any) -> Iterator[None]:
-    """Context in which work is queued on the stream `side`; None: on the current stream."""
-    with contextlib.nullcontext() if side is None else cuda.stream(side):
-        yield
+def on(side: Any) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which work is queued on the stream `side`; None: on the current stream."""
+    return contextlib.nullcontext() if side is None else cuda.stream(side)
 
 
 @contextlib.contextmanager
@@ -116,7 +109,7 @@ def beside(side: Any, device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def own_thread(device: torch.device) -> Iterator[None]:
     """Context of a weightcast thread: make `device` its current device, also while a CUDA graph is captured."""
-    if not has_streams(device):
+    if device.type != "cuda":
         yield
         return
     if device.index is not None:
@@ -186,7 +179,7 @@ def empty(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch
     """Allocate uint8 memory of a device, in any thread. Raises InsufficientMemoryError with `what` and `remedy`."""
     try:
         # Some callers' threads are not in `own_thread`.
-        with _relaxed_capture(device) if has_streams(device) else contextlib.nullcontext():
+        with _relaxed_capture(device) if device.type == "cuda" else contextlib.nullcontext():
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as exc:
         raise out_of_memory(num_bytes, device, what, remedy) from exc
@@ -206,7 +199,7 @@ def pinned(num_bytes: int) -> torch.Tensor:
 
 def empty_cache(device: torch.device) -> None:
     """Free torch's cache of a GPU's memory, except while a CUDA graph is captured."""
-    if has_streams(device):
+    if device.type == "cuda":
         # torch raises while a thread captures (CUDACachingAllocator's synchronize_and_free_events).
         with contextlib.suppress(RuntimeError):
             cuda.empty_cache()

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import hmac
 import logging
+import operator
 import os
 import secrets
 import select
@@ -31,7 +32,6 @@ import msgspec
 from msgspec import UNSET
 
 from weightcast.errors import (
-    ErrorRecord,
     ManifestError,
     PeerDiedError,
     PeerTimeoutError,
@@ -69,7 +69,8 @@ _ONE_HOST = (
     "pod, or --network=host)"
 )
 
-M = TypeVar("M", bound=msgspec.Struct)
+M = TypeVar("M", Accepted, Received, Installed, Failed)
+_name_and_rank = operator.attrgetter("engine", "engine_rank")
 _VERDICTS = (Accepted, Received, Installed, Failed)
 
 
@@ -450,10 +451,19 @@ class WorkerLink:
         self.condition.alert()
 
     def _read(self, events: list[tuple[int, int]]) -> None:
+        sock = self._sock
+        assert sock is not None
         try:
             # Read up to an end of the stream: messages before the end may have lost their meaning by it.
             while not self.over:
-                if not (data := self._receive()):
+                if sock.family == socket.AF_UNIX:
+                    # The kernel closes further descriptors of one message.
+                    data, descriptors, _, _ = socket.recv_fds(sock, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                    for descriptor in descriptors:
+                        self._keep_descriptor(descriptor)
+                else:
+                    data = sock.recv(_READ_BYTES)
+                if not data:
                     self._end("the publisher's process ended, or it closed the link")
                     return
                 self._heard_at = time.monotonic()
@@ -472,16 +482,6 @@ class WorkerLink:
         except Exception as exc:
             # After any error the link is not read any longer, and the owner must be told.
             self._end(f"reading the link failed: {shortage(exc) or exc}")
-
-    def _receive(self) -> bytes:
-        assert self._sock is not None
-        if self._sock.family != socket.AF_UNIX:
-            return self._sock.recv(_READ_BYTES)
-        # The kernel closes further descriptors of one message.
-        data, descriptors, _, _ = socket.recv_fds(self._sock, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-        for descriptor in descriptors:
-            self._keep_descriptor(descriptor)
-        return data
 
     def _keep_descriptor(self, descriptor: int | None) -> None:
         """Keep this descriptor; close a former one that `pop_descriptor` has not returned."""
@@ -523,7 +523,7 @@ class Link:
 
         def found() -> M | Failed | str:
             for message in self._verdicts:
-                if isinstance(message, (kind, Failed)) and getattr(message, "version", None) == version:
+                if isinstance(message, (kind, Failed)) and message.version == version:
                     return message
             return self.ended
 
@@ -540,18 +540,11 @@ class Link:
         what = f"{self.peer} sent no {kind.__name__} for version {version} within {deadline.seconds:g} s"
         raise PeerTimeoutError(what, peer=self.peer)
 
-    def has_installed(self, version: int) -> bool:
-        """Return whether the worker has reported that it has installed this version, without waiting."""
+    def verdicts(self, version: int) -> list[Any]:
+        """Return what the worker has reported of this version by now (Accepted to Installed, Failed). Does not wait."""
         with self._condition:
             self._condition.read()
-            return any(isinstance(message, Installed) and message.version == version for message in self._verdicts)
-
-    def failures(self, version: int) -> list[ErrorRecord]:
-        """Return the errors that the worker has reported for this version, without waiting."""
-        with self._condition:
-            self._condition.read()
-            found = [message for message in self._verdicts if isinstance(message, Failed)]
-        return [message.error for message in found if message.version == version]
+            return [message for message in self._verdicts if message.version == version]
 
     def forget_verdicts(self) -> None:
         """Drop the verdicts that have arrived so far."""
@@ -633,9 +626,7 @@ class LinkListener:
         self.secret = secret or secrets.token_hex(32)
         self.lease_seconds = lease_seconds
         self._messages: Any = LinkMessage
-        self._links: dict[str, dict[int, Link]] = {}
-        """Those that have said hello, by engine and rank."""
-        self._open_links: dict[int, Link] = {}
+        self._links: dict[int, Link] = {}
         """Links by file descriptor, including those that have not sent a hello."""
         self._is_closing = False
         self._accept_at = 0.0
@@ -666,8 +657,9 @@ class LinkListener:
         """Return the open links of an engine's workers by engine rank; for None those of all engines."""
         with self.condition:
             self.condition.read()
-            engines = self._links.values() if engine is None else [self._links.get(engine, {})]
-            return [links[rank] for links in engines for rank in sorted(links) if not links[rank].ended]
+            open_links = self._links.values()
+            found = [each for each in open_links if each.engine and not each.ended and engine in (None, each.engine)]
+            return sorted(found, key=_name_and_rank)
 
     def wait(
         self, engine: str, num_workers: int, deadline_seconds: float, *, ask: Callable[[], None] = lambda: None
@@ -725,7 +717,7 @@ class LinkListener:
                     self.condition.wait_unattended(min(next_beat, self._accept_at or next_beat) - now)
         finally:
             with self.condition:
-                for link in list(self._open_links.values()):
+                for link in list(self._links.values()):
                     self._drop(link, "the publisher was closed")
             self.condition.close()
             self._listener.close()
@@ -733,7 +725,7 @@ class LinkListener:
     def _beat(self) -> None:
         now = time.monotonic()
         heartbeat = frame(Heartbeat(waits=self.condition.attended_at > now - self.lease_seconds / _BEATS_PER_LEASE))
-        for link in list(self._open_links.values()):
+        for link in list(self._links.values()):
             if link.engine:
                 # A full buffer means a stopped worker: the deadlines of updates handle that.
                 link.put(heartbeat)
@@ -742,7 +734,7 @@ class LinkListener:
 
     def _read(self, events: list[tuple[int, int]]) -> None:
         for descriptor, _ in events:
-            if link := self._open_links.get(descriptor):
+            if link := self._links.get(descriptor):
                 self._hear(link)
             elif descriptor == self._listener.fileno():
                 self._accept()
@@ -766,12 +758,12 @@ class LinkListener:
                 # A host that vanished sends no FIN: end the connection if nothing is acknowledged for a lease.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.lease_seconds * 1000))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            strangers = [link for link in self._open_links.values() if not link.engine]
+            strangers = [link for link in self._links.values() if not link.engine]
             if len(strangers) >= _MAX_STRANGERS:
                 self._drop(min(strangers, key=lambda link: link.opened_at), "too many connections without a hello")
             sock.setblocking(False)
             self.condition.poller.register(sock, select.EPOLLIN)
-            self._open_links[sock.fileno()] = Link(sock, self.condition, self._messages)
+            self._links[sock.fileno()] = Link(sock, self.condition, self._messages)
 
     def _hear(self, link: Link) -> None:
         try:
@@ -800,11 +792,9 @@ class LinkListener:
             link.peer = f"{link.engine}#{link.engine_rank}" if link.engine_rank else link.engine
             link.host = "" if message.host is UNSET else message.host
             link.memory = "" if message.memory is UNSET else message.memory
-            links = self._links.setdefault(link.engine, {})
-            former = links.get(link.engine_rank)
-            links[link.engine_rank] = link
-            if former is not None:
-                former.end("the worker connected again")
+            for other in self._links.values():
+                if other is not link and _name_and_rank(other) == _name_and_rank(link):
+                    other.end("the worker connected again")
             link.put(frame(Heartbeat()))
         elif not link.engine:
             raise ManifestError("the worker's first message is not a hello")
@@ -815,12 +805,7 @@ class LinkListener:
 
     def _drop(self, link: Link, reason: str) -> None:
         link.end(reason)
-        links = self._links.get(link.engine, {})
-        if links.get(link.engine_rank) is link:
-            del links[link.engine_rank]
-            if not links:
-                del self._links[link.engine]
-        del self._open_links[link._sock.fileno()]
+        del self._links[link._sock.fileno()]
         self.condition.poller.unregister(link._sock)
         link._sock.close()
 

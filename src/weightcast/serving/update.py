@@ -129,10 +129,14 @@ class Update:
         self._settles = settles
         self._portion = portion
         self._base = base
+        self.keeps_base = base is not None
+        """True if the version's packed buckets are kept for the next one's deltas."""
         self._deltas = offer.base
         """The lengths of deltas, and the digests of what comes of them; None for a full update."""
         self.read_bytes = 0
         """Bytes of the payloads that this worker has read and checked."""
+        self.installed_bytes = 0
+        """Bytes that this worker has installed."""
         self._device = install.device
         self._former: tuple[WeightVersion | None, str] = (None, "")
         self._restore: Callable[[], None] | None = None
@@ -146,16 +150,6 @@ class Update:
         self._root = ""
         # Locked while the engine's weights are written, so that an abort waits for the end of the write.
         self._writing = threading.Lock()
-
-    @property
-    def installed_bytes(self) -> int:
-        """Bytes that this worker installs."""
-        return self._install.installed_bytes
-
-    @property
-    def keeps_base(self) -> bool:
-        """True if the version's packed buckets are kept for the next one's deltas."""
-        return self._base is not None
 
     @property
     def is_writing(self) -> bool:
@@ -183,8 +177,13 @@ class Update:
         """
         if not self.is_streaming:
             self._install.require_memory(self._num_workers)
-        if self._portion is not None and not self._divides_work(self._portion):
-            self._portion = None
+        if self._portion is not None:
+            # The ranks on this host share the work if they have this version in one memory.
+            if self._deltas is None:
+                is_shared = not self.is_streaming and self._receiver.read_together(self._manifest, self._portion)
+            else:
+                is_shared = self._base is not None and self._base.is_common
+            self._portion = self._portion if is_shared else None
         if self.is_streaming:
             self._gate.begin_writing(self._writer, deadline_seconds=self._deadline_seconds)
             # Kernels of the last step may still read the weights. Wait for them before the receiver is open: with NCCL
@@ -197,12 +196,6 @@ class Update:
                 deltas = self._deltas
                 manifest = self._manifest if deltas is None else self._manifest.with_sizes(deltas.encoded_bytes)
                 self._receiver.open(manifest, self.version, staged=not self.is_streaming)
-
-    def _divides_work(self, portion: Portion) -> bool:
-        """Return whether the ranks on this host have this version in one memory, each checking its portion of it."""
-        if self._deltas is not None:
-            return self._base is not None and self._base.is_common
-        return not self.is_streaming and self._receiver.read_together(self._manifest, portion)
 
     def receive(self) -> str:
         """Receive and check every bucket, in the order of the manifest's rounds; return the root digest.
@@ -227,15 +220,12 @@ class Update:
                 if not self.is_streaming:
                     self._install.stage(index, payload, self._assembly, is_here=self._portion is None)
                     continue
-                with self._loading(), Translated(Exception, self._raise_as_install):
-                    # Only with the first bucket: until then the model's tensors may be replaced.
-                    self._begin()
+                with self._loading():
                     self._install.load_bucket(index, payload, self._assembly)
             if len(digests) != self.num_buckets:
                 raise IncompleteUpdateError(f"received {len(digests)} of {self.num_buckets} buckets: publish again")
             if self.is_streaming:
-                with self._loading(), Translated(Exception, self._raise_as_install):
-                    self._begin()
+                with self._loading():
                     self._install.load_end(self._assembly)
                     # Wait for this thread's stream, since the committing thread uses another.
                     self._await_device()
@@ -297,7 +287,10 @@ class Update:
             if self.state is not State.RECEIVING:
                 raise self._ended("the update was aborted")
             self._touch()
-            yield
+            with Translated(Exception, self._raise_as_install):
+                # Not before the first bucket: until then the model's tensors may be replaced.
+                self._begin()
+                yield
 
     def _raise_as_install(self, error: Exception) -> NoReturn:
         what = f"loading version {self.version.number} failed: {error}"
@@ -395,7 +388,7 @@ class Update:
                 if self.offer.target is UNSET:
                     self._gate.set_version(self.version)
                     self._install.served = self.version
-                self.state = State.INSTALLED
+                self.state, self.installed_bytes = State.INSTALLED, self._install.installed_bytes
                 seconds = time.perf_counter() - start
         self._release()
         return seconds
@@ -499,7 +492,8 @@ class Update:
         try:
             self._receiver.end()
         finally:
-            self._gate.end_writing(self._writer)
+            if self.is_streaming:
+                self._gate.end_writing(self._writer)
 
     def _move(self, expected: State, state: State) -> None:
         with self._writing:

@@ -594,12 +594,16 @@ class Worker:
                 info = self.info()
             held = held_weights(info.run, info.weight_version, {self.engine_rank: found}, with_blocks=bool(names))
             return msgspec.structs.replace(held, next=following)
-        with self.reading() as engine:
+        if not isinstance(self.engine, ExposesTensors):
+            raise UnsupportedError(
+                f"the weights of {type(self.engine).__name__} can't be read: give it the methods of ExposesTensors"
+            )
+        with self.gate.exclusive(deadline_seconds=self.install_deadline_seconds):
             if self.gate.torn:
                 raise EngineTornError(self.gate.torn)
             info, specs = self.info(), {spec.name: spec for spec in self.engine.specs() or ()}
             weights, num_bytes = HeldWeights(info.run, info.weight_version, [], {}), 0
-            for number, (name, tensor) in enumerate(engine.tensors()):
+            for number, (name, tensor) in enumerate(self.engine.tensors()):
                 if number < start or (names and name not in names):
                     continue
                 num_bytes += tensor.nbytes
@@ -615,16 +619,6 @@ class Worker:
                 "the model"
             )
         return weights
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[ExposesTensors]:
-        """Context between two steps of generation, in which the weights are of one version. Raises UnsupportedError."""
-        if not isinstance(self.engine, ExposesTensors):
-            raise UnsupportedError(
-                f"the weights of {type(self.engine).__name__} can't be read: give it the methods of ExposesTensors"
-            )
-        with self.gate.exclusive(deadline_seconds=self.install_deadline_seconds):
-            yield self.engine
 
 
 def _portion(offer: Offer, manifest: Manifest, engine_rank: int) -> Portion | None:

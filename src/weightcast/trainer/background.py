@@ -7,10 +7,9 @@ been called; a publish is cancelled before its first install or not at all.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent import futures
 from typing import Any, Literal
 
@@ -139,20 +138,10 @@ class Turn:
         self._publishes = False
         self._declined: list[Overlap] = []
 
-    @contextlib.contextmanager
-    def acquired(self, *, publishes: bool = False) -> Iterator[None]:
-        """Acquire the lock for the block. `publishes`: the block publishes, so others may decline to wait for it.
-
-        Raises ValueError if this thread has the lock already.
-        """
-        self.acquire(publishes=publishes)
-        try:
-            yield
-        finally:
-            self.release()
-
     def acquire(self, *, publishes: bool, waits: bool = True) -> bool:
-        """Acquire the lock. Without `waits`, return False while another thread publishes."""
+        """Acquire the lock. `publishes`: others may decline to wait. Without `waits`, return False while another thread
+        publishes. Raises ValueError if this thread has the lock already.
+        """
         with self._condition:
             if self._thread == threading.get_ident():
                 raise ValueError(

@@ -56,16 +56,6 @@ from weightcast.seams.client import ClientSender, EngineClient, ServesTraffic, T
 _MAX_PARALLEL = 64
 
 
-class Connection(enum.Enum):
-    """State of this publisher's connection to one engine."""
-
-    LOST = enum.auto()
-    """The next publish asks the engine for its `info`, and its workers have to connect."""
-    JOINED = enum.auto()
-    PAUSED = enum.auto()
-    """Joined, and the engine has confirmed a pause that has not been lifted since."""
-
-
 class PauseEnd(enum.Enum):
     """The request that still has to end an engine's pause, also over a new connection."""
 
@@ -94,8 +84,12 @@ class EngineState:
 class FleetMember:
     """One engine: its client, the links of its workers, and its result in the update in progress."""
 
-    def __init__(self, client: EngineClient, *, owned: bool) -> None:
-        """Raise TypeError for a client that has `pause` but lacks the rest of `ServesTraffic`, so is never paused."""
+    def __init__(
+        self, client: EngineClient, run: str, watchdog: Watchdog, deadline_seconds: float, *, owned: bool
+    ) -> None:
+        """`run`: the publisher's. `watchdog`: resumes an engine without a lease if this process dies.
+
+        Raises TypeError for a client that has `pause` but lacks the rest of `ServesTraffic`, so is never paused."""
         if callable(getattr(client, "pause", None)) and not isinstance(client, ServesTraffic):
             raise TypeError(
                 f"{type(client).__name__} has pause() but lacks resume() or recovery_requests(), so its engine would "
@@ -123,7 +117,10 @@ class FleetMember:
         self.dtypes: Mapping[str, str] = {}
         """The engine's dtypes by tensor name, for the specs of the last `ask_dtypes`."""
         self._dtypes_of: Sequence[TensorSpec] | None = None
-        self._connection = Connection.LOST
+        self._is_connected = False
+        """True if its workers have connected; else the next publish asks for its `info`, and they have to."""
+        self._is_paused = False
+        """True if the engine has confirmed a pause, over this connection, that has not been lifted since."""
         self._pause_end = PauseEnd.NONE
         self._local_ranks: dict[str, LocalRanks] | UnsetType = UNSET
         """The engine ranks by host, for hosts with several ranks."""
@@ -134,11 +131,7 @@ class FleetMember:
         self.gets_deltas = False
         """True if the update in progress goes to it as deltas on that version."""
         self._paused_at = 0.0
-        self._run = ""
-        self._deadline_seconds = 0.0
-        self._watchdog: Watchdog | None = None
-        self._is_guarded = False
-        """True while the watchdog has recovery requests for this engine."""
+        self._run, self._watchdog, self._deadline_seconds = run, watchdog, deadline_seconds
 
     def is_of(self, engine: str | EngineClient) -> bool:
         """Return whether this member was made of the engine's URL, or of this very client."""
@@ -146,7 +139,12 @@ class FleetMember:
 
     @property
     def is_joined(self) -> bool:
-        return self._connection is not Connection.LOST and not any(link.ended for link in self.links)
+        return self._is_connected and not any(link.ended for link in self.links)
+
+    @property
+    def peers(self) -> list[str]:
+        """The names of its receivers, as the sender of its buckets knows them."""
+        return [link.peer for link in self.links] if self.sender is None else [self.name]
 
     @property
     def state(self) -> EngineState:
@@ -165,21 +163,17 @@ class FleetMember:
         """True if nothing answered at its URL: the engine may be starting."""
         return self.result.error is not None and self.result.error.kind == PeerDiedError.__name__
 
-    def begin(self, run: str, deadline_seconds: float, watchdog: Watchdog, adapter: str = "") -> None:
-        """Begin another update with an empty result. `watchdog` resumes an engine without a lease if we die.
-
-        `adapter`: see the attribute.
-        """
-        self.adapter = adapter
-        self._run, self._deadline_seconds, self._watchdog = run, deadline_seconds, watchdog
-        self.result, self.version, self.gets_deltas = EngineResult(), -1, False
+    def begin(self, adapter: str) -> None:
+        """Begin another update with an empty result. `adapter`: see the attribute."""
+        self.adapter, self.result, self.version, self.gets_deltas = adapter, EngineResult(), -1, False
 
     def ask(self, listener: LinkListener) -> None:
         """End the engine's links and ask for its `info`. May be called again for an engine that did not answer."""
         self.result = EngineResult()
         listener.end_links("the publisher connects again", self.name, goes_on=True)
         self.links, self._accepted_manifest, self._dtypes_of = [], "", None
-        self._connection, self.has_proven, self.base = Connection.LOST, False, -1
+        self._is_connected = self._is_paused = self.has_proven = False
+        self.base = -1
         self.client = self._given.connect()
         self.info = self.client.info()
         if self.info.protocol != PROTOCOL:
@@ -189,7 +183,7 @@ class FleetMember:
         if self.instance and instance != self.instance:
             # Another engine under its name: this publisher has paused the former one only.
             self._pause_end = PauseEnd.NONE
-            self._end_guard()
+            self._watchdog.release(self.name)
         self.instance = instance
         _, self.serves = self.info.current(self.adapter)
 
@@ -249,7 +243,7 @@ class FleetMember:
         # Asked again: a takeover waits for an install of the former run, and this publish must be above its version.
         self.info = self.client.info()
         self._require_ours(self.info.holder)
-        self._connection = Connection.JOINED
+        self._is_connected = True
 
     def _require_ours(self, holder: str) -> None:
         """Raise EngineBusyError if another run has taken the engine over since."""
@@ -295,21 +289,18 @@ class FleetMember:
 
     def pause(self) -> None:
         """Pause the engine. For an engine without a lease, first register its recovery with the watchdog."""
-        is_paused = self._connection is Connection.PAUSED
-        if is_paused or not isinstance(self.client, ServesTraffic):
+        if self._is_paused or not isinstance(self.client, ServesTraffic):
             return
         self._guard(self.client)
         if self._pause_end is PauseEnd.NONE:
             self._pause_end = PauseEnd.RESUME
         self._paused_at = time.perf_counter()
         self.client.pause(self._run)
-        self._connection = Connection.PAUSED
+        self._is_paused = True
 
     def _guard(self, client: ServesTraffic) -> None:
         """Register the requests by which the watchdog resumes an engine without a lease if this process dies."""
-        assert self._watchdog is not None
         if requests := client.recovery_requests(self._run):
-            self._is_guarded = True
             self._watchdog.keep(self.name, requests)
 
     def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
@@ -351,26 +342,19 @@ class FleetMember:
             else:
                 self.client.resume(self._run)
                 self._pause_end = PauseEnd.NONE
-                if self._connection is Connection.PAUSED:
-                    self._connection = Connection.JOINED
+                self._is_paused = False
         except WeightcastError:
             if error is None:
                 raise
             return
         self.result.pause_seconds = time.perf_counter() - self._paused_at
-        self._end_guard()
-
-    def _end_guard(self) -> None:
-        if self._is_guarded:
-            assert self._watchdog is not None
-            self._watchdog.release(self.name)
-            self._is_guarded = False
+        self._watchdog.release(self.name)
 
     def install(self, *, resumes: bool) -> None:
         """Pause the engine, have it install the offered version, resume it. A failure is noted, not raised.
 
-        If the reply is lost, ask the engine for its version. Without `resumes` the engine stays paused after the
-        install, and its recovery requests are fetched again, since they may have changed.
+        If a reply or a worker's link is lost, ask the engine for its version. Without `resumes` the engine stays
+        paused after the install, and its recovery requests are fetched again, since they may have changed.
         """
         try:
             # An adapter is added between two steps, and requests that run keep theirs.
@@ -385,7 +369,16 @@ class FleetMember:
                 if self.client.paused_seconds is not None:
                     self.result.pause_seconds = self.client.paused_seconds
                 for link in self.links:
-                    self._await_installed(link)
+                    try:
+                        installed = link.wait(Installed, self.version, Deadline(self._deadline_seconds))
+                    except (PeerTimeoutError, PeerDiedError) as exc:
+                        # A two-phase engine's workers install separately: one's version is no proof for another's.
+                        if isinstance(self.client, TwoPhaseInstall) or not self._has_installed(exc):
+                            raise
+                        self.result.installed_bytes.append(0)
+                    else:
+                        self.result.install_seconds = max(self.result.install_seconds, installed.seconds)
+                        self.result.installed_bytes.append(installed.installed_bytes)
             except WeightcastError:
                 self._go_back()
                 raise
@@ -402,19 +395,6 @@ class FleetMember:
             if resumes:
                 self.resume()
 
-    def _await_installed(self, link: Link) -> None:
-        """Wait until a worker reports the install; if its link is lost, ask the engine for its version."""
-        try:
-            installed = link.wait(Installed, self.version, Deadline(self._deadline_seconds))
-        except (PeerTimeoutError, PeerDiedError) as exc:
-            # The workers of a two-phase engine install separately: one worker's version is no proof for another's.
-            if isinstance(self.client, TwoPhaseInstall) or not self._has_installed(exc):
-                raise
-            self.result.installed_bytes.append(0)
-        else:
-            self.result.install_seconds = max(self.result.install_seconds, installed.seconds)
-            self.result.installed_bytes.append(installed.installed_bytes)
-
     def _has_installed(self, error: PeerError) -> bool:
         """Return whether the engine has installed the offered version, although a message that says so is missing.
 
@@ -422,7 +402,7 @@ class FleetMember:
         workers count that have come by now.
         """
         if isinstance(error, PeerTimeoutError) and self.links:
-            return all(link.has_installed(self.version) for link in self.links)
+            return all(any(isinstance(v, Installed) for v in link.verdicts(self.version)) for link in self.links)
         return self._serves()
 
     def _go_back(self) -> None:
@@ -438,7 +418,7 @@ class FleetMember:
         for link in self.links:
             with contextlib.suppress(WeightcastError):
                 link.wait(Failed, self.version, Deadline(self._deadline_seconds))
-        failed = [link.failures(self.version) for link in self.links]
+        failed = [[v.error for v in link.verdicts(self.version) if isinstance(v, Failed)] for link in self.links]
         is_torn = any(each.torn or each.kind == EngineTornError.__name__ for failures in failed for each in failures)
         if is_paused and all(failed) and not is_torn:
             self._pause_end = PauseEnd.RESUME
@@ -448,13 +428,14 @@ class FleetMember:
 
         The links of a peer that died or stalled are ended: if the peer wakes up, it aborts the update.
         """
-        version_error = next((f for link in self.links for f in link.failures(self.version)), None)
+        verdicts = (verdict for link in self.links for verdict in link.verdicts(self.version))
+        version_error = next((verdict.error for verdict in verdicts if isinstance(verdict, Failed)), None)
         is_explained = isinstance(error, PeerError) and version_error is not None
         self.result.error = version_error if is_explained else to_record(error)
         self.result.ok, self.base = False, -1
         if not self.links:
             # No link would show that the engine has died: have the next update ask it again.
-            self._connection = Connection.LOST
+            self._is_connected = self._is_paused = False
         if isinstance(error, (PeerTimeoutError, PeerDiedError)):
             for link in self.links:
                 link.end(f"the publisher dropped this engine from the update: {error}", goes_on=True)
@@ -524,9 +505,9 @@ class Fleet:
                     what = f"{member.name} and {first.name} are the same engine: name it once in `engines`"
                     member.fail(RefusedError(what))
 
-    def healthy(self) -> list[FleetMember]:
-        """Return the members that have not failed and do not serve the version yet."""
-        return [member for member in self.members if member.result.error is None and not member.result.ok]
+    def healthy(self, members: Sequence[FleetMember] | None = None) -> list[FleetMember]:
+        """Return those of these members, by default of all, that have not failed and do not serve the version yet."""
+        return [m for m in (self.members if members is None else members) if m.result.error is None and not m.result.ok]
 
     def each(
         self,

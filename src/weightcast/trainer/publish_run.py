@@ -45,13 +45,12 @@ from weightcast.format.bucket import (
     check_bucket,
     root_digest,
 )
-from weightcast.format.manifest import MAX_VERSION, WeightVersion
+from weightcast.format.manifest import MAX_VERSION, Manifest, WeightVersion
 from weightcast.format.messages import Abort, Failed, InitInfo, Offer, Seal
 from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import GRACE_SECONDS, Deadline, number_of_seconds
 from weightcast.links.link import LinkListener
-from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, SenderContext
 from weightcast.seams.source import Regions
 from weightcast.seams.transport import Sender
@@ -115,12 +114,13 @@ class Connections:
         """
         return contextlib.nullcontext() if self._stream is None else host_device.beside(self._stream, self.device)
 
-    def add_client_sender(self, member: FleetMember, context: SenderContext) -> None:
+    def add_client_sender(self, member: FleetMember, run: str, deadline_seconds: float) -> None:
         """Get the sender of the member's client, if the client has one."""
+        several, sender = self.has_several_ranks, None
+        context = SenderContext(self.url, run, self.device, deadline_seconds, has_several_ranks=several)
         with self._senders_lock:
-            sender = (
-                member.client.sender(self.client_senders, context) if isinstance(member.client, BringsSender) else None
-            )
+            if isinstance(member.client, BringsSender):
+                sender = member.client.sender(self.client_senders, context)
             member.sender = sender
             if sender is not None and sender not in self.client_senders:
                 self.client_senders.append(sender)
@@ -180,140 +180,29 @@ class PublishInputs:
     departed: Callable[[Sequence[FleetMember]], Sequence[FleetMember]]
 
 
-class FleetRoute:
-    """The engines of a fleet that take the same bytes: from the publisher's transport, or from a client's sender.
-
-    Call sequence of an update: `pause` unless it is staged, the sender's calls for the `peers`, `receive`, `install`,
-    `resume`. An engine's failure is noted in its result.
-    """
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        sender: Sender,
-        *,
-        is_staged: bool,
-        is_brought: bool,
-        keeps_versions: bool = False,
-        gets_deltas: bool = False,
-    ) -> None:
-        """`is_staged`: engines serve until the install. `is_brought`: the sender is a client's.
-
-        `gets_deltas`: the engines that take the version as deltas; else those that take all of it.
-        """
-        self.sender = sender
-        self.is_staged = is_staged
-        self.is_brought = is_brought
-        self._fleet = fleet
-        self._keeps_versions = keeps_versions
-        self._brought = sender if is_brought else None
-        self._gets_deltas = gets_deltas
-
-    def members(self) -> Iterable[FleetMember]:
-        """Return the members of this route, failed ones included."""
-        return filter(self._has, self._fleet.members)
-
-    def healthy(self) -> list[FleetMember]:
-        """Return the members of this route that have not failed and do not serve the version yet."""
-        return list(filter(self._has, self._fleet.healthy()))
-
-    def _has(self, member: FleetMember) -> bool:
-        return member.sender is self._brought and member.gets_deltas == self._gets_deltas
-
-    def pause(self) -> None:
-        self._fleet.each(FleetMember.pause, self.healthy())
-
-    @property
-    def is_kept(self) -> bool:
-        """True if the transport keeps the version for later readers, which it does unless all engines have failed."""
-        return self._keeps_versions and (not self._fleet.members or bool(self._fleet.healthy()))
-
-    def peers(self) -> list[str]:
-        """Return the names of the receivers that the version is sent to."""
-        return [peer for member in self.healthy() for peer in self._peers(member)]
-
-    def receive(self, num_buckets: int, root: str, deadline: Deadline) -> None:
-        """Wait until every worker has received all buckets."""
-        self._sort_failures()
-        if not self.is_brought:
-            self._fleet.each(lambda member: member.received(num_buckets, root, deadline), self.healthy(), in_turn=True)
-
-    def install(self, sent: SentDigests | None, *, proves_all: bool) -> None:
-        """Have the engines install, then compare their weights with the digests `sent`, if given.
-
-        Without `proves_all`, only engines that have not been compared since they connected. The engines of a client's
-        sender stay paused.
-        """
-        members = self.healthy()
-        self._fleet.each(functools.partial(FleetMember.install, resumes=not self.is_brought), members)
-        if sent is not None:
-            prove = functools.partial(sent.prove, sent.by_name())
-            todo = [m for m in members if m.result.error is None and (proves_all or not m.has_proven)]
-            self._fleet.each(prove, todo)
-            for member in todo:
-                member.has_proven = member.result.error is None
-
-    def resume(self) -> None:
-        self._fleet.each(FleetMember.resume, self.members())
-
-    def _peers(self, member: FleetMember) -> list[str]:
-        return [member.name] if self.is_brought else [link.peer for link in member.links]
-
-    def _sort_failures(self) -> None:
-        """Assign the sender's failures, which are by peer, to the members.
-
-        A receiver that aborted by itself (UpdateAbortedError) is skipped: its worker reports the reason over its link.
-        """
-        failures = self.sender.failures
-        for member in self.healthy() if failures else ():
-            lost = [failures[peer] for peer in self._peers(member) if peer in failures]
-            lost = [error for error in lost if isinstance(error, PeerError) or self.is_brought]
-            if lost:
-                if isinstance(lost[0], PeerDiedError):
-                    # A worker that has lost another origin's link reports that on this one, maybe a little later.
-                    for link in member.links:
-                        with contextlib.suppress(WeightcastError):
-                            link.wait(Failed, member.version, Deadline(GRACE_SECONDS))
-                member.fail(lost[0])
-
-
+@dataclasses.dataclass(eq=False, kw_only=True)
 class PublishRun:
     """One publish of one version to a fleet.
 
-    `number`: the version's, once it is known. `published`: the version, once all of it was sent.
+    `publisher_run`: the publisher's run. `above`: the number of the publisher's last version. `proves_all`: with
+    `verify="installed"`, compare every engine; else only those that have connected since. `wait_ready_seconds`: see
+    `Publisher.publish`. `number`: the version's, once it is known. `published`: the version, once all of it was sent.
     """
 
-    def __init__(
-        self,
-        run: str,
-        options: PublishOptions,
-        watchdog: Watchdog,
-        *,
-        above: int,
-        proves_all: bool,
-        wait_ready_seconds: float,
-        on_progress: OnProgress | None,
-        flight: Flight,
-    ) -> None:
-        """`above`: the number of the publisher's last version. `wait_ready_seconds`: see `Publisher.publish`.
-
-        `proves_all`: with `verify="installed"`, compare every engine; else only those that have connected since.
-        """
-        self.number = -1
-        self.published: PublishedVersion | None = None
-        self.flight = flight
-        self._run = run
-        self._options = options
-        self._watchdog = watchdog
-        self._above = above
-        self._proves_all = proves_all
-        self._wait_ready_seconds = wait_ready_seconds
-        self._on_progress = on_progress
-        self._seconds = StageSeconds()
-        self._sent: SentDigests | None = None
-        self._digests: Sequence[bytes | torch.Tensor] | None = None
-        self._failed: set[str] = set()
-        """Names of the engines whose failure was passed to `on_event`."""
+    publisher_run: str
+    options: PublishOptions
+    above: int
+    proves_all: bool
+    wait_ready_seconds: float
+    on_progress: OnProgress | None
+    flight: Flight
+    number: int = -1
+    published: PublishedVersion | None = None
+    _seconds: StageSeconds = dataclasses.field(default_factory=StageSeconds)
+    _sent: SentDigests | None = None
+    _digests: Sequence[bytes | torch.Tensor] | None = None
+    _failed: set[str] = dataclasses.field(default_factory=set)
+    """Names of the engines whose failure was passed to `on_event`."""
 
     def run(
         self,
@@ -331,10 +220,10 @@ class PublishRun:
 
         Returns a report with each engine's failure. Raises only errors that end the update for all engines.
         """
-        if self._wait_ready_seconds != 0:
-            number_of_seconds("wait_ready_seconds", self._wait_ready_seconds)
-        if self._on_progress is not None and not callable(self._on_progress):
-            raise TypeError(f"on_progress is {self._on_progress!r}; it must be a function (done_bytes, total_bytes)")
+        if self.wait_ready_seconds != 0:
+            number_of_seconds("wait_ready_seconds", self.wait_ready_seconds)
+        if self.on_progress is not None and not callable(self.on_progress):
+            raise TypeError(f"on_progress is {self.on_progress!r}; it must be a function (done_bytes, total_bytes)")
         self._seconds.gather = time.perf_counter() - inputs.start
         self._connections, self._pack_plan = inputs.connections, inputs.pack_plan
         self._fleet, self._again = fleet, again = inputs.fleet, inputs.again
@@ -342,37 +231,55 @@ class PublishRun:
         if again is not None:
             self._sent = again.sent
         self._on_packed = self.flight.packed if on_packed is None else on_packed
-        options = self._options
+        options = self.options
         memory_seconds = inputs.connections.sender.memory_seconds
         fleet.wait()
         for member in fleet.members:
-            adapter = inputs.target.name if inputs.target else ""
-            member.begin(self._run, options.deadline_seconds, self._watchdog, adapter)
+            member.begin(inputs.target.name if inputs.target else "")
         deltas = inputs.deltas
         try:
             with self._timed("offer"):
-                fill = self._connect(inputs, on_known)
-                sender = inputs.connections.sender
+                newcomers = self._ask()
+                if on_known is not None:
+                    on_known()
+                self._manifest, sender = inputs.pack_plan.layout.manifest, inputs.connections.sender
+                fill = inputs.pack_plan.packer(inputs.regions)
+                fleet.each(self._join_member, fleet.healthy(newcomers))
+                for member in fleet.members:
+                    for link in member.links:
+                        link.forget_verdicts()
+                if isinstance(fill, StreamPacker):
+                    self._fail_other_routes()
+                if self._manifest.origins:
+                    self._fail_brought_routes()
                 self._choose_number(inputs)
-                is_due = self._proves_all or not all(member.has_proven for member in fleet.healthy())
+                is_due = self.proves_all or not all(member.has_proven for member in fleet.healthy())
                 if options.verify == "installed" and is_due and again is None:
                     self._sent = SentDigests(self._pack_plan.layout, inputs.regions)
                 fill.sent = self._sent if again is None else None
-                route = FleetRoute(
-                    fleet,
-                    sender,
-                    is_staged=options.install == "staged",
-                    is_brought=False,
-                    keeps_versions=inputs.connections.keeps_versions,
+                if options.install == "streaming":
+                    fleet.each(FleetMember.pause, fleet.healthy(self._members(None)))
+                workers: dict[str, int] | UnsetType = UNSET
+                if self._manifest.origins:
+                    workers = Counter(link.host for member in fleet.healthy() for link in member.links)
+                sent_again = None if again is None else again.number
+                offer = Offer(
+                    self.publisher_run,
+                    self.number,
+                    self._pack_plan.manifest_digest,
+                    self._manifest,
+                    keeps_base=deltas is not None and deltas.begin(self._pack_plan, fill, sent_again),
+                    install=options.install,
+                    undo=options.undo,
+                    secret=inputs.connections.listener.secret,
+                    workers=workers,
+                    target=inputs.target,
                 )
-                if not route.is_staged:
-                    route.pause()
-                offer = self._new_offer(inputs, fill)
             encoded: PackedDeltas | None = None
             if deltas is not None and again is None:
                 with self._timed("pack"), self._connections.packing_stream():
                     bases = [member.base for member in fleet.healthy()]
-                    version = WeightVersion(self._run, self.number)
+                    version = WeightVersion(self.publisher_run, self.number)
                     encoded = deltas.encode(fill, self._manifest, version, bases, self.flight.require_wanted)
                 fill = deltas.keeping(fill, encoded)
             if deltas is not None and encoded is not None:
@@ -381,21 +288,20 @@ class PublishRun:
                 self._publish_deltas(encoded, offer, deltas)
             with self._timed("offer"):
                 self._offer(offer, fleet.healthy())
-            self._tell("offered", route.members())
+            members = self._members(None)
+            self._tell("offered", members)
             if again is not None and is_stored:
                 # The store has the version already, and engines read it from there.
                 root = root_digest(again.manifest_digest, again.digests)
-                with self._timed("send"):
-                    route.receive(len(self._manifest.buckets), root, Deadline(options.deadline_seconds))
+                self._await_received(None, members, root)
             else:
-                is_last = encoded is None and not self._connections.client_senders
-                root = self._send(route, fill, is_last=is_last)
+                root = self._send(None, fill, is_last=encoded is None and not self._connections.client_senders)
                 if deltas is not None and again is None and self._digests is not None:
                     seconds = self._seconds.pack + self._seconds.send - (sender.memory_seconds - memory_seconds)
                     deltas.sent_full(self.number, seconds)
-            self._seal(route, root)
-            route.install(self._sent, proves_all=self._proves_all)
-            self._tell("installed", route.members())
+            self._seal(members, root)
+            self._install(members)
+            self._tell("installed", members)
             for client_sender in self._connections.client_senders:
                 is_last = encoded is None and client_sender is self._connections.client_senders[-1]
                 self._update_brought(client_sender, fill, is_last=is_last)
@@ -426,7 +332,7 @@ class PublishRun:
         self._seconds.total = time.perf_counter() - self.flight.began_at
         self._seconds.stall = self.flight.stall_seconds if self.flight.is_background else self._seconds.total
         return PublishReport(
-            run=self._run,
+            run=self.publisher_run,
             version=self.number,
             num_bytes=self._pack_plan.num_bytes,
             num_tensors=len(self._manifest.tensors),
@@ -438,23 +344,6 @@ class PublishRun:
             directory_error=inputs.directory_error,
         )
 
-    def _connect(self, inputs: PublishInputs, on_known: Callable[[], None] | None) -> Fill:
-        """Connect the engines that have to, and return what fills the buckets. Fail those that no route reaches."""
-        newcomers = self._ask()
-        if on_known is not None:
-            on_known()
-        self._manifest = inputs.pack_plan.layout.manifest
-        fill = inputs.pack_plan.packer(inputs.regions)
-        self._fleet.each(self._join_member, [member for member in newcomers if member.result.error is None])
-        for member in self._fleet.members:
-            for link in member.links:
-                link.forget_verdicts()
-        if isinstance(fill, StreamPacker):
-            self._fail_other_routes()
-        if self._manifest.origins:
-            self._fail_brought_routes()
-        return fill
-
     def _choose_number(self, inputs: PublishInputs) -> None:
         """Set the number of the version. Engines that serve it already are skipped from now on."""
         if self._again is not None:
@@ -463,55 +352,50 @@ class PublishRun:
             self._fleet.each(lambda member: member.notice(number))
             # An engine that was dropped after its install is not ready until it learns that this version is the last.
             root = root_digest(self._again.manifest_digest, self._again.digests)
-            seal = Seal(self._run, number, len(self._again.digests), root, inputs.connections.listener.secret)
+            seal = Seal(self.publisher_run, number, len(self._again.digests), root, inputs.connections.listener.secret)
             serving = [m for m in connected if m.result.ok and m.links and inputs.target is UNSET]
             self._fleet.each(lambda member: member.client.update(seal), serving)
             if self._again.manifest_digest != self._pack_plan.manifest_digest:
-                self._fail_changed(self._fleet.healthy())
+                self._fail_changed(self._fleet.members)
         elif inputs.version is not None:
             self.number = inputs.version
         else:
-            stored = inputs.connections.sender.newest_version() if inputs.connections.keeps_versions else None
-            self.number = _above([stored, *(member.serves for member in self._fleet.members)], self._above)
+            if self.above >= MAX_VERSION:
+                raise ValueError(
+                    f"no version number is left above {self.above}, this publisher's last one: make another publisher,"
+                    " and leave `version` out when you publish"
+                )
+            # Above the newest version of any run, unless that has the highest number.
+            found = [member.serves for member in self._fleet.members]
+            if inputs.connections.keeps_versions:
+                found.append(inputs.connections.sender.newest_version())
+            newest = max((number for number in found if number is not None), default=-1)
+            self.number = 1 + max(self.above, newest if newest < MAX_VERSION else -1)
         self.flight.version = self.number
 
-    def _new_offer(self, inputs: PublishInputs, fill: Fill) -> Offer:
-        """Return the offer of all buckets, and begin the publish's deltas."""
-        again, deltas = self._again, inputs.deltas
-        workers: dict[str, int] | UnsetType = UNSET
-        if self._manifest.origins:
-            workers = Counter(link.host for member in self._fleet.healthy() for link in member.links)
-        return Offer(
-            self._run,
-            self.number,
-            self._pack_plan.manifest_digest,
-            self._manifest,
-            keeps_base=deltas is not None
-            and deltas.begin(self._pack_plan, fill, None if again is None else again.number),
-            install=self._options.install,
-            undo=self._options.undo,
-            secret=inputs.connections.listener.secret,
-            workers=workers,
-            target=inputs.target,
-        )
+    def _members(self, sender: ClientSender | None, *, gets_deltas: bool = False) -> list[FleetMember]:
+        """Return the engines, failed ones included, that take the same bytes: those of a client's sender or, for None,
+        of the publisher's transport; with `gets_deltas` those that take the version as deltas, else all of it.
+        """
+        return [m for m in self._fleet.members if m.sender is sender and m.gets_deltas == gets_deltas]
 
     def _update_brought(self, sender: ClientSender, fill: Fill, *, is_last: bool) -> None:
-        """Update the engines of a client's sender, from `pause` to `resume`. `is_last`: see `_send`."""
-        route = FleetRoute(self._fleet, sender, is_staged=sender.is_staged, is_brought=True)
+        """Update the engines of a client's sender, from the pause to the resume. `is_last`: see `_send`."""
+        members = self._members(sender)
         try:
-            if not route.is_staged:
-                self._fail_unstaged(route)
-                route.pause()
-            self._send(route, fill, is_last=is_last)
-            self._tell("received", route.members())
-            route.install(self._sent, proves_all=self._proves_all)
-            self._tell("installed", route.members())
+            if not sender.is_staged:
+                self._fail_unstaged(members)
+                self._fleet.each(FleetMember.pause, self._fleet.healthy(members))
+            self._send(sender, fill, is_last=is_last)
+            self._tell("received", members)
+            self._install(members, resumes=False)
+            self._tell("installed", members)
         finally:
-            route.resume()
+            self._fleet.each(FleetMember.resume, members)
 
     def _tell(self, phase: Phase, members: Iterable[FleetMember], *, ends: bool = True) -> None:
         """Call `on_event` for each of these engines that took part in the phase; if that `ends` it, for the publish."""
-        if (on_event := self._options.on_event) is None:
+        if (on_event := self.options.on_event) is None:
             return
         seconds = time.perf_counter() - self.flight.began_at
         for member in members:
@@ -552,26 +436,24 @@ class PublishRun:
         if not newcomers:
             return []
         absent = newcomers
-        for _ in Deadline(self._wait_ready_seconds).polls(0.05, 1.0):
+        for _ in Deadline(self.wait_ready_seconds).polls(0.05, 1.0):
             # This waits in the caller's thread, so that a Ctrl-C ends it at once.
             self.flight.require_wanted()
             self._fleet.each(lambda member: member.ask(listener), absent)
             was_asked, absent = absent, [member for member in absent if member.is_absent]
             if not absent:
                 break
-            if was_asked is newcomers and self._wait_ready_seconds:
+            if was_asked is newcomers and self.wait_ready_seconds:
                 names = ", ".join(member.name for member in absent)
-                logger.info(
-                    "waiting up to %g s for engines that do not answer yet: %s", self._wait_ready_seconds, names
-                )
+                logger.info("waiting up to %g s for engines that do not answer yet: %s", self.wait_ready_seconds, names)
         self._fleet.refuse_doubles(newcomers)
         return newcomers
 
     def _join_member(self, member: FleetMember) -> None:
-        options, connections = self._options, self._connections
+        options, connections = self.options, self._connections
         url, listener = connections.url, connections.listener
         info = InitInfo(
-            run=self._run,
+            run=self.publisher_run,
             engine=member.name,
             transport=url,
             link=listener.address,
@@ -583,136 +465,185 @@ class PublishRun:
             origins=connections.origins,
         )
         member.join(listener, info)
-        context = SenderContext(
-            url,
-            self._run,
-            connections.device,
-            options.deadline_seconds,
-            has_several_ranks=connections.has_several_ranks,
-        )
-        connections.add_client_sender(member, context)
+        connections.add_client_sender(member, self.publisher_run, options.deadline_seconds)
 
     def _offer(self, offer: Offer, members: Sequence[FleetMember]) -> None:
         """Offer to these engines, and wait until every worker has accepted."""
         self._fleet.each(lambda member: member.offer(offer), members)
-        accepting, offered = Deadline(self._options.deadline_seconds), [m for m in members if m.result.error is None]
-        self._fleet.each(lambda member: member.accepted(offer.manifest_digest, accepting), offered, in_turn=True)
+        digest, deadline = offer.manifest_digest, Deadline(self.options.deadline_seconds)
+        self._fleet.each(lambda member: member.accepted(digest, deadline), self._fleet.healthy(members), in_turn=True)
 
     def _publish_deltas(self, encoded: PackedDeltas, offer: Offer, deltas: Deltas) -> None:
         """Update the engines that have the base of these deltas. Those that turn out to lack it connect again."""
         for member in self._fleet.healthy():
             member.gets_deltas = member.sender is None and member.base == encoded.base.version
-        route = FleetRoute(self._fleet, self._connections.sender, is_staged=True, is_brought=False, gets_deltas=True)
         offer = msgspec.structs.replace(offer, base=encoded.base)
         with self._timed("offer"):
-            self._offer(offer, route.healthy())
+            self._offer(offer, self._fleet.healthy(self._members(None, gets_deltas=True)))
             refusing = []
-            for member in route.members():
+            for member in self._members(None, gets_deltas=True):
                 if member.result.error is not None and member.result.error.kind == WrongBaseError.__name__:
                     member.gets_deltas = False
                     refusing.append(member)
             for step in (lambda member: member.ask(self._connections.listener), self._join_member):
                 self._fleet.each(step, refusing)
                 refusing = [member for member in refusing if member.result.error is None]
-        self._tell("offered", route.members(), ends=False)
-        sender, peers, version = route.sender, route.peers(), WeightVersion(self._run, self.number)
-        start, buckets = time.perf_counter(), encoded.buckets
-        with self._timed("send"):
-            while peers:
-                try:
-                    first = sender.open(encoded.manifest, version, peers=peers, staged=True)
-                    for index in self._manifest.spans[0][first:]:
-                        self.flight.require_wanted()
-                        sender.send(index, buckets.write(index, encoded.payloads[index], sender.buffer(index), version))
-                        if self._on_progress is not None:
-                            self._on_progress(*self._done_bytes(index))
-                        if sender.failures.keys() >= set(peers):
-                            break
-                    else:
-                        self._digests = list(buckets.digests)
-                    break
-                except PeersLostError as exc:
-                    peers = list(exc.survivors)
-            route.receive(len(buckets.digests), buckets.root, Deadline(self._options.deadline_seconds))
-        deltas.sent(time.perf_counter() - start, sum(member.result.error is None for member in route.members()))
-        self._seal(route, buckets.root, ends=False)
-        route.install(self._sent, proves_all=self._proves_all)
-        self._tell("installed", route.members(), ends=False)
+        members = self._members(None, gets_deltas=True)
+        self._tell("offered", members, ends=False)
+        start, buckets, version = time.perf_counter(), encoded.buckets, WeightVersion(self.publisher_run, self.number)
 
-    def _seal(self, route: FleetRoute, root: str, *, ends: bool = True) -> None:
-        """Seal what the route's engines have received, so that they can install it. `ends`: see `_tell`."""
-        seal = Seal(self._run, self.number, len(self._manifest.buckets), root, self._connections.listener.secret)
+        def write(index: int, buffer: BucketBuffer) -> int:
+            return buckets.write(index, encoded.payloads[index], buffer, version)
+
+        if self._send_buckets(self._connections.sender, encoded.manifest, members, write):
+            self._digests = list(buckets.digests)
+        self._await_received(None, members, buckets.root)
+        deltas.sent(time.perf_counter() - start, sum(member.result.error is None for member in members))
+        self._seal(members, buckets.root, ends=False)
+        self._install(members)
+        self._tell("installed", members, ends=False)
+
+    def _seal(self, members: Sequence[FleetMember], root: str, *, ends: bool = True) -> None:
+        """Seal what these engines have received, so that they can install it; if that `ends` the publish's phase, the
+        engines of clients' senders are told, too.
+        """
+        seal = Seal(
+            self.publisher_run, self.number, len(self._manifest.buckets), root, self._connections.listener.secret
+        )
         with self._timed("seal"):
-            members = [member for member in self._fleet.healthy() if ends or member.gets_deltas]
-            self._fleet.each(lambda member: member.client.update(seal), members)
-        self._tell("received", route.members(), ends=ends)
+            sealed = self._fleet.healthy(None if ends else members)
+            self._fleet.each(lambda member: member.client.update(seal), sealed)
+        self._tell("received", members, ends=ends)
         self.flight.require_wanted(installs=True)
 
-    def _send(self, route: FleetRoute, fill: Fill, *, is_last: bool) -> str:
-        """Pack and send every bucket, and wait until every engine has them. After a loss, continue with the survivors.
+    def _install(self, members: Sequence[FleetMember], *, resumes: bool = True) -> None:
+        """Have the engines install, then compare their weights with the digests of what was sent, if there are any.
 
-        `is_last`: no other route is packed after this one. Returns the root digest; an empty string if no engine takes
-        the version, or for a client's sender.
+        Unless all are to be compared, only those that have not been since they connected. Without `resumes` they stay
+        paused.
         """
-        num_buckets, peers, is_kept = len(self._manifest.buckets), route.peers(), route.is_kept
-        again, root = self._again, ""
-        digests: list[Digest] = [b""] * num_buckets if again is None else list(again.digests)
+        members, sent = self._fleet.healthy(members), self._sent
+        self._fleet.each(functools.partial(FleetMember.install, resumes=resumes), members)
+        if sent is not None:
+            todo = [m for m in members if m.result.error is None and (self.proves_all or not m.has_proven)]
+            self._fleet.each(functools.partial(sent.prove, sent.by_name()), todo)
+            for member in todo:
+                member.has_proven = member.result.error is None
+
+    def _send(self, client: ClientSender | None, fill: Fill, *, is_last: bool) -> str:
+        """Pack and send every bucket to the engines of a client's sender or, for None, of the publisher's transport;
+        wait until they have them.
+
+        `is_last`: nothing is packed after this. Returns the root digest; an empty string if no engine takes the
+        version, or for a client's sender.
+        """
+        sender, members, manifest = client or self._connections.sender, self._members(client), self._manifest
+        again, num_own, root = self._again, len(manifest.spans[0]), ""
+        digests: list[Digest] = [b""] * len(manifest.buckets) if again is None else list(again.digests)
+        version = WeightVersion(self.publisher_run, self.number)
+
+        def write(index: int, buffer: BucketBuffer) -> int:
+            if again is not None:
+                return self._pack_again(again, index, buffer, version, fill)
+            num_bytes, digests[index] = pack(fill, manifest, version, index, buffer)
+            return num_bytes
+
         with self._connections.packing_stream():
-            while peers or is_kept:
-                try:
-                    if self._send_buckets(route, peers, fill, digests):
-                        self._digests = digests
-                    break
-                except PeersLostError as exc:
-                    peers = list(exc.survivors)
-                    # After a loss, the sender may use other memory.
-                    fill.forget_views()
-            if self._digests is digests and not route.is_brought:
-                with self._timed("send"):
-                    # Only weightcast's workers report a root digest; for others nothing waits for a GPU's digests. This
-                    # runs on the stream that computes them.
-                    root = root_digest(self._pack_plan.manifest_digest, digests)
+            is_sent = self._send_buckets(
+                sender,
+                manifest,
+                members,
+                write,
+                is_staged=self.options.install == "staged" if client is None else client.is_staged,
+                keeps_versions=client is None and self._connections.keeps_versions,
+                on_loss=fill.forget_views,
+            )
+            if is_sent and num_own < len(digests):
+                digests[num_own:] = fill.others()
+                if again is not None and all_bytes(digests) != all_bytes(again.digests):
+                    self._fail_changed(members, sender)
+                    is_sent = False
+            if is_sent:
+                self._digests = digests
+                if client is None:
+                    with self._timed("send"):
+                        # Only weightcast's workers report a root digest; for others nothing waits for a GPU's digests.
+                        # This runs on the stream that computes them.
+                        root = root_digest(self._pack_plan.manifest_digest, digests)
         if is_last:
             self._on_packed()
             self._tell("packed", ())
-        with self._timed("send"):
-            route.receive(num_buckets, root, Deadline(self._options.deadline_seconds))
+        self._await_received(client, members, root)
         return root
 
-    def _send_buckets(self, route: FleetRoute, peers: Sequence[str], fill: Fill, digests: list[Digest]) -> bool:
-        """Open the update for these peers and send them every bucket. Raises PeersLostError.
+    def _send_buckets(
+        self,
+        sender: Sender,
+        manifest: Manifest,
+        members: Sequence[FleetMember],
+        write: Callable[[int, BucketBuffer], int],
+        *,
+        is_staged: bool = True,
+        keeps_versions: bool = False,
+        on_loss: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Open the update for these engines and send them every bucket. After a loss, continue with the survivors.
 
-        Returns False if not all were sent: all peers were lost, or the source no longer has the version that is
-        published again, and then the engines have failed.
+        `write` returns the number of bytes to send, 0 if the source no longer has the version that is published again;
+        then the engines have failed. `on_loss` is called when the sender may use other memory. Returns False if not
+        all were sent.
         """
-        sender, version, manifest = route.sender, WeightVersion(self._run, self.number), self._manifest
-        own = manifest.spans[0]
+        version, fleet = WeightVersion(self.publisher_run, self.number), self._fleet
+        peers = [peer for member in fleet.healthy(members) for peer in member.peers]
+        # A transport that keeps the version for later readers gets it unless all engines have failed.
+        is_kept = keeps_versions and (not fleet.members or bool(fleet.healthy()))
+        while peers or is_kept:
+            try:
+                with self._timed("send"):
+                    first = sender.open(manifest, version, peers=peers, staged=is_staged)
+                for index in manifest.spans[0][first:]:
+                    self.flight.require_wanted()
+                    with self._timed("send"):
+                        buffer = sender.buffer(index)
+                    with self._timed("pack"):
+                        num_bytes = write(index, buffer)
+                    if not num_bytes:
+                        self._fail_changed(members, sender)
+                        return False
+                    with self._timed("send"):
+                        sender.send(index, num_bytes)
+                    if self.on_progress is not None:
+                        self.on_progress(*self._done_bytes(index))
+                    if peers and sender.failures.keys() >= set(peers):
+                        return False
+                return True
+            except PeersLostError as exc:
+                peers = list(exc.survivors)
+                on_loss()
+        return False
+
+    def _await_received(self, client: ClientSender | None, members: Sequence[FleetMember], root: str) -> None:
+        """Wait until every worker has received all buckets. Fails the engines whose receivers the sender has lost."""
         with self._timed("send"):
-            first = sender.open(manifest, version, peers=peers, staged=route.is_staged)
-        for index in own[first:]:
-            self.flight.require_wanted()
-            with self._timed("send"):
-                buffer = sender.buffer(index)
-            with self._timed("pack"):
-                if self._again is None:
-                    num_bytes, digests[index] = pack(fill, manifest, version, index, buffer)
-                elif not (num_bytes := self._pack_again(index, buffer, version, fill)):
-                    self._fail_changed(route.healthy())
-                    sender.abort(f"the weights have changed since version {self.number}")
-                    return False
-            with self._timed("send"):
-                sender.send(index, num_bytes)
-            if self._on_progress is not None:
-                self._on_progress(*self._done_bytes(index))
-            if peers and sender.failures.keys() >= set(peers):
-                return False
-        if len(own) < len(digests):
-            digests[len(own) :] = fill.others()
-            if self._again is not None and all_bytes(digests) != all_bytes(self._again.digests):
-                self._fail_changed(route.healthy())
-                sender.abort(f"the weights have changed since version {self.number}")
-                return False
-        return True
+            failures = (client or self._connections.sender).failures
+            for member in self._fleet.healthy(members) if failures else ():
+                lost = [failures[peer] for peer in member.peers if peer in failures]
+                # A receiver that aborted by itself (UpdateAbortedError): its worker reports the reason over its link.
+                lost = [error for error in lost if isinstance(error, PeerError) or client is not None]
+                if lost:
+                    if isinstance(lost[0], PeerDiedError):
+                        # A worker that has lost another origin's link reports that on this one, maybe a little later.
+                        for link in member.links:
+                            with contextlib.suppress(WeightcastError):
+                                link.wait(Failed, member.version, Deadline(GRACE_SECONDS))
+                    member.fail(lost[0])
+            if client is None:
+                num_buckets, deadline = len(self._manifest.buckets), Deadline(self.options.deadline_seconds)
+                self._fleet.each(
+                    lambda member: member.received(num_buckets, root, deadline),
+                    self._fleet.healthy(members),
+                    in_turn=True,
+                )
 
     def _done_bytes(self, index: int) -> tuple[int, int]:
         """Return the bytes of all origins that are about sent with this rank's bucket `index`, and all bytes."""
@@ -750,13 +681,14 @@ class PublishRun:
 
     # --- a version that is published again ---
 
-    def _pack_again(self, index: int, buffer: BucketBuffer, version: WeightVersion, fill: Fill) -> int:
+    def _pack_again(
+        self, again: PublishedVersion, index: int, buffer: BucketBuffer, version: WeightVersion, fill: Fill
+    ) -> int:
         """Have `buffer` contain bucket `index` of the version: still staged there, or packed again.
 
         Returns the number of bytes to send; 0 if the source's weights have changed.
         """
-        assert self._again is not None
-        manifest, expected = self._manifest, as_bytes(self._again.digests[index])
+        manifest, expected = self._manifest, as_bytes(again.digests[index])
         with contextlib.suppress(IntegrityError):
             header = check_bucket(buffer, manifest.buckets[index], version, index)
             # With several origins every rank packs in every round, so this bucket is packed again, too.
@@ -765,9 +697,9 @@ class PublishRun:
         num_bytes, digest = pack(fill, manifest, version, index, buffer)
         return num_bytes if as_bytes(digest) == expected else 0
 
-    def _fail_unstaged(self, route: FleetRoute) -> None:
+    def _fail_unstaged(self, members: Sequence[FleetMember]) -> None:
         """Fail engines that install bucket by bucket: part of a changed version could be installed."""
-        for member in route.healthy() if self._again is not None else ():
+        for member in self._fleet.healthy(members) if self._again is not None else ():
             member.fail(
                 UnsupportedError(
                     f"{member.name} installs weights bucket by bucket, so the source's weights can't be compared with "
@@ -775,14 +707,16 @@ class PublishRun:
                 )
             )
 
-    def _fail_changed(self, members: Iterable[FleetMember]) -> None:
-        for member in members:
+    def _fail_changed(self, members: Sequence[FleetMember], sender: Sender | None = None) -> None:
+        for member in self._fleet.healthy(members):
             member.fail(
                 UpdateAbortedError(
                     f"the source's weights have changed since version {self.number}, which {member.name} was to "
                     "install; it keeps its version: publish a new version"
                 )
             )
+        if sender is not None:
+            sender.abort(f"the weights have changed since version {self.number}")
 
     def _give_up(self, exc: BaseException) -> None:
         """Abort the update on every engine, after the publish itself has failed. A Ctrl-C does not wait for replies."""
@@ -800,20 +734,6 @@ class PublishRun:
 
     def _abort(self, members: Iterable[FleetMember], reason: str) -> None:
         """Abort the update on these engines, as far as they can be reached."""
-        abort = Abort(self._run, max(self.number, 0), reason, self._connections.listener.secret)
+        abort = Abort(self.publisher_run, max(self.number, 0), reason, self._connections.listener.secret)
         joined = [member for member in members if member.is_joined]
         self._fleet.each(lambda member: member.client.update(abort), joined, notes=False)
-
-
-def _above(found: Iterable[int | None], last: int) -> int:
-    """Return one above both `last`, of this run, and the newest found version, of any run, unless that is the maximum.
-
-    Raises ValueError if this run has no number left.
-    """
-    if last >= MAX_VERSION:
-        raise ValueError(
-            f"no version number is left above {last}, this publisher's last one: make another publisher, and leave "
-            "`version` out when you publish"
-        )
-    newest = max((number for number in found if number is not None), default=-1)
-    return 1 + max(last, newest if newest < MAX_VERSION else -1)

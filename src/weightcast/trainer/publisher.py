@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
@@ -156,7 +156,7 @@ class Publisher(ClosedOnExit):
         self._num_published = 0
         """Number of versions of which all was sent."""
         self._process = 0
-        """Id of the process that has the connections; 0 while there are none."""
+        """Id of the process that has the connections, whose threads a forked child lacks; 0 while there are none."""
         self._owned: list[Closeable] = [self._watchdog]
         """Owners of connections, threads or processes, in the order in which they are closed, the watchdog last.
 
@@ -190,8 +190,7 @@ class Publisher(ClosedOnExit):
         if the engines come from a directory, TypeError for an argument of another type. With `sync`, raises what
         `Publisher.sync` raises, and the engine stays in the fleet.
         """
-        with self._turn.acquired():
-            self._require_open()
+        with self._acquired():
             self._require_no_directory()
             if sync and self._version < 0:
                 raise ValueError(_NOTHING_YET)
@@ -202,12 +201,12 @@ class Publisher(ClosedOnExit):
 
     def _member_of(self, engine: str | EngineClient) -> FleetMember:
         if isinstance(engine, str):
-            timeout_seconds = self._options.deadline_seconds
-            client = registry.http_client(engine, token=self._token, timeout_seconds=timeout_seconds)
+            client = registry.http_client(engine, token=self._token, timeout_seconds=self._options.deadline_seconds)
         else:
             arguments.require_client(engine)
             client = engine
-        return FleetMember(client, owned=isinstance(engine, str))
+        seconds = self._options.deadline_seconds
+        return FleetMember(client, self.run, self._watchdog, seconds, owned=isinstance(engine, str))
 
     def remove_engine(self, engine: str | EngineClient) -> None:
         """Disconnect an engine. It keeps its version, and another publisher may take it.
@@ -220,7 +219,7 @@ class Publisher(ClosedOnExit):
         if not isinstance(engine, str):
             arguments.require_client(engine)
         name = _name_of(engine)
-        with self._turn.acquired():
+        with self._acquired():
             self._require_no_directory()
             if not self._is_following:
                 self._let_go([self._fleet.pop(name)])
@@ -289,9 +288,7 @@ class Publisher(ClosedOnExit):
         theirs, at most for the deadline. With several trainer ranks call it on every rank. `file://` and clients' own
         senders keep their memory. Does nothing before the first publish. Raises ClosedError.
         """
-        self._require_here()
-        with self._turn.acquired():
-            self._require_open()
+        with self._acquired():
             if self._pack_plan is not None:
                 self._pack_plan.forget_views()
             if self._deltas is not None:
@@ -303,28 +300,24 @@ class Publisher(ClosedOnExit):
 
     def close(self) -> None:
         """Disconnect every engine and free everything. Idempotent; does nothing in a forked child."""
-        if self._is_copy:
+        if self._process not in (0, os.getpid()):
             return
-        with self._turn.acquired():
+        self._turn.acquire(publishes=False)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._turn.release)
             if self._closed:
                 return
             self._closed = True
             self._drop.detach()
-            with contextlib.ExitStack() as stack:
-                # All of these, also after one has raised; the last one is called first.
-                stack.callback(self._watchdog.close)
-                stack.callback(self._fleet.close)
-                if self._metrics is not None:
-                    stack.callback(self._metrics.close)
-                if self._pack_plan is not None:
-                    # A saved exception may refer to the packer, whose views would keep the arena mapped.
-                    stack.callback(self._pack_plan.forget_views)
-                if self._deltas is not None:
-                    stack.callback(self._deltas.release)
-                if self._connections is not None:
-                    stack.callback(self._connections.close)
-                if self._group is not None:
-                    stack.callback(self._group.close)
+            # All of these, also after one has raised; the last one is called first.
+            parts: list[Closeable] = [self._watchdog, self._fleet, *reversed(self._owned[:-1])]
+            for part in parts:
+                stack.callback(part.close)
+            if self._pack_plan is not None:
+                # A saved exception may refer to the packer, whose views would keep the arena mapped.
+                stack.callback(self._pack_plan.forget_views)
+            if self._deltas is not None:
+                stack.callback(self._deltas.release)
 
     @property
     def _is_following(self) -> bool:
@@ -337,17 +330,23 @@ class Publisher(ClosedOnExit):
         if self._closed:
             raise ClosedError("this publisher was closed: make another one")
 
-    @property
-    def _is_copy(self) -> bool:
-        """True in a child forked from the process that has the connections, whose threads the child lacks."""
-        return self._process not in (0, os.getpid())
-
     def _require_here(self) -> None:
-        if self._is_copy:
+        if self._process not in (0, os.getpid()):  # a forked child has only a copy
             raise ClosedError(
                 f"this publisher is of pid {self._process}, which this process (pid {os.getpid()}) was forked from: "
                 "publish in that process, or close the publisher there and make one here"
             )
+
+    @contextlib.contextmanager
+    def _acquired(self, *, publishes: bool = False) -> Iterator[None]:
+        """Let only this thread use the publisher. Raises ClosedError."""
+        self._require_here()  # first: in a forked child, the lock may be held by a thread of the parent
+        self._turn.acquire(publishes=publishes)
+        try:
+            self._require_open()
+            yield
+        finally:
+            self._turn.release()
 
     # --- one publish ---
 
@@ -360,14 +359,13 @@ class Publisher(ClosedOnExit):
         that streams its tensors or has dtype="engine", and for engines whose clients have their own senders. Raises
         InsufficientMemoryError if the memory does not fit, and what `publish` raises before it connects an engine.
         """
-        self._require_here()
-        with self._turn.acquired():
-            self._require_open()
+        with self._acquired():
             if not self._is_joined:
                 self._join_trainer_group()
             if self._group is None and not isinstance(self._source, StreamSource):
                 inputs = self._inputs()
-                if self._engine_dtypes is None and not self._has_brought_senders:
+                has_brought = any(isinstance(member.client, BringsSender) for member in self._fleet.members)
+                if self._engine_dtypes is None and not has_brought:
                     manifest = inputs.pack_plan.layout.manifest
                     inputs.connections.sender.prepare(manifest, staged=self._options.install == "staged")
 
@@ -398,8 +396,7 @@ class Publisher(ClosedOnExit):
         others. PeerError if a trainer rank dies, stalls or does not publish. OSError if file descriptors run out at the
         start. After any of these the next publish goes to every engine again.
         """
-        self._require_here()  # first: in a forked child, the lock may be held by a thread of the parent
-        with self._turn.acquired(publishes=True):
+        with self._acquired(publishes=True):
             inputs = functools.partial(self._inputs, version)
             return self._publish(inputs, on_progress, wait_ready_seconds)
 
@@ -510,6 +507,7 @@ class Publisher(ClosedOnExit):
                     require_skip(instead)
                     return None
                 try:
+                    self._require_open()
                     with present_stream():
                         inputs = functools.partial(self._inputs, version)
                         return self._publish(inputs, on_progress, wait_ready_seconds, flight)
@@ -552,9 +550,7 @@ class Publisher(ClosedOnExit):
         is not in the fleet, if the last publish did not send a whole version, and with `install="streaming"` unless a
         store keeps the version. Otherwise raises what `publish` raises.
         """
-        self._require_here()
-        with self._turn.acquired(publishes=True):
-            self._require_open()
+        with self._acquired(publishes=True):
             if self._version < 0:
                 raise ValueError(_NOTHING_YET)
             inputs = functools.partial(self._inputs, is_again=True, only=engine)
@@ -568,9 +564,7 @@ class Publisher(ClosedOnExit):
         used; the next publish sends its weights again. Raises VersionNotFoundError if the store no longer has the
         version, ValueError for another transport or with several trainer ranks, otherwise what `publish` raises.
         """
-        self._require_here()
-        with self._turn.acquired(publishes=True):
-            self._require_open()
+        with self._acquired(publishes=True):
             if not self._transport.keeps_versions:
                 raise ValueError(
                     f"{self._url} keeps no versions to go back to: publish into a store (file:///DIR), or publish the "
@@ -601,15 +595,13 @@ class Publisher(ClosedOnExit):
         flight: Flight | None = None,
     ) -> PublishReport:
         """Publish from all ranks, with the publishing rank's inputs."""
-        self._require_open()
         if not self._is_joined:
             # Not earlier: torch.distributed may be initialised after this publisher is made.
             self._join_trainer_group()
         group, last = self._group, self._version
         run = PublishRun(
-            self.run,
-            self._options,
-            self._watchdog,
+            publisher_run=self.run,
+            options=self._options,
             above=last,
             proves_all=self._num_published % self._options.verify_every == 0,
             wait_ready_seconds=wait_ready_seconds,
@@ -835,10 +827,6 @@ class Publisher(ClosedOnExit):
 
         self._metrics = PublisherMetrics(target, states, scheme)
         self._owned.insert(-1, self._metrics)
-
-    @property
-    def _has_brought_senders(self) -> bool:
-        return any(isinstance(member.client, BringsSender) for member in self._fleet.members)
 
     def _ready_pack_plan(self, device: torch.device, source: Source | StreamSource) -> PackPlan:
         """Return the plan for the source's specs; it is made again only if the specs have changed."""

@@ -79,15 +79,27 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
         self._closed = False
 
     def __iter__(self) -> Iterator[Bucket]:
-        """Yield every bucket in order, once."""
+        """Yield every bucket in order, once.
+
+        Raises the error that ends the update, or PeerTimeoutError if nothing arrives for the deadline.
+        """
         with self._condition:
             self._require_open()
             wanted = self._wanted
         if wanted is None:
             raise UpdateAbortedError("no update is open: call open() first (end() closes an update)")
         while wanted.num_read < wanted.num_buckets:
+            start = time.monotonic()
             with self._condition:
-                bucket = self._await_bucket(wanted)
+                while True:
+                    self._check_live(wanted)
+                    bucket = self._next_bucket(wanted)
+                    if bucket is not None:
+                        break
+                    remaining = max(start, self._heard_at()) + self._deadline_seconds - time.monotonic()
+                    if remaining <= 0:
+                        raise PeerTimeoutError(self._silence(wanted, self._deadline_seconds), peer=PUBLISHER)
+                    self._wait(wanted, min(remaining, wanted.poll_seconds))
                 wanted.num_read += 1
             index = bucket.index
             yield bucket
@@ -146,22 +158,6 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
         self._condition.wait(seconds)
 
     # --- for transports ---
-
-    def _await_bucket(self, wanted: W) -> Bucket:
-        """Wait for the next bucket.
-
-        Raises the error that ends the update, or PeerTimeoutError if nothing arrives for the deadline.
-        """
-        start = time.monotonic()
-        while True:
-            self._check_live(wanted)
-            found = self._next_bucket(wanted)
-            if found is not None:
-                return found
-            remaining = max(start, self._heard_at()) + self._deadline_seconds - time.monotonic()
-            if remaining <= 0:
-                raise PeerTimeoutError(self._silence(wanted, self._deadline_seconds), peer=PUBLISHER)
-            self._wait(wanted, min(remaining, wanted.poll_seconds))
 
     def _silence(self, wanted: W, seconds: float) -> str:
         return f"nothing of version {wanted.version.number} arrived from the publisher for {seconds:g} s"

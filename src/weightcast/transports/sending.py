@@ -51,24 +51,17 @@ class SentUpdate:
     version: WeightVersion
     manifest: Manifest
     staged: bool
+    num_buckets: int
     arena_layout: ArenaLayout
     peers: set[str]
     next: int = 0
     is_open: bool = True
     is_interrupted: bool = False
     aborted: str | None = None
-    num_buckets: int = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_buckets = len(self.manifest.buckets)
 
     @property
     def is_done(self) -> bool:
         return self.next >= self.num_buckets
-
-    @property
-    def begin(self) -> records.BeginUpdate:
-        return records.BeginUpdate(self.version.number, self.staged, self.num_buckets)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -180,14 +173,14 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
                 for peer in self._peers.values():
                     peer.link.end("the publisher was closed")
                 self._peers.clear()
-                self._disconnect()
+                self._free()
                 self.condition.notify_all()
 
     # --- methods that a transport implements; the caller holds the condition ---
 
     @abc.abstractmethod
-    def _disconnect(self) -> None:
-        """Free all memory: the sender is closed."""
+    def _free(self) -> None:
+        """Free the memory in which the buckets lie, unless a stalled reader may still read it."""
 
     def _on_other(self, peer: P, record: Any) -> None:
         """Handle a record that only this transport has."""
@@ -212,24 +205,20 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
     def _hear(self, peer: P) -> None:
         """Handle the records of a peer, and the end of its link."""
-        link = peer.link
+        link, update = peer.link, self._update
         while link.records:
-            self._on_record(peer, link.records.popleft())
-        if link.ended:
-            gone = PeerDiedError(f"the receiver of {peer.name} has disconnected: {link.ended}", peer=peer.name)
-            self._drop(peer, gone, may_be_reading=not link.has_left)
-
-    def _on_record(self, peer: P, record: Any) -> None:
-        update, peer.progress_at = self._update, time.monotonic()
-        match record:
-            case records.Opened():
+            record, peer.progress_at = link.records.popleft(), time.monotonic()
+            if isinstance(record, records.Opened):
                 peer.opened, peer.generation = record.version, record.generation
-            case records.UpdateEnded():
+            elif not isinstance(record, records.UpdateEnded):
+                self._on_other(peer, record)
+            else:
                 peer.ended = record.version
                 if update is not None and record.version == update.version.number:
                     self._on_ended(peer, update)
-            case _:
-                self._on_other(peer, record)
+        if link.ended:
+            gone = PeerDiedError(f"the receiver of {peer.name} has disconnected: {link.ended}", peer=peer.name)
+            self._drop(peer, gone, may_be_reading=not link.has_left)
 
     def _on_ended(self, peer: P, update: U) -> None:
         """Remove a peer that has ended the present update; it is lost unless all buckets were sent."""
@@ -265,22 +254,17 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
     def _post(self, peer: P, record: msgspec.Struct, descriptor: int | None = None) -> bool:
         """Send a record; wait for room in the socket up to the deadline. Return False if the peer is lost by then."""
-        data = frame(record)
-        if not peer.link.put(data, descriptor):
-            self._await_room(peer, data, descriptor)
-        return self._peers.get(peer.name) is peer
-
-    def _await_room(self, peer: P, data: bytes, descriptor: int | None) -> None:
-        deadline = Deadline(self._deadline_seconds)
+        data, deadline = frame(record), Deadline(self._deadline_seconds)
         while self._peers.get(peer.name) is peer and not peer.link.put(data, descriptor):
             if deadline.has_passed:
                 self._drop(peer, self._timed_out(peer.name, "read no record"), may_be_reading=True)
-                return
+                return False
             peer.link.wake_for_room(True)
             try:
                 self._wait(deadline.remaining_seconds)
             finally:
                 peer.link.wake_for_room(False)
+        return self._peers.get(peer.name) is peer
 
     def _wait(self, seconds: float) -> None:
         """Wait for a new peer, a record or a lost link, for at most `seconds`, and handle them.
@@ -293,18 +277,10 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
             self._require_open()
             self._listen()
 
-    def _begin_open(self, version: WeightVersion, peers: Sequence[str]) -> U | None:
-        """Abort the former update and return None; if it is of this version and was interrupted, return it to go on.
-
-        Raises ClosedError, ValueError for a version of another run.
-        """
+    def _begin_open(self, version: WeightVersion) -> None:
+        """Abort the former update. Raises ClosedError, ValueError for a version of another run."""
         self._require_open(version)
         former = self._update
-        goes_on = former is not None and former.is_open and former.is_interrupted and former.version == version
-        # If none of `peers` took part, they have connected since then, or take the version in another form.
-        if former is not None and goes_on and (former.peers.intersection(peers) or not peers):
-            former.is_interrupted = False
-            return former
         if former is not None and former.is_done:
             former.is_open = False
         self.abort("the publisher began another update")
@@ -312,7 +288,6 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
             former.peers.clear()
         self._failures = {}
         self._listen()
-        return None
 
     def _await_opened(self, names: Sequence[str], version: WeightVersion) -> set[str]:
         """Wait until each peer has opened the version or has failed; return the names of those that have opened it.
@@ -349,6 +324,15 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
             raise UpdateAbortedError("no update is open: call open() first (an abort or a lost peer ends an update)")
         check_next(index, update.next, update.num_buckets)
         return update
+
+    @contextlib.contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        """Release the condition, which is not held recursively: heartbeats need it during a wait for something else."""
+        self.condition.release()
+        try:
+            yield
+        finally:
+            self.condition.acquire()
 
     def _timed_out(self, name: str, what: str) -> PeerTimeoutError:
         return PeerTimeoutError(f"{name} {what} for {self._deadline_seconds:g} s and was dropped", peer=name)
@@ -438,7 +422,7 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
         Peers that fail to do so, or are gone, are in `failures`. Raises InsufficientMemoryError.
         """
         with self.condition:
-            self._begin_open(version, peers)
+            self._begin_open(version)
             self._await_released()
             arena = self._arena
             device, arena_layout = self._layout(manifest, staged=staged)
@@ -450,10 +434,13 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
             elif arena_layout.size_bytes:
                 self._replace_arena(arena_layout.size_bytes, device)
             taking_part = self._await_opened(peers, version)
-            self._update = update = SentUpdate(version, manifest, staged, arena_layout, taking_part)
+            self._update = update = SentUpdate(
+                version, manifest, staged, len(manifest.buckets), arena_layout, taking_part
+            )
+            begin = records.BeginUpdate(version.number, staged, update.num_buckets)
             for name in sorted(update.peers):
                 if name in update.peers:
-                    self._post(self._peers[name], update.begin)
+                    self._post(self._peers[name], begin)
         return 0
 
     def buffer(self, index: int) -> BucketBuffer:
@@ -501,7 +488,7 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
         with self.condition:
             self._require_open()
             self._await_released()
-            self._close_arena()
+            self._free()
 
     def _await_packed(self, index: int, packed: host_device.Event) -> None:
         polls = Deadline(self._deadline_seconds).polls(host_device.POLL_SECONDS, host_device.POLL_SECONDS)
@@ -512,23 +499,16 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
             what = f"the trainer's GPU did not finish packing bucket {index} within {self._deadline_seconds:g} s"
             raise PeerTimeoutError(f"{what}: other work is queued before it, or the GPU hangs", peer="trainer")
 
-    @contextlib.contextmanager
-    def _unlocked(self) -> Iterator[None]:
-        """Release the condition, which is not held recursively: heartbeats need it during a wait for something else."""
-        self.condition.release()
-        try:
-            yield
-        finally:
-            self.condition.acquire()
-
     # --- the method that a transport implements ---
 
     @abc.abstractmethod
     def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> A:
         """Allocate an arena. Raises InsufficientMemoryError."""
 
-    def _disconnect(self) -> None:
-        self._close_arena()
+    def _free(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close(free=not self._lost_slots and not any(self._readers.values()))
 
     # --- records of peers ---
 
@@ -556,9 +536,11 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
 
     def _forget_reader(self, name: str) -> set[int]:
         """Remove a peer from the readers of all slots; return the slots that it was reading."""
-        read = {slot for slot, readers in self._readers.items() if name in readers}
-        for slot in read:
-            self._readers[slot].discard(name)
+        read = set()
+        for slot, readers in self._readers.items():
+            if name in readers:
+                readers.discard(name)
+                read.add(slot)
         return read
 
     def _await_released(self, slot: int | None = None) -> None:
@@ -597,16 +579,10 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
             self.memory_seconds += seconds
 
     def _replace_arena(self, size_bytes: int, device: torch.device) -> None:
-        self._close_arena()
+        self._free()
         self._generation += 1
         start = time.perf_counter()
         self._arena = self._make_arena(self._generation, size_bytes, device)
         self.memory_seconds += time.perf_counter() - start
         self._readers.clear()
         self._lost_slots.clear()
-
-    def _close_arena(self) -> None:
-        """Close the arena. Its memory is freed at once, unless a stalled reader may still read it."""
-        arena, self._arena = self._arena, None
-        if arena is not None:
-            arena.close(free=not self._lost_slots and not any(self._readers.values()))

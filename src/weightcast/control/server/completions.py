@@ -17,11 +17,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from weightcast.control.routes import answering, logger, read_body, reply, status_of
+from weightcast.control.routes import logger, read_body, reply, status_of
 from weightcast.control.server.metrics import ServerMetrics
 from weightcast.engines.transformers import (
     Completion,
@@ -201,7 +201,7 @@ def completion_routes(generator: TextGenerator, metrics: ServerMetrics, *, model
     metrics.gauge("running_completions", "Completions that are being generated.", lambda: generator.num_running)
     metrics.gauge("waiting_completions", "Completions that wait in the queue.", lambda: generator.num_waiting)
     return [
-        Route("/v1/completions", answering(completions.create, _error_reply), methods=["POST"]),
+        Route("/v1/completions", completions.create, methods=["POST"]),
         Route("/v1/models", completions.models, methods=["GET"]),
     ]
 
@@ -228,9 +228,16 @@ class _Completions:
         return reply({"object": "list", "data": models})
 
     async def create(self, request: Request) -> Response:
-        body: CompletionBody = decode(await read_body(request, MAX_BODY_BYTES), CompletionBody)
-        body.check()
-        return await (self._stream(body) if body.stream else self._answer(request, body))
+        try:
+            body: CompletionBody = decode(await read_body(request, MAX_BODY_BYTES), CompletionBody)
+            body.check()
+            return await (self._stream(body) if body.stream else self._answer(request, body))
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as exc:
+            error = _error_body(exc)
+            status = error["error"]["code"]
+            return reply(error, status, _ERROR_HEADERS.get(status))
 
     async def _submit(self, body: CompletionBody, on_delta: Callable[[Delta], None] | None = None) -> Generation:
         sampling = body.sampling()
@@ -293,12 +300,6 @@ async def _disconnected(request: Request) -> None:
 
 def _event(body: Any) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-def _error_reply(error: Exception) -> Response:
-    body = _error_body(error)
-    status = body["error"]["code"]
-    return reply(body, status, _ERROR_HEADERS.get(status))
 
 
 def _error_body(error: BaseException) -> dict[str, Any]:

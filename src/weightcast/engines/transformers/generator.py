@@ -23,10 +23,8 @@ from weightcast.engines.transformers.request import Completion, Delta, Request, 
 from weightcast.errors import ClosedError, EngineTornError, PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import WeightVersion
 from weightcast.host.closing import ClosedOnExit, close_at_exit, on_failure
-from weightcast.host.deadline import POLL_SECONDS, Deadline
+from weightcast.host.deadline import POLL_SECONDS
 from weightcast.seams.adapters import RequestAdapters
-
-"""Interval at which a paused generator checks for cancelled requests, an abort, and `close`."""
 
 
 class QueueFullError(WeightcastError):
@@ -261,11 +259,10 @@ class TextGenerator(ClosedOnExit):
 
     def _drain(self, mode: str, deadline_seconds: float) -> None:
         """See `Gate`: wait until the running requests have ended, or end them."""
-        deadline = Deadline(deadline_seconds)
         with self._condition:
             self._is_aborting = mode == "abort" and bool(self._running)
             self._condition.notify_all()
-            if deadline.wait_for(self._condition, lambda: not self._running):
+            if self._condition.wait_for(lambda: not self._running, deadline_seconds):
                 return
             self._is_aborting = False
             raise PeerTimeoutError(

@@ -107,10 +107,6 @@ class Check(_Record, frozen=True):
     """Instruction: check the weights for NaN and infinity."""
 
 
-class KeepBase(_Record, frozen=True):
-    """Instruction: have memory for a base of your origin's buckets, and send a `BaseReport`."""
-
-
 class Encode(_Record, frozen=True):
     """Instruction: do not send the buckets of the rounds that follow, but encode them; the base becomes theirs."""
 
@@ -151,10 +147,13 @@ class Packed(_Record, frozen=True):
 
 
 class AskSenders(_Record, frozen=True):
-    """Instruction: send an `OriginReport`, on these peers; with `digests`, include those of all buckets."""
+    """Instruction: send an `OriginReport`, on these peers; with `digests`, include those of all buckets; with
+    `keeps_base`, first have memory for a base of your origin's buckets.
+    """
 
-    peers: tuple[str, ...]
-    digests: bool
+    peers: tuple[str, ...] = ()
+    digests: bool = False
+    keeps_base: bool = False
 
 
 class AllPacked(_Record, frozen=True):
@@ -190,23 +189,6 @@ class RankStatus(_Record, frozen=True):
     bucket: NextBucket | None = None
 
 
-class OriginReport(_Record, frozen=True):
-    """State of another origin's sender, from the rank that leads that origin.
-
-    `connected`: peers with a connection. `failures`: errors by peer. `survivors`: after a loss, the peers for which the
-    update can be opened again, else None. `digests`: of the sent or encoded buckets. `sent`: digests of tensors, by
-    bucket. `encoded_bytes`: lengths of the buckets that were encoded, in which `num_changed` words have changed.
-    """
-
-    connected: tuple[str, ...]
-    failures: dict[str, ErrorRecord]
-    survivors: tuple[str, ...] | None
-    digests: list[str]
-    sent: dict[int, list[str]]
-    encoded_bytes: list[int] = []
-    num_changed: int = 0
-
-
 class Failure(_Record, frozen=True):
     """An error of one rank, sent in place of its record."""
 
@@ -229,16 +211,29 @@ class Failure(_Record, frozen=True):
         return from_record(record)
 
 
-class BaseReport(_Record, frozen=True):
-    """The base of another origin: number of its version, -1 for none; `problem`: why there can be no base, or None."""
+class OriginReport(_Record, frozen=True):
+    """State of another origin's sender, from the rank that leads that origin.
 
-    number: int
+    `connected`: peers with a connection. `failures`: errors by peer. `survivors`: after a loss, the peers for which the
+    update can be opened again, else None. `digests`: of the sent or encoded buckets. `sent`: digests of tensors, by
+    bucket. `encoded_bytes`: lengths of the buckets that were encoded, in which `num_changed` words have changed.
+    `base`: number of the version of the origin's base, -1 for none; `problem`: why there can be no base, or None.
+    """
+
+    connected: tuple[str, ...]
+    failures: dict[str, ErrorRecord]
+    survivors: tuple[str, ...] | None
+    digests: list[str]
+    sent: dict[int, list[str]]
+    encoded_bytes: list[int] = []
+    num_changed: int = 0
+    base: int = -1
     problem: Failure | None = None
 
 
 Agreement: TypeAlias = Start | Specs | Settings | Held | Mappable | Agreed | HeldParts
-Instruction: TypeAlias = Check | KeepBase | Encode | Open | Pack | Packed | AskSenders | AllPacked | Declined | End
-Answer: TypeAlias = Nothing | RankStatus | BaseReport | OriginReport | Failure
+Instruction: TypeAlias = Check | Encode | Open | Pack | Packed | AskSenders | AllPacked | Declined | End
+Answer: TypeAlias = Nothing | RankStatus | OriginReport | Failure
 Record: TypeAlias = Agreement | Instruction | Answer
 
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
-import msgspec
 import torch
 
 from weightcast import registry
@@ -178,7 +177,7 @@ class PublishingRank(Rank, Sender):
 
     def others(self) -> list[bytes]:
         """Return the digests of the other origins' buckets. Called once all were sent."""
-        self._ask((), digests=True)
+        self._ask(digests=True)
         for report in self._reports.values():
             if self.sent is not None:
                 self.sent.by_bucket |= report.sent
@@ -197,16 +196,12 @@ class PublishingRank(Rank, Sender):
     # --- as `OtherBases` ---
 
     def keep_bases(self) -> set[int]:
-        if not self._others:
-            return set()
-        with self.group.uninterrupted():
-            self.group.exchange_when_idle(records.KeepBase())
-            reports = self.group.exchange(records.Nothing())
-        for rank in self._others:
-            if (problem := reports[rank].problem) is not None:
-                raise problem.error(self.group.ranks[rank])
-        self._keeps_base = True
-        return {reports[rank].number for rank in self._others}
+        self._ask(keeps_base=True)
+        for rank, report in self._reports.items():
+            if report.problem is not None:
+                raise report.problem.error(self.group.ranks[rank])
+        self._keeps_base = bool(self._others)
+        return {report.base for report in self._reports.values()}
 
     def begin_encoding(self, version: WeightVersion) -> None:
         self.group.version = version.number
@@ -226,7 +221,7 @@ class PublishingRank(Rank, Sender):
     def failures(self) -> Mapping[str, WeightcastError]:
         """Failures of all origins' senders: those of other ranks as of the last round or, once all is sent, now."""
         if self._are_all_sent:
-            self._ask(())
+            self._ask()
         failures = dict(self._sender.failures)
         for report in self._reports.values():
             failures |= {name: from_record(record) for name, record in report.failures.items()}
@@ -287,19 +282,17 @@ class PublishingRank(Rank, Sender):
         if self._others:
             self._require_peers(self.group.exchange_when_idle(records.Nothing()))
 
-    def _ask(self, peers: Sequence[str], *, digests: bool = False) -> None:
-        """Ask the leaders of the other origins for their reports on these peers."""
+    def _ask(self, peers: Sequence[str] = (), *, digests: bool = False, keeps_base: bool = False) -> None:
+        """Ask the leaders of the other origins for their reports on these peers; see `AskSenders`."""
         if self._others:
-            with self.group.uninterrupted():
-                self.group.exchange_when_idle(records.AskSenders(tuple(peers), digests))
-                reports = self.group.exchange(records.Nothing())
+            reports = self.group.ask(records.AskSenders(tuple(peers), digests, keeps_base))
             self._reports = {rank: reports[rank] for rank in self._others}
 
     def _require_peers(self, statuses: Sequence[Any]) -> None:
         """Raise PeersLostError if another origin's sender has lost peers, after asking the leaders for failures."""
         known = {rank: len(report.failures) for rank, report in self._reports.items()}
         if any(statuses[rank].is_lost or statuses[rank].num_failures > known.get(rank, 0) for rank in self._others):
-            self._ask(())
+            self._ask()
         if not any(statuses[rank].is_lost for rank in self._others):
             return
         of_each = [set(report.survivors) for report in self._reports.values() if report.survivors is not None]
@@ -408,8 +401,6 @@ class FollowingRank(Rank):
                         self._agree(settings)
                     case records.Check():
                         self._check_finite()
-                    case records.KeepBase():
-                        self._report_base()
                     case records.Encode() if self._base is not None:
                         with group.error_at_next_exchange():
                             self._base.begin()
@@ -545,30 +536,32 @@ class FollowingRank(Rank):
         answer: records.Record = records.Nothing()
         with self.group.error_at_next_exchange():
             if self._sender is not None:
+                problem = self._problem_with_base() if question.keeps_base else None
                 failures = {name: to_record(error) for name, error in self._sender.failures.items()}
-                connected = tuple(self._sender.connected(question.peers))
-                digests = list(self._digests) if question.digests else []
-                sent = self._sent.by_bucket if question.digests and self._proves else {}
-                answer = records.OriginReport(connected, failures, self._survivors, digests, sent)
-                if question.digests and self._base is not None:
-                    sizes = [payload.nbytes for payload in self._base.encoded.values()]
-                    answer = msgspec.structs.replace(answer, encoded_bytes=sizes, num_changed=self._base.num_changed)
+                sizes = [] if self._base is None else [payload.nbytes for payload in self._base.encoded.values()]
+                answer = records.OriginReport(
+                    tuple(self._sender.connected(question.peers)),
+                    failures,
+                    self._survivors,
+                    digests=list(self._digests) if question.digests else [],
+                    sent=self._sent.by_bucket if question.digests and self._proves else {},
+                    encoded_bytes=sizes if question.digests else [],
+                    num_changed=0 if self._base is None else self._base.num_changed,
+                    base=-1 if self._base is None else self._base.number,
+                    problem=problem,
+                )
         self.group.exchange(answer)
 
-    def _report_base(self) -> None:
-        """Have a base, if this rank leads an origin, and report the version that it has."""
-        answer: records.Record = records.Nothing()
-        with self.group.error_at_next_exchange():
-            if self._sender is not None:
-                manifest, origin = self._assignment.layout.manifest, self._assignment.origins[self.group.group_rank]
-                try:
-                    if self._base is None or (self._base.manifest, self._base.origin) != (manifest, origin):
-                        self._base = None
-                        self._base = OriginBase(manifest, manifest.digest(), origin)
-                    answer = records.BaseReport(self._base.number)
-                except WeightcastError as exc:
-                    answer = records.BaseReport(-1, records.Failure.of(exc))
-        self.group.exchange(answer)
+    def _problem_with_base(self) -> records.Failure | None:
+        """Have a base of this origin's buckets; return why there can be none."""
+        manifest, origin = self._assignment.layout.manifest, self._assignment.origins[self.group.group_rank]
+        try:
+            if self._base is None or (self._base.manifest, self._base.origin) != (manifest, origin):
+                self._base = None
+                self._base = OriginBase(manifest, manifest.digest(), origin)
+        except WeightcastError as exc:
+            return records.Failure.of(exc)
+        return None
 
     def _end_update(self, reason: str) -> None:
         sender, was_open = self._sender, self._is_open

@@ -123,7 +123,7 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
         return Bucket(index, self._buffers.buffer(index)) if wanted.num_received > index else None
 
     def _release(self, wanted: BroadcastUpdate, index: int) -> None:
-        is_queued = not wanted.staged and host_device.has_streams(self.device)
+        is_queued = not wanted.staged and self.device.type == "cuda"
         read = host_device.recorded(self.device) if is_queued else None
         with self._condition:
             if read is not None:

@@ -38,7 +38,7 @@ from weightcast.links.link import LinkListener
 from weightcast.transports.collective import records
 from weightcast.transports.collective.group import BroadcastGroup, GroupMember, GroupSettings, engine_of
 from weightcast.transports.kept_memory import MemoryToSend
-from weightcast.transports.records import UpdateAborted
+from weightcast.transports.records import BeginUpdate, UpdateAborted
 from weightcast.transports.sending import MAX_REASON_CHARACTERS, SendingEnd, SentUpdate
 
 _NUM_SLOTS = 2
@@ -93,15 +93,19 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
         An update in progress begins again even if this sender has lost no peer: another origin's sender may have.
         """
         with self.condition:
-            former = self._update
-            if former is not None and former.is_open and former.version == version and not former.is_done:
-                self._leave()
-                former.is_interrupted = True
-            update = self._begin_open(version, peers)
+            self._require_open(version)
+            update, former = None, self._update
+            if former is not None and former.is_open and former.version == version:
+                if former.is_interrupted or not former.is_done:
+                    self._leave()
+                    # If none of `peers` took part, they have connected since, or take the version in another form.
+                    update = former if former.peers.intersection(peers) or not peers else None
+                former.is_interrupted = False
             if update is None:
+                self._begin_open(version)
                 arena_layout = arena_layout_of(manifest, num_slots=_NUM_SLOTS, staged=False)
                 taking_part = self._await_opened(peers, version)
-                update = GroupUpdate(version, manifest, staged, arena_layout, taking_part)
+                update = GroupUpdate(version, manifest, staged, len(manifest.buckets), arena_layout, taking_part)
                 self._update = update
             update.next = 0
             update.peers &= set(peers)
@@ -112,9 +116,10 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
                 self._slots_are_lost = False
             self._slots.prepare(update.arena_layout)
             if group is not None:
+                begin = BeginUpdate(version.number, staged, update.num_buckets)
                 for member in group.members:
-                    member.progress = records.Progress(group.number, update.version.number)
-                    self._post(member, update.begin)
+                    member.progress = records.Progress(group.number, version.number)
+                    self._post(member, begin)
             if update.is_done:
                 update.peers.clear()
             return 0
@@ -125,7 +130,7 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
             update, group = self._require_update(index), self._group
             if group is not None:
                 free = index - _NUM_SLOTS + 1
-                self._await(update, group, lambda: group.is_quiet(free), lambda: self._slow(update, group))
+                self._await(update, group, lambda: group.is_quiet(free))
             return self._slots.buffer(index)
 
     def send(self, index: int, num_bytes: int) -> None:
@@ -138,11 +143,7 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
             if num_bytes != (expected := HEADER_BYTES + update.manifest.buckets[index]):
                 raise ValueError(f"num_bytes of bucket {index} is {num_bytes}, expected {expected}")
             if group is not None:
-
-                def is_awaited() -> bool:
-                    return all(member.progress.num_awaited > index for member in group.members)
-
-                self._await(update, group, is_awaited, lambda: self._slow(update, group))
+                self._await(update, group, lambda: all(m.progress.num_awaited > index for m in group.members))
                 try:
                     group.send(index, self._slots.buffer(index).flat(num_bytes))
                 except PeerError as exc:
@@ -155,7 +156,7 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
                 return group.is_quiet() and all(m.progress.num_received == update.num_buckets for m in group.members)
 
             # Notice a broken group here already, and not only at the next bucket.
-            self._await(update, group, lambda: not update.is_done or is_received(), lambda: self._slow(update, group))
+            self._await(update, group, lambda: not update.is_done or is_received())
             if update.is_done:
                 # All receivers have all buckets: this update can't lose a peer any more.
                 update.peers.clear()
@@ -168,7 +169,7 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
                 self._slots.free()
                 host_device.empty_cache(self._settings.device)
 
-    def _disconnect(self) -> None:
+    def _free(self) -> None:
         self._leave()
         self._slots.close()
 
@@ -237,15 +238,12 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
         if not readers:
             return
         self.num_groups += 1
-        # Serving the store may take a while: heartbeats need the condition meanwhile.
-        self.condition.release()
         try:
-            group: BroadcastGroup | str = BroadcastGroup(self.num_groups, self._settings, readers)
+            with self._unlocked():  # serving the store may take a while
+                group: BroadcastGroup | str = BroadcastGroup(self.num_groups, self._settings, readers)
         except (PeerError, OSError) as exc:
             short = shortage(exc) or shortage_now()
             group = f"can't make a group: {short}" if short else to_record(exc).message
-        finally:
-            self.condition.acquire()
         if isinstance(group, str):
             self._interrupt(update, {}, group)
         self._group = group
@@ -278,20 +276,22 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
         update: GroupUpdate,
         group: BroadcastGroup,
         is_done: Callable[[], bool],
-        late: Callable[[], Sequence[GroupMember]],
+        late: Callable[[], Sequence[GroupMember]] | None = None,
         what: str = "took no bucket",
     ) -> None:
         """Wait until `is_done()`. Raises PeersLostError if the group fails, or at the deadline.
 
-        At the deadline the members of `late()` are to blame; `what` says what they have failed to do.
+        At the deadline the members of `late()` are to blame, by default those that the others wait for; `what` says
+        what they have failed to do.
         """
         deadline = Deadline(self._deadline_seconds)
         poll_seconds = host_device.POLL_SECONDS if self._settings.backend == "nccl" else self._deadline_seconds
         self._listen()
         while not (self._is_in_trouble(update, group) or is_done()):
             if deadline.has_passed:
-                blamed = {member: self._timed_out(member.name, what) for member in late()}
-                self._interrupt(update, blamed, f"no progress for {self._deadline_seconds:g} s")
+                blamed = self._slow(update, group) if late is None else late()
+                errors = {member: self._timed_out(member.name, what) for member in blamed}
+                self._interrupt(update, errors, f"no progress for {self._deadline_seconds:g} s")
             self._wait(min(deadline.remaining_seconds, poll_seconds))
         if self._is_in_trouble(update, group):
             self._interrupt_broken(update, group, group.error() or "a member has left the group of receivers")

@@ -97,7 +97,7 @@ class Populating:
         with self._changed:
             if self.touched_bytes >= (self._size_bytes if self._has_stopped else end_bytes):
                 return 0.0
-            Deadline(seconds).wait_for(self._changed, lambda: self._has_stopped or self.touched_bytes >= end_bytes)
+            self._changed.wait_for(lambda: self._has_stopped or self.touched_bytes >= end_bytes, seconds)
             if self._has_stopped and (rest_bytes := self._size_bytes - self.touched_bytes) > 0:
                 host_memory.require(rest_bytes, self._what, self._remedy)
                 # The caller writes to the rest now: count it as touched, so that later calls don't check it again.

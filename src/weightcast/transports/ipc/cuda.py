@@ -67,7 +67,7 @@ class MappedCudaArena(MappedArena):
                 f"{host_device.cuda.device_count()} other GPUs): make that GPU visible here (CUDA_VISIBLE_DEVICES), or "
                 f"{_STAGED}"
             )
-        if device is None or not host_device.has_streams(device):
+        if device is None or device.type != "cuda":
             device = owner
         elif device == torch.device("cuda"):
             device = torch.device("cuda", host_device.cuda.current_device())
