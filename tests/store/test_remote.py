@@ -164,7 +164,7 @@ def test_a_remote_store_is_read_as_any_other(
             assert followed is not None
             assert number_in(engine.held) == number
             assert follower.poll() is None
-    assert cli.main(["rollback", server.url]) == 1
+    assert cli.main(["rollback", server.url]) == 2
     assert "is only read" in capsys.readouterr().err
     with pytest.raises(ValueError, match="unknown option num_slots"):
         StoreAddress.parse(f"{server.url}?num_slots=3")
@@ -763,7 +763,7 @@ def test_following_goes_on_until_sigterm(server: StoreThread, tmp_path: Path, ne
     source = server.directory if command == "pull" else tmp_path / "near"
     ends = (server.url, near) if command == "pull" else (near, server.url)
     process = subprocess.Popen(
-        [sys.executable, "-m", "weightcast.cli", command, *ends, "--follow", "--json"],
+        [sys.executable, "-m", "weightcast", command, *ends, "--follow", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""`python -m weightcast.cli`."""
+"""`python -m weightcast`."""
 
 from __future__ import annotations
 
