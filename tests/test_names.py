@@ -31,7 +31,7 @@ WORDS = {
         frozenset(
             {
                 *("Held", "HeldBlock", "HeldParts", "HeldRegion", "HeldTensor", "HeldWeights", "_Held"),
-                *("held", "_held", "_held_tied", "held_range", "held_shards", "held_weights", "assert_holds"),
+                *("held", "_held", "_held_tied", "held_shards", "held_weights", "assert_holds"),
                 "holder",
             }
         ),
@@ -42,7 +42,7 @@ WORDS = {
         frozenset(
             {
                 *("SharedMemory", "SharedArena", "OwnedSharedArena", "MappedSharedArena"),
-                *("shared", "_shared", "_await_shared_reads"),
+                *("shared", "_shared"),
                 *("_shared_experts", "_SHARED_GATE"),
             }
         ),

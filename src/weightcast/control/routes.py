@@ -75,12 +75,6 @@ class QuarantineBody(msgspec.Struct, frozen=True):
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-def held_range(request: Request) -> tuple[int, int]:
-    """Return the query's `start` (index of a tensor) and `limit_bytes` (of tensors to read). Raises ManifestError."""
-    start, limit = request.query_params.get("start", "0"), request.query_params.get("limit_bytes", str(MAX_BYTES))
-    return natural_number("start", start), natural_number("limit_bytes", limit)
-
-
 def natural_number(what: str, text: str) -> int:
     """Return the number in `text`, in decimal digits. Raises ManifestError if it is not one."""
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
@@ -274,7 +268,10 @@ async def _ready(call: RouteCall) -> Any:
 
 
 async def _digests(call: RouteCall) -> HeldWeights:
-    return await call.engine.held(call.request.query_params.getlist("names"), *held_range(call.request))
+    query = call.request.query_params
+    start = natural_number("start", query.get("start", "0"))
+    limit_bytes = natural_number("limit_bytes", query.get("limit_bytes", str(MAX_BYTES)))
+    return await call.engine.held(query.getlist("names"), start, limit_bytes)
 
 
 async def _dtypes(call: RouteCall) -> TensorDtypes:
