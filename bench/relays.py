@@ -164,7 +164,7 @@ def measure(case: Case, found: Estimate, megabytes: int, runs: int) -> Iterator[
         assert found.relays is not None
         for each in found.relays.commands:
             words = shlex.split(substituted(each.command, each.host, net, folder))
-            command = ["ip", "netns", "exec", net.namespace(each.host), sys.executable, "-m", "weightcast"]
+            command = ["ip", "netns", "exec", net.namespace(each.host), sys.executable, "-m", "weightcast.cli"]
             process = processes.start(*command, *words[1:], *(["--json"] if words[1] == "follow" else []))
             if words[1] == "follow":
                 relays.append(process)

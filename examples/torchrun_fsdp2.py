@@ -81,7 +81,7 @@ def engine_of_our_own() -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         with tempfile.TemporaryDirectory() as directory:
             CONFIG.save_pretrained(directory)
-            serve = [sys.executable, "-m", "weightcast", "serve", directory, "--dtype", "float32", "--port", "0"]
+            serve = [sys.executable, "-m", "weightcast.cli", "serve", directory, "--dtype", "float32", "--port", "0"]
             command = [*serve, "--random-weights", "--exit-with-parent"]
             server = stack.enter_context(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -106,7 +106,7 @@ def _supervise(
                     # Random weights: an engine can only equal the trainer afterwards by way of a publish.
                     weights = f"{directory}/model", "--random-weights", str(settings.seed + 1 + index)
                     options = "--port", "0", "--threads", "1", "--exit-with-parent"
-                    processes.start(f"engine {index}", "weightcast", "serve", *weights, *options)
+                    processes.start(f"engine {index}", "weightcast.cli", "serve", *weights, *options)
             if isinstance(event, RunEnded):
                 # An engine that died is what the trainer failed on, whichever of both is noticed first.
                 died = processes.died("engine ") if event.problem else None

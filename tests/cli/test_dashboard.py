@@ -224,7 +224,7 @@ def test_engines_without_urls_and_a_bounded_history(address: str) -> None:
 
 @contextlib.contextmanager
 def dashboard(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "weightcast", "dashboard", "--port", "0", *argv]
+    command = [sys.executable, "-m", "weightcast.cli", "dashboard", "--port", "0", *argv]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -34,7 +34,7 @@ def serving(
     model: Path, *options: str, end: signal.Signals | None = None, stderr: IO[str] | None = None
 ) -> Iterator[str]:
     """The URL of a `weightcast serve` process, which ends cleanly with the context: by `end`, or with its stdin."""
-    command = [sys.executable, "-m", "weightcast", "serve", str(model), "--port", "0", "--exit-with-parent"]
+    command = [sys.executable, "-m", "weightcast.cli", "serve", str(model), "--port", "0", "--exit-with-parent"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
     with subprocess.Popen([*command, *options], **pipes, text=True) as process:  # type: ignore[call-overload]
         assert process.stdin is not None

@@ -25,7 +25,7 @@ NOBODY = "http://127.0.0.1:9"  # the discard port: refused at once
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "weightcast", *argv], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "weightcast.cli", *argv], capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -185,7 +185,7 @@ def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def test_on_a_terminal_it_says_that_it_imports(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
-    command = [sys.executable, "-m", "weightcast", "publish", str(tmp_path / "none"), "--engine", NOBODY]
+    command = [sys.executable, "-m", "weightcast.cli", "publish", str(tmp_path / "none"), "--engine", NOBODY]
     environment = {**os.environ, "TERM": "xterm"}
     with open(ours, "rb", buffering=0) as terminal:
         done = subprocess.run(command, stderr=theirs, env=environment, timeout=100, check=False)

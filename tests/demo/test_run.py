@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 WARMING, A_STEP = "^warm start", r"^ +2  "
 MANY_STEPS = ("--steps", "100000", "--engines", "1")
 TWO_RANKS = ("--trainer-ranks", "2", "--transport", "gloo")
-TRAINER, ENGINE = "rl_demo.trainer", "weightcast serve"
+TRAINER, ENGINE = "rl_demo.trainer", "weightcast.cli serve"
 
 
 @pytest.fixture(scope="module")

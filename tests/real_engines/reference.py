@@ -21,7 +21,7 @@ class ReferenceServer(ServerProcess):
         self._own_environment = dict(environment)
 
     def _command(self) -> list[str]:
-        serve = [sys.executable, "-m", "weightcast", "serve", str(self._folder)]
+        serve = [sys.executable, "-m", "weightcast.cli", "serve", str(self._folder)]
         return [*serve, "--dtype", "float32", "--port", str(self.port)]
 
     def _environment(self) -> dict[str, str]:

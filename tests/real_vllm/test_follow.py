@@ -22,7 +22,7 @@ FOLLOW_SECONDS = 120
 @on(ONE)
 def test_what_comes_into_a_store_is_served(server: Server, tmp_path: Path) -> None:
     store = FILE.format(tmp_path)
-    command = [sys.executable, "-m", "weightcast", "follow", store, "--engine", server.url, "--json"]
+    command = [sys.executable, "-m", "weightcast.cli", "follow", store, "--engine", server.url, "--json"]
     with (
         trainer(server.setup, transport=store) as it,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower,
@@ -44,7 +44,7 @@ def test_what_comes_into_a_store_is_served(server: Server, tmp_path: Path) -> No
 @on(ONE)
 def test_directories_that_a_loop_writes_are_served(server: Server, tmp_path: Path) -> None:
     """As transformers' trainer writes them, with a marker. The follower's second life sends the newest once more."""
-    command = [sys.executable, "-m", "weightcast", "follow", str(tmp_path), "--marker", "DONE"]
+    command = [sys.executable, "-m", "weightcast.cli", "follow", str(tmp_path), "--marker", "DONE"]
     command += ["--engine", server.url, "--json"]
     first = 1 + int("".join(filter(str.isdigit, server.version())) or 0)
     for seeds in ((1, 0), (1,)):

@@ -37,7 +37,7 @@ class StoreProcess:
     def _start(self, port: int) -> None:
         command = ["serve-store", self._served, "--port", str(port), *self._options]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "weightcast", *command],
+            [sys.executable, "-m", "weightcast.cli", *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -145,7 +145,7 @@ def copying(command: str, source: str, target: str, environment: Mapping[str, st
     """`weightcast pull` or `push` in a process that is under way."""
     words = [command, source, target, "--deadline", "5", "--json"]
     return subprocess.Popen(
-        [sys.executable, "-m", "weightcast", *words],
+        [sys.executable, "-m", "weightcast.cli", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -29,7 +29,7 @@ RUN = "5c" * 16
 OTHER_RUN = "d1" * 16
 LONG_SECONDS = 30.0
 SHORT_SECONDS = 0.3
-FOLLOW = [sys.executable, "-m", "weightcast", "follow", "--json"]
+FOLLOW = [sys.executable, "-m", "weightcast.cli", "follow", "--json"]
 
 
 @contextlib.contextmanager

@@ -763,7 +763,7 @@ def test_following_goes_on_until_sigterm(server: StoreThread, tmp_path: Path, ne
     source = server.directory if command == "pull" else tmp_path / "near"
     ends = (server.url, near) if command == "pull" else (near, server.url)
     process = subprocess.Popen(
-        [sys.executable, "-m", "weightcast", command, *ends, "--follow", "--json"],
+        [sys.executable, "-m", "weightcast.cli", command, *ends, "--follow", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

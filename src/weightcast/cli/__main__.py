@@ -1,4 +1,4 @@
-"""`python -m weightcast`."""
+"""`python -m weightcast.cli`."""
 
 from __future__ import annotations
 
