@@ -581,11 +581,17 @@ def a_transport_without_slashes(folder: Path) -> None:
 
 @gives(
     ValueError,
-    "no transport 'http'; known here: file, gloo, ipc, memory, nccl, s3, store+http, store+https (the URLs of engines "
-    "go into engines=[...])",
+    "no transport 'http'; known here: file, gloo, ipc, memory, nccl, s3 (the URLs of engines go into engines=[...])",
 )
 def an_engines_url_as_the_transport(folder: Path) -> None:
     publisher(transport=NOBODY)
+
+
+@gives(
+    ValueError, "is only read: publish into a store of this host, file:///DIR, and copy its versions with `weightcast"
+)
+def a_store_of_another_host_as_the_transport(folder: Path) -> None:
+    publisher(transport="store+http://127.0.0.1:8200")
 
 
 @gives(TypeError, "options is a dict; it must be a PublishOptions(...) or None")

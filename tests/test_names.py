@@ -42,7 +42,7 @@ WORDS = {
         frozenset(
             {
                 *("SharedMemory", "SharedArena", "OwnedSharedArena", "MappedSharedArena"),
-                *("shared", "_shared", "_await_shared_reads"),
+                *("shared", "_shared"),
                 *("_shared_experts", "_SHARED_GATE"),
             }
         ),

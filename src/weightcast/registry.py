@@ -25,12 +25,12 @@ TRANSPORTS = {
     "nccl": "weightcast.transports.collective:NCCL",
     "file": "weightcast.transports.store:TRANSPORT",
     "s3": "weightcast.transports.store:S3",
-    "store+http": "weightcast.transports.store:S3",
-    "store+https": "weightcast.transports.store:S3",
 }
+READ_ONLY = dict.fromkeys(("store+http", "store+https"), "weightcast.transports.store:S3")
+"""Stores that another host serves: a publisher can't write to them."""
 ENTRY_POINT_GROUP = "weightcast.transports"
 
-_ELSEWHERE = ("s3", "store+http", "store+https")
+_ELSEWHERE = ("s3",)
 """Schemes of stores whose URL names another host than that of the publisher."""
 
 STORED_SOURCES = dict.fromkeys(("file", "s3", "store+http", "store+https"), "weightcast.sources.store:StoreSource")
@@ -85,10 +85,22 @@ def transport(url: str) -> Transport:
     """Import the `Transport` for a URL's scheme. Raises ValueError, naming the known ones, if there is none."""
     name = scheme(url)
     target = next((target for other, target in _targets(TRANSPORTS, ENTRY_POINT_GROUP) if other == name), None)
+    if name in READ_ONLY:
+        raise ValueError(
+            f"{url!r} is a store that another host serves, and is only read: publish into a store of this host, "
+            "file:///DIR, and copy its versions with `weightcast push`"
+        )
     if target is None:
         remedy = " (the URLs of engines go into engines=[...])" if name in ("http", "https") else ""
         raise ValueError(f"no transport {name!r}; known here: {', '.join(registered_schemes())}{remedy}")
     found: Transport = _load(target)
+    return found
+
+
+def readable_transport(url: str) -> Transport:
+    """Return the `Transport` whose receiver reads from a URL that may be read only. Raises as `transport`."""
+    target = READ_ONLY.get(scheme(url))
+    found: Transport = transport(url) if target is None else _load(target)
     return found
 
 

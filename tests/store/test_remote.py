@@ -165,7 +165,7 @@ def test_a_remote_store_is_read_as_any_other(
             assert followed is not None
             assert number_in(engine.held) == number
             assert follower.poll() is None
-    assert cli.main(["rollback", server.url]) == 1
+    assert cli.main(["rollback", server.url]) == 2
     assert "is only read" in capsys.readouterr().err
     with pytest.raises(ValueError, match="unknown option num_slots"):
         StoreAddress.parse(f"{server.url}?num_slots=3")

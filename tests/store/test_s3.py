@@ -220,6 +220,17 @@ def test_an_empty_store_and_a_bucket_that_is_not_there(url: Options, server: Obj
         StoreSender(f"s3://{BUCKET}/taken?endpoint=http://127.0.0.1:{server.port}", run=RUN)
 
 
+@pytest.mark.parametrize("data", [b"", b"some bytes"])
+def test_a_bucket_that_was_truncated_is_named(url: Options, server: ObjectServer, data: bytes) -> None:
+    store = url()
+    write(store, 1)
+    address = StoreAddress.parse(store)
+    assert isinstance(address, ObjectStoreAddress)
+    server.ask("PUT", f"/{BUCKET}/{address.prefix}/slots/{max(slots(store))}/bucket.0", data)
+    with pytest.raises(IntegrityError, match=r"bucket\.0 ends after \d+ bytes, expected \d+: it was truncated"):
+        StoreSource(store)
+
+
 def test_a_reader_that_waits_is_told_that_the_publisher_has_closed(url: Options) -> None:
     write(url(), 1)
     receiver = StoreReceiver(url(), peer="engine", run=RUN, deadline_seconds=LONG_SECONDS)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
 import threading
-
-import msgspec
 
 from weightcast.cli import exits, output, values
 from weightcast.errors import VersionNotFoundError, WeightcastError
@@ -30,15 +27,8 @@ def run(args: argparse.Namespace) -> int:
         from weightcast.store.copying import copy_newest
 
     source, target = StoreAddress.parse(args.source), StoreAddress.parse(args.target)
-    stop, pause_seconds, is_empty = threading.Event(), 1.0, False
-
-    def end(number: int, frame: object) -> None:
-        # In another thread: the handler may interrupt the thread that waits for `stop` while it has the event's lock.
-        threading.Thread(target=stop.set).start()
-
-    with contextlib.ExitStack() as stack:
-        if args.follow:
-            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, end))
+    pause_seconds, is_empty = 1.0, False
+    with output.until_terminated() if args.follow else contextlib.nullcontext(threading.Event()) as stop:
         while not stop.is_set():
             try:
                 with output.measured(f"copying {args.source}") as on_progress:
@@ -54,9 +44,7 @@ def run(args: argparse.Namespace) -> int:
             except WeightcastError as exc:
                 if not args.follow:
                     raise
-                print(f"weightcast: {exits.describe(exc)}; trying again in {pause_seconds:g} s", file=sys.stderr)
-                stop.wait(pause_seconds)
-                pause_seconds = min(2 * pause_seconds, 30.0)
+                pause_seconds = output.wait_to_retry(exc, pause_seconds, stop)
                 continue
             pause_seconds = 1.0
             if copied is not None:
@@ -64,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
                     f"version {copied.version} of run {copied.run[:8]}: {size(copied.num_bytes)} in "
                     f"{copied.seconds:.2f} s, {size(copied.sent_bytes)} sent"
                 )
-                print(msgspec.json.encode(copied).decode() if args.json else text, flush=True)
+                output.show_line(copied, args.json, text)
             if not args.follow:
                 if copied is None:
                     output.show(None, args.json, lambda: [f"{args.target} has the newest version of {args.source}"])

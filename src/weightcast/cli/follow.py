@@ -6,13 +6,9 @@ import argparse
 import contextlib
 import functools
 import math
-import signal
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from weightcast.cli import exits, output, values
 from weightcast.errors import PeerTimeoutError, WeightcastError
@@ -59,16 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
-    stop, pause_seconds = threading.Event(), 1.0
+    pause_seconds = 1.0
     # After this time without a version a line is printed, since the directory or its marker may be wrong.
     look_seconds = GRACE_SECONDS
 
-    def end(number: int, frame: object) -> None:
-        # In another thread: the handler may interrupt the thread that waits for `stop` while it has the event's lock.
-        threading.Thread(target=stop.set).start()
-
     with contextlib.ExitStack() as stack:
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, end))
+        stop = stack.enter_context(output.until_terminated())
         follower = _follower(args, stack)
         first = Deadline(args.deadline if args.once else math.inf)
         needed = f" (a directory with the file {' or '.join(args.marker)})" if args.marker else ""
@@ -78,9 +70,7 @@ def run(args: argparse.Namespace) -> int:
             except WeightcastError as exc:
                 if args.once:
                     raise
-                print(f"weightcast: {exits.describe(exc)}; trying again in {pause_seconds:g} s", file=sys.stderr)
-                stop.wait(pause_seconds)
-                pause_seconds = min(2 * pause_seconds, 30.0)
+                pause_seconds = output.wait_to_retry(exc, pause_seconds, stop)
                 continue
             if followed is None and first.has_passed:
                 raise PeerTimeoutError(
@@ -99,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
                         f"version {followed.version} of run {followed.run[:8]}: {size(followed.num_bytes)} in "
                         f"{followed.seconds:.2f} s, {followed.lag_seconds:.2f} s after its commit"
                     )
-                print(msgspec.json.encode(followed).decode() if args.json else text, flush=True)
+                output.show_line(followed, args.json, text)
                 if args.once:
                     return exits.OK
     return exits.NEGATIVE if args.once else exits.OK

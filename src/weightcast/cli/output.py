@@ -7,6 +7,7 @@ import contextlib
 import functools
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -24,8 +25,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from weightcast.cli import values
-from weightcast.errors import printable
+from weightcast.cli import exits, values
+from weightcast.errors import WeightcastError, printable
 from weightcast.store import address as store_address
 
 IMPORTING = "importing torch"
@@ -92,6 +93,34 @@ def until_interrupted() -> Iterator[None]:
             yield
     finally:
         signal.signal(signal.SIGTERM, former)
+
+
+@contextlib.contextmanager
+def until_terminated() -> Iterator[threading.Event]:
+    """Context of a loop, which ends its present round when SIGTERM has set the event that this yields."""
+    stop = threading.Event()
+
+    def end(number: int, frame: object) -> None:
+        # In another thread: the handler may interrupt the thread that waits for `stop` while it has the event's lock.
+        threading.Thread(target=stop.set).start()
+
+    former = signal.signal(signal.SIGTERM, end)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def wait_to_retry(error: WeightcastError, pause_seconds: float, stop: threading.Event) -> float:
+    """Print the error of a loop's round, wait, and return the pause after another failure, in seconds."""
+    print(f"weightcast: {exits.describe(error)}; trying again in {pause_seconds:g} s", file=sys.stderr)
+    stop.wait(pause_seconds)
+    return min(2 * pause_seconds, 30.0)
+
+
+def show_line(result: object, as_json: bool, text: str) -> None:
+    """Print the result of a loop's round at once, as JSON or as this text."""
+    print(msgspec.json.encode(result).decode() if as_json else text, flush=True)
 
 
 @contextlib.contextmanager

@@ -25,5 +25,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     copies.add_arguments(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    return copies.run(args)
+run = copies.run

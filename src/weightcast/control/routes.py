@@ -251,9 +251,9 @@ async def _ready(engine: ServedEngine, body: None, request: Request) -> Any:
 
 async def _digests(engine: ServedEngine, body: None, request: Request) -> HeldWeights:
     query = request.query_params
-    start, limit_bytes = query.get("start", "0"), query.get("limit_bytes", str(MAX_BYTES))
-    numbers = natural_number("start", start), natural_number("limit_bytes", limit_bytes)
-    return await engine.held(query.getlist("names"), *numbers)
+    start = natural_number("start", query.get("start", "0"))
+    limit_bytes = natural_number("limit_bytes", query.get("limit_bytes", str(MAX_BYTES)))
+    return await engine.held(query.getlist("names"), start, limit_bytes)
 
 
 async def _dtypes(engine: ServedEngine, body: DtypesQuestion, request: Request) -> TensorDtypes:

@@ -89,7 +89,7 @@ class Follower(ClosedOnExit):
         if on_failure not in ("raise", "report"):
             raise ValueError(f"on_failure is {on_failure!r}; it must be 'raise' or 'report'")
         require_engine(engine)
-        transport = registry.transport(url)
+        transport = registry.readable_transport(url)
         if not transport.keeps_versions:
             raise ValueError(f"{url} keeps no versions to follow: give the URL of a store, file:///DIR")
         self.gate = gate or Gate()

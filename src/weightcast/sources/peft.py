@@ -97,7 +97,9 @@ class PeftAdapterSource:
         tuners: Any = sys.modules["peft.tuners.tuners_utils"]
         layers: dict[str, Any] = {}
         for name, layer in self._model.get_base_model().named_modules():
-            if not isinstance(layer, tuners.BaseTunerLayer) or not self._has_part(layer):
+            if not isinstance(layer, tuners.BaseTunerLayer):
+                continue
+            if not any(self._adapter in getattr(layer, register) for register in layer.adapter_layer_names):
                 continue
             lora: Any = sys.modules.get("peft.tuners.lora.layer")
             if lora is None or not isinstance(layer, lora.Linear) or layer.lora_variant.get(self._adapter):
@@ -108,9 +110,6 @@ class PeftAdapterSource:
         if not layers:
             raise ValueError(f"no layer of the model has a LoRA adapter {self._adapter!r}")
         return layers
-
-    def _has_part(self, layer: Any) -> bool:
-        return any(self._adapter in getattr(layer, register) for register in layer.adapter_layer_names)
 
     def _read_config(self) -> LoraConfig:
         config, adapter = self._model.peft_config[self._adapter], self._adapter

@@ -94,7 +94,7 @@ class ObjectReader:
             return
         name = _bucket_name(index)
         slot = self._others.get(name, self._slot)
-        data = memoryview(storage.read_range(name, slot, start, num_bytes))
+        data = storage.read_range(name, slot, start, num_bytes)
         if len(data) != num_bytes:
             raise IntegrityError(
                 f"{storage.path(name, slot)} ends after {start + len(data)} bytes, expected "
@@ -228,18 +228,22 @@ class ObjectStorage:
             except FileNotFoundError:
                 return None, None
 
-    def read_range(self, name: str, slot: int, start: int, num_bytes: int) -> obstore.Bytes:
+    def read_range(self, name: str, slot: int, start: int, num_bytes: int) -> memoryview:
         """Read a part of an object; less than `num_bytes` at its end. Raises IntegrityError if there is no object."""
         key = _key(name, slot)
         with self._calls(key):
             try:
-                return obstore.get_range(self._client, key, start=start, length=num_bytes)
+                return memoryview(obstore.get_range(self._client, key, start=start, length=num_bytes))
             except FileNotFoundError as exc:
                 raise IntegrityError(
                     f"{self.path(name, slot)} is missing: newer versions have replaced this one, or a part of the "
                     f"store was removed. Read the newest version; a slow reader needs a larger keep_seconds, now "
                     f"{self._address.keep_seconds}, in the publisher's URL"
                 ) from exc
+            except BaseError as exc:
+                if "416 Range Not Satisfiable" not in _summary(exc):
+                    raise
+                return memoryview(b"")  # the object ends before `start`
 
     def slot_numbers(self) -> set[int]:
         with self._calls(files.SLOTS):

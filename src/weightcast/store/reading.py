@@ -32,7 +32,7 @@ from weightcast.store.address import DirectoryAddress, ObjectStoreAddress, Remot
 from weightcast.store.directory import DirectoryStorage
 from weightcast.store.records import Commit, Stored, StoreInfo, WriterRecord, this_reader
 from weightcast.store.remote import RemoteStorage
-from weightcast.store.storage import BucketReader, Pin, ReadStorage, Storage, base_of, read_record, slots_of
+from weightcast.store.storage import BucketReader, Pin, ReadStorage, Storage, base_of, is_base, read_record, slots_of
 
 _ANY = "any version yet: publish one first"
 _PREVIOUS = "the version before the newest: only one was published, or it was overwritten"
@@ -196,7 +196,8 @@ class StoreReader:
             with on_failure(lock.close):
                 sealed = read_record(self.storage, files.SEAL, Commit, stored.slot)
                 if sealed is not None and sealed.newest == stored:
-                    manifest, base = self.manifest(stored), self._pin_base(stored)
+                    manifest, below = self.manifest(stored), base_of(self.storage, stored)
+                    base = None if below is None else self._pin(below, must_hold=False)
                     if stored.base is None or base is not None:
                         with on_failure(lock.close if base is None else base.close):
                             return PinnedVersion(
@@ -213,20 +214,10 @@ class StoreReader:
             raise IntegrityError(problem)
         return None
 
-    def _pin_base(self, stored: Stored) -> PinnedVersion | None:
-        """Pin the version on which `stored` is a delta. None if that is full, or if the other is not there any more."""
-        base = base_of(self.storage, stored)
-        return None if base is None else self._pin(base, must_hold=False)
-
     def pin_base(self, stored: Stored) -> PinnedVersion | None:
         """Pin the version on which `stored`, a version of another store, is a delta; None if this store lacks it."""
-        base = stored.base
-        if base is None:
-            return None
-        wanted = stored.run, base.number, base.root, stored.manifest_digest
-        for found in self.complete_versions():
-            is_wanted = (found.run, found.number, found.root, found.manifest_digest) == wanted
-            if is_wanted and (pinned := self._pin(found, must_hold=False)) is not None:
+        for found in () if stored.base is None else self.complete_versions():
+            if is_base(found, stored) and (pinned := self._pin(found, must_hold=False)) is not None:
                 return pinned
         return None
 

@@ -179,10 +179,14 @@ def base_of(storage: ReadStorage, stored: Stored) -> Stored | None:
     if stored.base is None:
         return None
     sealed = read_record(storage, files.SEAL, Commit, stored.base.slot)
-    found = None if sealed is None else sealed.newest
-    wanted = stored.run, stored.base.number, stored.base.root, stored.manifest_digest
-    has_it = found is not None and (found.run, found.number, found.root, found.manifest_digest) == wanted
-    return found if has_it else None
+    return sealed.newest if sealed is not None and is_base(sealed.newest, stored) else None
+
+
+def is_base(found: Stored, stored: Stored) -> bool:
+    """Return whether `found`, which may be of another store, is the version on which `stored` is a delta."""
+    base = stored.base
+    wanted = None if base is None else (stored.run, base.number, base.root, stored.manifest_digest)
+    return (found.run, found.number, found.root, found.manifest_digest) == wanted
 
 
 def slots_of(storage: ReadStorage, stored: Stored) -> list[int] | None:

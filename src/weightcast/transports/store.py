@@ -12,7 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, NoReturn, TypeVar
 
@@ -511,23 +511,20 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
     def _leave(self, wanted: StoreUpdate) -> None:
         """End the update. Reads that are under way keep the arena, and the version's pin until they are over."""
         reads = [read for read in wanted.reads if not read.cancel() and not read.done()]
-        if reads and self._num_ahead:
+        if reads:
             # The threads are busy with reads of the ended update.
             self._pool.shutdown(wait=False)
             self._pool = self._new_pool()
         if reads and wanted.arena is self._arena:
             self._arena = KeptMemory(*_READ_INTO)
         elif reads:
-            self._await_shared_reads(reads)
+            # Other ranks read this memory, too: the next version must not be overwritten.
+            self._late_reads = [*wait(reads, GRACE_SECONDS).not_done]
         pinned = wanted.pinned
         if pinned is not None and reads:
             awaited_at_exit(functools.partial(_close_after, reads, pinned), "weightcast-store-end")
         elif pinned is not None:
             pinned.close()
-
-    def _await_shared_reads(self, reads: list[Future[None]]) -> None:
-        """Wait for old reads into memory that other ranks read, too, before the next version is read into it."""
-        self._late_reads = [*wait(reads, GRACE_SECONDS).not_done]
 
     def _disconnect(self) -> None:
         self._reader.close()
@@ -588,40 +585,22 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
                 f"version {wanted.version.number} in the store {self._where} has another plan ({len(stored)} "
                 f"buckets) than the publisher offered ({len(expected)} buckets)"
             )
-        index = order[number]
-        here: Future[None] | None = None
-        if wanted.num_ahead == 0:
-            here = Future()
-            here.set_running_or_notify_cancel()
-            wanted.reads.append(here)
         # Read no further ahead: a streaming bucket's memory is free only when the next bucket is asked for.
-        for ahead in order[number + len(wanted.reads) : number + wanted.num_ahead]:
+        for ahead in order[number + len(wanted.reads) : number + max(1, wanted.num_ahead)]:
             wanted.reads.append(self._pool.submit(_read, pinned, wanted, ahead))
         following = wanted.reads[0]
         with self._unlocked():
-            if here is None:
-                wait([following])
-            else:
-                _complete(here, functools.partial(_read, pinned, wanted, index))
+            wait([following])
         self._check_live(wanted)
         wanted.reads.popleft().result()
         if number + 1 == wanted.num_buckets:
             pinned.close()
-        return Bucket(index, wanted.arena.buffer(index))
+        return Bucket(order[number], wanted.arena.buffer(order[number]))
 
 
 def _close_after(reads: list[Future[None]], pinned: PinnedVersion) -> None:
     wait(reads)
     pinned.close()
-
-
-def _complete(future: Future[None], call: Callable[[], None]) -> None:
-    """Make the call in this thread, and store its result in the future as a pool would."""
-    try:
-        call()
-        future.set_result(None)
-    except BaseException as exc:
-        future.set_exception(exc)
 
 
 def _read(pinned: PinnedVersion, wanted: StoreUpdate, index: int) -> None:
