@@ -52,13 +52,15 @@ class _Load:
 class LoaderEngine(abc.ABC):
     """An `Engine` that is `Validating`, `Undoable`, `Mapped` and `OnDevice`. Created once the model is loaded.
 
-    `host`: the engine's kind, for errors. `unsupported`: features with which this engine can't be updated; without any
-    its loader has a dry run. `is_alone`: the engine has one rank. Call it from one thread at a time, between two steps
-    of generation.
+    `host`: the engine's kind, for errors. `may_move`: it computes with layers that have changed places where they are
+    now; otherwise it may compute with the former layer. `unsupported`: features with which this engine can't be
+    updated; without any its loader has a dry run. `is_alone`: the engine has one rank. Call it from one thread at a
+    time, between two steps of generation.
     """
 
     device: torch.device
     host: ClassVar[str]
+    may_move: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, unsupported: Sequence[str], *, is_alone: bool) -> None:
         self._model = model
@@ -99,6 +101,9 @@ class LoaderEngine(abc.ABC):
         Return the layers that were not filled.
         """
 
+    def _prepare_dry_run(self) -> None:  # noqa: B027  (nothing to do where the loader runs as it is)
+        """Prepare for a dry run of a model whose layers are those of the start. Raises UnsupportedError."""
+
     def _end_load(self) -> None:  # noqa: B027  (nothing to do where no load can be left half-way)
         """End an unfinished load, before the undo copy is made and after it was restored. Idempotent."""
 
@@ -107,10 +112,11 @@ class LoaderEngine(abc.ABC):
 
     def _make_acceptance(self) -> Acceptance:
         """Make a dry run of the loader. Raises UnsupportedError if a layer with tensors was replaced meanwhile."""
+        known = set(self._started_with.values())
         strange = [
             name
             for name, layer in layers_of(self._model).items()
-            if self._started_with.get(name) is not layer
+            if (layer not in known if self.may_move else self._started_with.get(name) is not layer)
             and any(tensor is not None for tensor in (*layer._parameters.values(), *layer._buffers.values()))
         ]
         if strange:
@@ -119,6 +125,7 @@ class LoaderEngine(abc.ABC):
                 "may compute with the former layer, or not know how the new one's weights are loaded: put the former "
                 f"layer back, or restart {self.host}"
             )
+        self._prepare_dry_run()
         specs = self._header()
         if specs is not None and isinstance(self._model, ModelWithDraft):
             specs = [*specs, *self._model.own]

@@ -20,7 +20,7 @@ from weightcast.format.manifest import TensorSpec
 from weightcast.host import device as host_device
 from weightcast.integrations.plugin import checkpoint_header
 from weightcast.integrations.plugin import dry_run as loader_dry_run
-from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer
+from weightcast.integrations.plugin.acceptance import AcceptedOffer
 from weightcast.integrations.plugin.draft import with_draft
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.plugin.model import LoaderEngine, Tensors
@@ -45,6 +45,7 @@ class VllmModel(LoaderEngine):
     """
 
     host = "vLLM"
+    may_move = True
 
     def __init__(
         self, model: nn.Module, vllm_config: Any, device: torch.device, *, draft: nn.Module | None = None
@@ -92,10 +93,9 @@ class VllmModel(LoaderEngine):
     def _dry_run(self, specs: Sequence[TensorSpec]) -> DryRunOutcome:
         return dry_run(self._model, self._vllm_config, specs)
 
-    def _make_acceptance(self) -> Acceptance:
+    def _prepare_dry_run(self) -> None:
         self._reload = Reload(self._model, self._vllm_config)
         self._reload.require_work_rounds()
-        return super()._make_acceptance()
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         assert self.install_map is not None  # of the offer
