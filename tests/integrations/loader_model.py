@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec
-from weightcast.integrations.plugin.acceptance import acceptance
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, dry_run, present
 from weightcast.integrations.plugin.model import LoaderEngine
 
@@ -175,6 +173,8 @@ def without_memory(layer: nn.Module, _: str) -> tuple[dict[str, torch.Tensor], d
 class ModelEngine(LoaderEngine):
     """Installs into a `Model`. `packed_copies`: as in `RecordedMap`."""
 
+    host = "test"
+
     def __init__(
         self,
         model: Model,
@@ -187,14 +187,16 @@ class ModelEngine(LoaderEngine):
         self.fail_in_copy = False
         self.after_copy: Callable[[Model], None] = lambda model: None
 
-        def make_acceptance() -> Any:
-            def trial(specs: Sequence[TensorSpec]) -> DryRunOutcome:
-                return dataclasses.replace(dry_run(model, without_memory, specs), packed_copies=packed_copies)
-
-            return acceptance(model, trial, specs(reference or checkpoint(0)), is_alone=model.size == 1)
-
-        super().__init__(model, make_acceptance, ())
+        self._started_from = specs(reference or checkpoint(0))
+        self._packed_copies = packed_copies
+        super().__init__(model, (), is_alone=model.size == 1)
         model.num_loads = 0
+
+    def _header(self) -> Sequence[TensorSpec]:
+        return self._started_from
+
+    def _dry_run(self, specs: Sequence[TensorSpec]) -> DryRunOutcome:
+        return dataclasses.replace(dry_run(self.model, without_memory, specs), packed_copies=self._packed_copies)
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         pass

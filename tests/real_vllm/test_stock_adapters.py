@@ -233,7 +233,7 @@ def test_a_server_without_lora_says_how_to_start_it(server: Server, memory_store
     said = refusal(server, AdapterOf(server.setup.family, 0), memory_store)
     assert "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in said
     said = refusal(server, AdapterOf(server.setup.family, 0))
-    assert "can load versions only from a store: publish with transport='file:///dir'" in said
+    assert "loads versions from a directory, not from ipc://: publish with transport='file:///dir'" in said
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 13))])

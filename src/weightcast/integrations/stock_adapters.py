@@ -46,10 +46,10 @@ from weightcast.format.adapters import AdapterTarget, AdapterVersion, LoraConfig
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import LOAD_SECONDS
+from weightcast.integrations.plugin.checkpoint_header import linear_shapes
 from weightcast.seams.adapters import AdapterLimits
 from weightcast.serving.adapters import adapter_problems
 from weightcast.serving.admission import misfit_error
-from weightcast.store.address import DirectoryAddress
 from weightcast.trainer.export import joined_tensors
 
 logger = logging.getLogger(__name__)
@@ -66,16 +66,22 @@ _lock = threading.Lock()
 class AdapterApi(AdapterLimits, Protocol):
     """One kind of stock server, as far as adapters are concerned.
 
-    `kind`: its name, in paths. `is_enabled`: the server was started with LoRA. `load_route`, `unload_route`: paths of
-    its routes. `capacity`: how many adapters it names at most. `after_failure`: what to do after a failed load, or "".
+    `kind`: its name, in paths. `checkpoint`: the specs of the server's checkpoint, None if they are unknown.
+    `is_enabled`: the server was started with LoRA. `load_route`, `unload_route`: paths of its routes. `capacity`: how
+    many adapters it names at most. `after_failure`: what to do after a failed load.
     """
 
     kind: str
     http: HttpRoutes
+    checkpoint: Sequence[TensorSpec] | None
     is_enabled: bool
     load_route: str
     unload_route: str
-    after_failure: str
+    after_failure: str = ""
+
+    def shapes(self) -> Mapping[str, tuple[int, int]]:
+        remedy = f"give this host the checkpoint under the same path as {self.http.name}, which does not check them"
+        return linear_shapes(self.checkpoint, remedy, lambda module: _LAYER.fullmatch(module) is not None)
 
     def require(self) -> None:
         """Raise UnsupportedError, with the remedy, if the server can't load adapters. Raises PeerError."""
@@ -88,20 +94,6 @@ class AdapterApi(AdapterLimits, Protocol):
 
     def in_use(self) -> Collection[str]:
         """Return the adapters whose directories requests may still need, although the server does not name them."""
-
-
-def layer_shapes(held: Sequence[TensorSpec] | None, name: str) -> dict[str, tuple[int, int]]:
-    """Return by module the outputs and inputs of the layers of a checkpoint that an adapter can change.
-
-    Raises UnsupportedError if `held`, the specs of the server's checkpoint, is unknown.
-    """
-    if held is None:
-        raise UnsupportedError(
-            f"the checkpoint that {name} was started from can't be read on this host, so an adapter's shapes can't be "
-            "checked, and a stock server does not check them: give this host the checkpoint under the same path"
-        )
-    modules = {spec.name.removesuffix(".weight"): spec.shape for spec in held if spec.name.endswith(".weight")}
-    return {name: (shape[0], shape[1]) for name, shape in modules.items() if _LAYER.fullmatch(name) and len(shape) == 2}
 
 
 class StockAdapters:
@@ -141,13 +133,13 @@ class StockAdapters:
 
     # --- an update, in this order ---
 
-    def check(self, target: AdapterTarget, version: int, manifest: Manifest, store: DirectoryAddress) -> None:
+    def check(self, target: AdapterTarget, version: int, manifest: Manifest, store: Path) -> None:
         """Check an offer, remove unused directories, and unload older versions that an earlier publish could not.
 
         Raises UnsupportedError, RefusedError, StaleVersionError, IncompatibleWeightsError.
         """
         self._target, self._path, api = target, None, self._api
-        self._folder = store.directory / FOLDER / api.kind / urllib.parse.quote(self.name, safe="")
+        self._folder = store / FOLDER / api.kind / urllib.parse.quote(self.name, safe="")
         api.require()
         if target.base:
             raise UnsupportedError(

@@ -102,6 +102,8 @@ class StockServer(EngineClient, ServesTraffic):
     """Client of a stock server. It runs no weightcast worker, so only its own replies describe an install."""
 
     abilities: tuple[str, ...] = ("adapters",)
+    _store_directory: Path
+    """The directory of the store; set by `init`."""
 
     def __init__(self, api: StockApi) -> None:
         self.name = api.name
@@ -152,28 +154,23 @@ class StockServer(EngineClient, ServesTraffic):
 
         Raises UnsupportedError.
         """
-        if not registry.is_stored(info.transport):
+        address = StoreAddress.parse(info.transport) if registry.is_stored(info.transport) else None
+        if not isinstance(address, DirectoryAddress):
             raise UnsupportedError(
-                f"{self.name} is {self.api.kind}, which can load versions only from a store: publish with "
-                f"transport='file:///dir', a directory that the server sees too; or {self.api.remedy}"
+                f"{self.name} is {self.api.kind}, which loads versions from a directory, not from {info.transport}: "
+                f"publish with transport='file:///dir', a directory that the server sees too; or {self.api.remedy}"
             )
-        self._run, self._store = info.run, info.transport
+        self._run, self._store, self._store_directory = info.run, info.transport, address.directory
 
     def update(self, info: UpdateInfo) -> None:
         """Upon an offer, check it. Upon a seal, write the directory, before the pause."""
         self._directory = None
         if isinstance(info, Offer):
-            address = StoreAddress.parse(self._store)
-            if not isinstance(address, DirectoryAddress):
-                raise UnsupportedError(
-                    f"{self.name} is {self.api.kind}, which loads versions from a directory, not from {self._store}: "
-                    f"publish with transport='file:///dir', a directory that the server sees too; or {self.api.remedy}"
-                )
             self._has_adapter = bool(info.target)
             if info.target:
                 self._manifest = info.manifest or self._manifest
                 self.api.require_unchanged()
-                self._adapters.check(info.target, info.version, self._require_manifest(), address)
+                self._adapters.check(info.target, info.version, self._require_manifest(), self._store_directory)
                 return
             if info.install != "staged":
                 raise UnsupportedError(
@@ -187,7 +184,7 @@ class StockServer(EngineClient, ServesTraffic):
                 self._adapters.write(self._store, version)
                 return
             aliases = self.wanted_names - {record.name for record in self._require_manifest().tensors}
-            self._directory = _written(self._store, version, aliases)
+            self._directory = _written(self._store, self._store_directory, version, aliases)
 
     def check(self, offer: Offer) -> None:
         """Check an offer.
@@ -308,7 +305,7 @@ class _Untied(Source):
         return self._regions
 
 
-def _written(url: str, version: WeightVersion, aliases: frozenset[str]) -> Path:
+def _written(url: str, store: Path, version: WeightVersion, aliases: frozenset[str]) -> Path:
     """Return the directory of the version in publication; it is written for the first server that needs it.
 
     Raises StaleVersionError if the store has another one, IntegrityError, InsufficientMemoryError, OSError.
@@ -316,9 +313,7 @@ def _written(url: str, version: WeightVersion, aliases: frozenset[str]) -> Path:
     name = f"{version.number}-{version.run}"
     if aliases:
         name += f"-{hashlib.sha256(repr(sorted(aliases)).encode()).hexdigest()[:8]}"
-    address = StoreAddress.parse(url)
-    assert isinstance(address, DirectoryAddress), "an offer was refused before"
-    path = address.directory / FOLDER / name
+    path = store / FOLDER / name
     with _lock:
         if not path.exists():
             # Directories of other versions are no longer needed.

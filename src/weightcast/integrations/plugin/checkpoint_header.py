@@ -18,16 +18,16 @@ logger = logging.getLogger(__name__)
 
 
 def linear_shapes(
-    checkpoint: Sequence[TensorSpec] | None, engine: str, is_adaptable: Callable[[str], bool]
+    checkpoint: Sequence[TensorSpec] | None, remedy: str, is_adaptable: Callable[[str], bool]
 ) -> dict[str, tuple[int, int]]:
     """Return by module the outputs and inputs of a checkpoint's linear layers for which `is_adaptable`.
 
-    Raises UnsupportedError if the checkpoint is unknown.
+    Raises UnsupportedError, with the remedy, if the checkpoint is unknown.
     """
     if checkpoint is None:
         raise UnsupportedError(
-            "the checkpoint that this engine was started from has no headers to read, so an adapter's shapes can't be "
-            f"checked: start {engine} from a directory or repository with safetensors"
+            "the headers of the checkpoint that the engine was started from can't be read, so an adapter's shapes "
+            f"can't be checked: {remedy}"
         )
     weights = {spec.name.removesuffix(".weight"): spec.shape for spec in checkpoint if spec.name.endswith(".weight")}
     return {name: (shape[0], shape[1]) for name, shape in weights.items() if len(shape) == 2 and is_adaptable(name)}

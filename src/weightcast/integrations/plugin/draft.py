@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,33 +19,27 @@ PREFIX = "draft."
 """Of published names of a draft model that has a checkpoint of its own."""
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftNames:
-    """Published names of a draft model's tensors, each with its loader's name.
-
-    `own`: the tensors that the model's checkpoint lacks. `replaced`: the loader's names of tensors in whose place the
-    engine uses the model's.
-    """
-
-    names: Mapping[str, str]
-    own: Sequence[TensorSpec]
-    replaced: Sequence[str]
-
-
-def draft_names(
-    draft: nn.Module,
+def with_draft(
     model: nn.Module,
-    specs: Sequence[TensorSpec],
+    draft: nn.Module,
+    specs: Sequence[TensorSpec] | None,
     dry_run: Callable[[nn.Module, Sequence[TensorSpec]], DryRunOutcome],
     *,
     is_in_model: bool,
     remedy: str,
-) -> DraftNames:
-    """Return the names of the draft model's tensors, found by a dry run of its loader on `specs`, its checkpoint's.
+    loading: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> ModelWithDraft:
+    """Return both models as one, with names found by a dry run of the draft's loader on `specs`, its checkpoint's.
 
     `is_in_model`: its layers are in the model's checkpoint (MTP layers). A draft model with its own checkpoint has
-    `PREFIX` before each name. Raises UnsupportedError with the `remedy` if the names can't be known.
+    `PREFIX` before each name. `loading`: the context in which the draft model's loader runs. Raises UnsupportedError
+    with the `remedy` if the names can't be known.
     """
+    if specs is None:
+        raise UnsupportedError(
+            f"an engine with a draft model is updated only if the headers of the checkpoints of {type(model).__name__} "
+            f"and {type(draft).__name__} can be read: save both as safetensors, or {remedy}"
+        )
     outcome = dry_run(draft, specs)
     if outcome.faults:
         faults = listed([f"{name!r}: {fault}" for name, fault in outcome.faults.items()])
@@ -56,22 +49,24 @@ def draft_names(
     replaced = sorted({copy.name for copy in outcome.copies if copy.target in shared})
     if not is_in_model:
         own = [TensorSpec(f"{PREFIX}{s.name}", s.dtype, s.shape) for s in specs if s.name not in replaced]
-        return DraftNames({spec.name: spec.name.removeprefix(PREFIX) for spec in own}, own, replaced)
+        names = {spec.name: spec.name.removeprefix(PREFIX) for spec in own}
+        return ModelWithDraft(model, draft, names, own, replaced, loading)
     names = {name: name for name, (num_used, _) in outcome.used.items() if num_used and name not in replaced}
     both = [name for name, (num_used, _) in dry_run(model, specs).used.items() if num_used and name in names]
     if both:
         raise UnsupportedError(
             f"both the main model and its MTP layers load {listed(both)}, which was not tried: {remedy}"
         )
-    return DraftNames(names, (), replaced)
+    return ModelWithDraft(model, draft, names, (), replaced, loading)
 
 
 class ModelWithDraft(nn.Module):
     """A `model` with its `draft` model, whose modules have the prefix "draft." before their names.
 
     Modules that the engine shares between the two, such as embeddings, are the model's. Each published tensor goes to
-    one of the two loaders: `names` has those of the draft model, each with the name that its loader knows. `loading`:
-    the context in which the draft model's loader runs.
+    one of the two loaders: `names` has those of the draft model, each with the name that its loader knows. `own`: the
+    tensors that the model's checkpoint lacks. `replaced`: the loader's names of tensors in whose place the engine uses
+    the model's.
     """
 
     def __init__(
@@ -79,11 +74,15 @@ class ModelWithDraft(nn.Module):
         model: nn.Module,
         draft: nn.Module,
         names: Mapping[str, str],
-        loading: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        own: Sequence[TensorSpec],
+        replaced: Sequence[str],
+        loading: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__()
         self.model = model
         self.draft = draft
+        self.own = own
+        self.replaced = replaced
         self._names = names
         self._loading = loading
 

@@ -10,9 +10,10 @@ import abc
 import copy
 import dataclasses
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -21,7 +22,9 @@ from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedEr
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.host.closing import on_failure
-from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, ties
+from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, acceptance, ties
+from weightcast.integrations.plugin.draft import ModelWithDraft
+from weightcast.integrations.plugin.dry_run import DryRunOutcome
 from weightcast.serving.install_map import RecordedMap, is_tied, layers_of
 
 Tensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
@@ -30,11 +33,6 @@ Tensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 def unsupported(features: Sequence[str]) -> UnsupportedError:
     """Return the error for an engine with features with which weightcast can't update it."""
     return UnsupportedError(f"weightcast can't update an engine with {'; '.join(features)}: start it without", features)
-
-
-def has_own(layer: nn.Module) -> bool:
-    """Return whether a layer has tensors besides those of its submodules."""
-    return any(tensor is not None for tensor in (*layer._parameters.values(), *layer._buffers.values()))
 
 
 @dataclasses.dataclass
@@ -52,20 +50,25 @@ class _Load:
 
 
 class LoaderEngine(abc.ABC):
-    """An `Engine` that is `Validating`, `Undoable`, `Mapped` and `OnDevice`.
+    """An `Engine` that is `Validating`, `Undoable`, `Mapped` and `OnDevice`. Created once the model is loaded.
 
-    `make_acceptance`: makes a dry run of the model's loader; it is not called if `unsupported` names features with
-    which this engine can't be updated. Call it from one thread at a time, between two steps of generation.
+    `host`: the engine's kind, for errors. `may_move`: it computes with layers that have changed places where they are
+    now; otherwise it may compute with the former layer. `unsupported`: features with which this engine can't be
+    updated; without any its loader has a dry run. `is_alone`: the engine has one rank. Call it from one thread at a
+    time, between two steps of generation.
     """
 
     device: torch.device
+    host: ClassVar[str]
+    may_move: ClassVar[bool] = False
 
-    def __init__(self, model: nn.Module, make_acceptance: Callable[[], Acceptance], unsupported: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, unsupported: Sequence[str], *, is_alone: bool) -> None:
         self._model = model
-        self._make_acceptance = make_acceptance
-        self._acceptance = None if unsupported else make_acceptance()
-        self._unsupported = unsupported
+        self._is_alone = is_alone
         self._layers = layers_of(model)
+        self._started_with = weakref.WeakValueDictionary(self._layers)
+        self._acceptance = None if unsupported else self._make_acceptance()
+        self._unsupported = unsupported
         self._ties = ties(model)
         self._offer: tuple[str, AcceptedOffer] | None = None
         self._apart: set[str] = set()
@@ -73,6 +76,14 @@ class LoaderEngine(abc.ABC):
         self._load: _Load | None = None
         self._copied_at = 0
         """The revision of the install map that this update uses."""
+
+    @abc.abstractmethod
+    def _header(self) -> Sequence[TensorSpec] | None:
+        """Return the tensors of the checkpoint that the model was started from; None if they can't be read."""
+
+    @abc.abstractmethod
+    def _dry_run(self, specs: Sequence[TensorSpec]) -> DryRunOutcome:
+        """Make a dry run of the model's loader on tensors like these, in this order."""
 
     @abc.abstractmethod
     def _begin_load(self, calls: Mapping[str, int]) -> None:
@@ -90,11 +101,35 @@ class LoaderEngine(abc.ABC):
         Return the layers that were not filled.
         """
 
+    def _prepare_dry_run(self) -> None:  # noqa: B027  (nothing to do where the loader runs as it is)
+        """Prepare for a dry run of a model whose layers are those of the start. Raises UnsupportedError."""
+
     def _end_load(self) -> None:  # noqa: B027  (nothing to do where no load can be left half-way)
         """End an unfinished load, before the undo copy is made and after it was restored. Idempotent."""
 
     def _drop_caches(self) -> None:  # noqa: B027  (nothing to do where the engine's caller drops them)
         """Drop caches that were computed with the former weights. Raises InstallError."""
+
+    def _make_acceptance(self) -> Acceptance:
+        """Make a dry run of the loader. Raises UnsupportedError if a layer with tensors was replaced meanwhile."""
+        known = set(self._started_with.values())
+        strange = [
+            name
+            for name, layer in layers_of(self._model).items()
+            if (layer not in known if self.may_move else self._started_with.get(name) is not layer)
+            and any(tensor is not None for tensor in (*layer._parameters.values(), *layer._buffers.values()))
+        ]
+        if strange:
+            raise UnsupportedError(
+                f"{listed(strange)} took another layer's place since {self.host} has loaded the model, and {self.host} "
+                "may compute with the former layer, or not know how the new one's weights are loaded: put the former "
+                f"layer back, or restart {self.host}"
+            )
+        self._prepare_dry_run()
+        specs = self._header()
+        if specs is not None and isinstance(self._model, ModelWithDraft):
+            specs = [*specs, *self._model.own]
+        return acceptance(self._model, self._dry_run, specs, is_alone=self._is_alone)
 
     @property
     def devices(self) -> list[torch.device]:

@@ -52,7 +52,7 @@ class SglangAdapters(AdapterLayers):
         for name in (name for modules in self._manager.lora_modules for name in modules):
             parent, _, leaf = name.rpartition(".")
             layers |= {f"{parent}.{part}" for part in adapter_form.STACKED.get(leaf, (leaf,))}
-        return linear_shapes(self._reference(), "SGLang", layers.__contains__)
+        return linear_shapes(self._reference(), "start SGLang from safetensors", layers.__contains__)
 
     def shapes(self) -> Mapping[str, tuple[int, int]]:
         return self._shapes

@@ -54,7 +54,7 @@ class VllmAdapters(AdapterLayers):
         def is_adaptable(module: str) -> bool:
             return vllms_name(f"base_model.model.{module}.lora_A.weight", mapper)[0] in layers
 
-        return linear_shapes(self._reference(), "vLLM", is_adaptable)
+        return linear_shapes(self._reference(), "start vLLM from safetensors", is_adaptable)
 
     @property
     def _mapper(self) -> Any:

@@ -22,16 +22,19 @@ from weightcast.errors import UnsupportedError
 TESTED_WITH = "0.32"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _LAYERS = "vllm.model_executor.layers"
-_INFO = (
-    *("restore_metadata", "restore_device", "kernel_tensors", "kernel_non_persistent_buffers"),
-    *("can_load", "reset"),
-)
-
-CHANGES = ("sleep", "discard", "reload_weights", "reset_weights")
-"""The worker's methods by which vLLM changes the weights by itself, or frees their memory."""
 STARTED = "compile_or_warm_up_model"
 """The worker's method that vLLM calls when it has loaded all models."""
-_LORA_MANAGER = ("add_adapter", "remove_adapter", "_pin_lora_in_cpu_cache")
+HEARD = ("sleep", "discard", "reload_weights", "reset_weights", STARTED)
+"""With it, the methods by which vLLM changes the weights by itself, or frees their memory."""
+_ATTRIBUTES = {
+    "layer_info_type": (
+        *("restore_metadata", "restore_device", "kernel_tensors", "kernel_non_persistent_buffers"),
+        *("can_load", "reset"),
+    ),
+    "worker": (*HEARD, "get_draft_model"),
+    "lora_manager": ("add_adapter", "remove_adapter", "_pin_lora_in_cpu_cache"),
+}
+"""By name in `Internals`, the attributes that a class must have."""
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that need no draft model."""
 _DRAFTS = ("draft_model", "eagle", "mtp")
@@ -98,17 +101,10 @@ def require() -> Internals:
             found[name] = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as exc:
             problems.append(f"{path} ({exc})")
-    info = found.get("layer_info_type")
-    if info is not None:
-        known = {field.name for field in dataclasses.fields(info)} | vars(info).keys()
-        problems += [f"{_RELOAD}.types:LayerReloadingInfo.{name}" for name in _INFO if name not in known]
-    worker = found.get("worker")
-    if worker is not None:
-        names = (*CHANGES, STARTED, "get_draft_model")
-        problems += [f"{worker.__name__}.{name}" for name in names if not hasattr(worker, name)]
-    manager = found.get("lora_manager")
-    if manager is not None:
-        problems += [f"{manager.__name__}.{name}" for name in _LORA_MANAGER if not hasattr(manager, name)]
+    for owner in found.keys() & _ATTRIBUTES.keys():
+        # A dataclass's fields without a default are no attributes of the class.
+        known = {*dir(found[owner]), *getattr(found[owner], "__dataclass_fields__", ())}
+        problems += [f"{found[owner].__name__}.{name}" for name in _ATTRIBUTES[owner] if name not in known]
     if problems:
         raise UnsupportedError(
             f"vLLM {version()} lacks {len(problems)} names that weightcast needs ({'; '.join(problems)}): use vLLM "

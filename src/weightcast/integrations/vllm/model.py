@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -21,10 +20,10 @@ from weightcast.format.manifest import TensorSpec
 from weightcast.host import device as host_device
 from weightcast.integrations.plugin import checkpoint_header
 from weightcast.integrations.plugin import dry_run as loader_dry_run
-from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, acceptance
-from weightcast.integrations.plugin.draft import DraftNames, ModelWithDraft, draft_names
+from weightcast.integrations.plugin.acceptance import AcceptedOffer
+from weightcast.integrations.plugin.draft import with_draft
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
-from weightcast.integrations.plugin.model import LoaderEngine, Tensors, has_own
+from weightcast.integrations.plugin.model import LoaderEngine, Tensors
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.adapters import VllmAdapters
 from weightcast.integrations.vllm.layerwise_load import (
@@ -39,51 +38,64 @@ from weightcast.integrations.vllm.layerwise_load import (
 
 
 class VllmModel(LoaderEngine):
-    """The model of a vLLM worker, created once it is loaded. `draft`: a draft model that is updated with it.
+    """The model of a vLLM worker. `draft`: a draft model that is updated with it.
 
     Raises UnsupportedError if this vLLM lacks a required name, or if the model's loader fails in a dry run. With a
     feature of `internals.unsupported` every offer is refused.
     """
+
+    host = "vLLM"
+    may_move = True
 
     def __init__(
         self, model: nn.Module, vllm_config: Any, device: torch.device, *, draft: nn.Module | None = None
     ) -> None:
         internals.require()
         self.device = device
+        self._vllm_config = vllm_config
         unsupported = internals.unsupported(vllm_config, model)
-        of_draft: Sequence[TensorSpec] = ()
-        if draft is not None and not unsupported:
-            found = _of_draft(draft, model, vllm_config)
-            of_draft = found.own
-            model = ModelWithDraft(model, draft, found.names, internals.require().any_mtp_layers)
-        self._reload = Reload(model, vllm_config)
-        started_with = weakref.WeakSet(model.modules())
-
-        def reference() -> Sequence[TensorSpec] | None:
-            specs = _header(vllm_config.model_config, vllm_config)
-            return None if specs is None else [*specs, *of_draft]
-
         has_adapters = vllm_config.lora_config is not None
-        self.adapters = VllmAdapters(model, vllm_config, reference) if has_adapters else None
+        self.adapters = VllmAdapters(model, vllm_config, self._header) if has_adapters else None
+        if draft is not None and not unsupported:
+            model = self._with_draft(model, draft)
+        parallel = vllm_config.parallel_config
+        num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        super().__init__(model, unsupported, is_alone=num_ranks == 1)
 
-        def make_acceptance() -> Acceptance:
-            strange = [name for name, layer in model.named_modules() if layer not in started_with and has_own(layer)]
-            if strange:
-                raise UnsupportedError(
-                    f"{listed(strange)} took another layer's place since vLLM has loaded the model, and vLLM does not "
-                    "know how its weights were loaded: put the former layer back, or restart vLLM"
-                )
-            self._reload = Reload(model, vllm_config)
-            self._reload.require_work_rounds()
-            parallel = vllm_config.parallel_config
-            return acceptance(
-                model,
-                functools.partial(dry_run, model, vllm_config),
-                reference(),
-                is_alone=parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1,
+    def _with_draft(self, model: nn.Module, draft: nn.Module) -> nn.Module:
+        """Return both models as one.
+
+        Raises UnsupportedError if the names of the draft model's tensors can't be known, or if it depended on the
+        values at the start whether a tensor is the model's.
+        """
+        config = self._vllm_config
+        started, remedy = config.speculative_config.draft_model_config, f"start vLLM with {internals.KEEP_DRAFT}"
+        is_in_model = started.model == config.model_config.model and config.speculative_config.method == "mtp"
+        both = with_draft(
+            model,
+            draft,
+            None if self._header() is None else _header(started, config),
+            lambda each, specs: dry_run(each, config, specs),
+            is_in_model=is_in_model,
+            remedy=remedy,
+            loading=internals.require().any_mtp_layers,
+        )
+        if both.replaced and not is_in_model:
+            raise UnsupportedError(
+                f"vLLM has replaced {listed(both.replaced)} of {started.model} by the main model's, and might not if "
+                f"their values differ: leave them out of that checkpoint, so that it always does, or {remedy}"
             )
+        return both
 
-        super().__init__(model, make_acceptance, unsupported)
+    def _header(self) -> Sequence[TensorSpec] | None:
+        return _header(self._vllm_config.model_config, self._vllm_config)
+
+    def _dry_run(self, specs: Sequence[TensorSpec]) -> DryRunOutcome:
+        return dry_run(self._model, self._vllm_config, specs)
+
+    def _prepare_dry_run(self) -> None:
+        self._reload = Reload(self._model, self._vllm_config)
+        self._reload.require_work_rounds()
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         assert self.install_map is not None  # of the offer
@@ -108,37 +120,6 @@ def _header(started: Any, vllm_config: Any) -> Sequence[TensorSpec] | None:
     """Return the tensors of the checkpoint of a vLLM model configuration."""
     cache = vllm_config.load_config.download_dir
     return checkpoint_header.reference(started.model, revision=started.revision, cache_dir=cache)
-
-
-def _of_draft(draft: nn.Module, model: nn.Module, vllm_config: Any) -> DraftNames:
-    """Return the names of the draft model's tensors.
-
-    Raises UnsupportedError if they can't be known, or if it depended on the values at the start whether a tensor is the
-    model's.
-    """
-    started, in_model = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
-    is_in_model = started.model == in_model.model and vllm_config.speculative_config.method == "mtp"
-    remedy = f"start vLLM with {internals.KEEP_DRAFT}"
-    specs = _header(started, vllm_config)
-    if specs is None or _header(in_model, vllm_config) is None:
-        raise UnsupportedError(
-            f"an engine with a draft model is updated only if the headers of {in_model.model} and {started.model} can "
-            f"be read: save both as safetensors, or {remedy}"
-        )
-    found = draft_names(
-        draft,
-        model,
-        specs,
-        lambda each, of_checkpoint: dry_run(each, vllm_config, of_checkpoint),
-        is_in_model=is_in_model,
-        remedy=remedy,
-    )
-    if found.replaced and not is_in_model:
-        raise UnsupportedError(
-            f"vLLM has replaced {listed(found.replaced)} of {started.model} by the main model's, and might not if "
-            f"their values differ: leave them out of that checkpoint, so that it always does, or {remedy}"
-        )
-    return found
 
 
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:

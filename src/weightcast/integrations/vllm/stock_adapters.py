@@ -17,7 +17,7 @@ from weightcast.control.client import HttpRoutes
 from weightcast.errors import UnsupportedError
 from weightcast.format.adapters import LoraConfig
 from weightcast.format.manifest import TensorSpec
-from weightcast.integrations.stock_adapters import AdapterApi, layer_shapes
+from weightcast.integrations.stock_adapters import AdapterApi
 
 _VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _GAUGE = "vllm:lora_requests_info"
@@ -59,13 +59,12 @@ class VllmStockAdapters(AdapterApi):
     def __init__(
         self,
         http: HttpRoutes,
-        held: Sequence[TensorSpec] | None,
+        checkpoint: Sequence[TensorSpec] | None,
         lora: LoraOptions | None,
         parallel: ParallelOptions,
         environment: Environment,
     ) -> None:
-        self.http = http
-        self._held = held
+        self.http, self.checkpoint = http, checkpoint
         self._lora = lora
         self._parallel = parallel
         self._environment = environment
@@ -96,11 +95,8 @@ class VllmStockAdapters(AdapterApi):
             )
 
     def shapes(self) -> Mapping[str, tuple[int, int]]:
-        shapes = layer_shapes(self._held, self.http.name)
         wanted = None if self._lora is None else self._lora.target_modules
-        if wanted is None:
-            return shapes
-        return {module: shape for module, shape in shapes.items() if module.rpartition(".")[2] in wanted}
+        return {m: shape for m, shape in super().shapes().items() if wanted is None or m.rpartition(".")[2] in wanted}
 
     def form(
         self, tensors: Mapping[str, torch.Tensor], config: LoraConfig

@@ -90,8 +90,12 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             return self._require_started()[1].answer(values)
 
     @contextlib.contextmanager
-    def changing(self, name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Context of a call of one of `internals.CHANGES` with these arguments."""
+    def changing(self, worker: Any, name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Context of a call of one of `internals.HEARD` of the engine's worker, with these arguments."""
+        if name == internals.STARTED:
+            yield
+            self.start(worker.get_draft_model())
+            return
         model, rank = self._require_started()
         if name == "sleep":
             level = kwargs.get("level", *args[:1] or (1,))
@@ -120,25 +124,15 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
 
     # --- vLLM's own weight calls: an LLM's methods, or routes of a server that has not loaded weightcast's ---
 
-    def init_transfer_engine(self, init_info: Any) -> None:
-        self._refuse()
-
-    def start_weight_update(self) -> None:
-        self._refuse()
-
-    def receive_weights(self, update_info: Any) -> None:
-        self._refuse()
-
-    def finish_weight_update(self) -> None:
-        self._refuse()
-
-    def _refuse(self) -> None:
+    def _refuse(self, *_: Any) -> None:
         """Raise UnsupportedError, on the last rank alone: vLLM stops reading its ranks' replies at the first error."""
         if self._is_last:
             raise UnsupportedError(
                 "vLLM's own weight-transfer calls are not supported by weightcast's backend: publish with "
                 f"weightcast.Publisher, to a server that was started with {PLUGINS}"
             )
+
+    init_transfer_engine = start_weight_update = receive_weights = finish_weight_update = _refuse
 
     def shutdown(self) -> None:
         """End the present run's session, with its threads, sockets and mapped memory. The engine goes on serving."""
@@ -155,29 +149,17 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
 def _hear_of_changes(worker_class: Any) -> None:
     """Wrap the methods of vLLM's workers that end their start or change weights, for every platform that is loaded."""
 
-    def hearing(name: str, stock: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(stock)
-        def call(worker: Any, *args: Any, **kwargs: Any) -> None:
-            engine = worker.weight_transfer_engine
-            is_ours = isinstance(engine, WeightcastTransferEngine)
-            with engine.changing(name, *args, **kwargs) if is_ours else contextlib.nullcontext():
-                stock(worker, *args, **kwargs)
-
-        return call
-
-    def starting(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def hearing(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)
         def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
-            result = stock(worker, *args, **kwargs)
-            if isinstance(engine := worker.weight_transfer_engine, WeightcastTransferEngine):
-                engine.start(worker.get_draft_model())
-            return result
+            engine = worker.weight_transfer_engine
+            is_ours = isinstance(engine, WeightcastTransferEngine)
+            with engine.changing(worker, name, *args, **kwargs) if is_ours else contextlib.nullcontext():
+                return stock(worker, *args, **kwargs)
 
         return call
 
     for each in (worker_class, *worker_class.__subclasses__()):
-        for name in internals.CHANGES:
+        for name in internals.HEARD:
             if name in vars(each):
                 setattr(each, name, hearing(name, vars(each)[name]))
-        if internals.STARTED in vars(each):
-            setattr(each, internals.STARTED, starting(vars(each)[internals.STARTED]))

@@ -17,29 +17,27 @@ from weightcast.errors import UnsupportedError
 from weightcast.format.adapters import LoraConfig
 from weightcast.format.manifest import TensorSpec
 from weightcast.integrations.sglang import adapter_form
-from weightcast.integrations.stock_adapters import AdapterApi, layer_shapes
+from weightcast.integrations.stock_adapters import AdapterApi
 
 
 class SglangStockAdapters(AdapterApi):
-    """SGLang's own routes for adapters. `held`: the specs of the server's checkpoint, None if they are unknown."""
+    """SGLang's own routes for adapters."""
 
     kind = "sglang"
     load_route, unload_route = "/load_lora_adapter", "/unload_lora_adapter"
     limits = "a larger --max-lora-rank or --max-loaded-loras"
     is_uniform = True
-    after_failure = ""
 
     def __init__(
         self,
         http: HttpRoutes,
-        held: Sequence[TensorSpec] | None,
+        checkpoint: Sequence[TensorSpec] | None,
         *,
         is_enabled: bool,
         max_rank: int | None,
         capacity: int | None,
     ) -> None:
-        self.http = http
-        self._held = held
+        self.http, self.checkpoint = http, checkpoint
         self.is_enabled, self.max_rank, self.capacity = is_enabled, max_rank, capacity
 
     def require(self) -> None:
@@ -48,14 +46,11 @@ class SglangStockAdapters(AdapterApi):
                 f"{self.http.name} can't load adapters: start it with --enable-lora, --max-lora-rank and "
                 "--lora-target-modules, or publish the merged model, ModuleSource(model)"
             )
-        if any(".experts." in spec.name for spec in self._held or ()):
+        if any(".experts." in spec.name for spec in self.checkpoint or ()):
             raise UnsupportedError(
                 f"{self.http.name} serves a mixture of experts with LoRA, which was not tried: publish the merged "
                 "model, ModuleSource(model)"
             )
-
-    def shapes(self) -> Mapping[str, tuple[int, int]]:
-        return layer_shapes(self._held, self.http.name)
 
     def form(
         self, tensors: Mapping[str, torch.Tensor], config: LoraConfig

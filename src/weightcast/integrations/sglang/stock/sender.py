@@ -45,13 +45,13 @@ class StockSender(Sender):
         self.is_staged = False
         self._by_name: dict[str, SglangStockServer] = {}
         self._pool = ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="weightcast-sglang")
-        self._shipper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-ship")
         self._living: list[SglangStockServer] = []
         """Servers that take part in the update."""
         self._failures: dict[str, WeightcastError] = {}
         self._flat: FlatBuckets | None = None
         self._buffer: BucketBuffer | None = None
-        self._flight: Future[None] | None = None
+        self._flight: list[tuple[Future[object], SglangStockServer]] = []
+        """The servers' calls for the bucket that is being sent."""
         self._current = -1
         self._is_open = False
         self._closed = False
@@ -86,8 +86,9 @@ class StockSender(Sender):
                 memory = host_device.empty(size_bytes, device, "a bucket for SGLang", "use smaller buckets")
             self._buffer = BucketBuffer.of(memory)
             self._flat = FlatBuckets(manifest, names, self._route.allocate)
-        self._each(self._route.open)
-        self._each(SglangStockServer.begin)
+        for call in (self._route.open, SglangStockServer.begin):
+            self._begin(call)
+            self._land()
         self._current, self._is_open = -1, True
         return 0
 
@@ -113,33 +114,31 @@ class StockSender(Sender):
     def _ship(self, number: int) -> None:
         """Send a flattened bucket, after the former one has arrived."""
         self._land()
-        if number < 0 or not self._living:
+        if number < 0:
             return
         flat, _ = self._require_open()
         device = self._route.device
         queued = host_device.recorded(device) if device.type == "cuda" else None
+        places, bucket, is_last = flat.places[number], flat.bucket(number), number + 1 == len(flat.places)
 
-        def ship() -> None:
+        def ship(server: SglangStockServer) -> None:
             if queued is not None:
                 queued.synchronize()
-            places, bucket, is_last = flat.places[number], flat.bucket(number), number + 1 == len(flat.places)
-            self._each(lambda server: self._route.ship(server, places, bucket, is_last=is_last))
+            self._route.ship(server, places, bucket, is_last=is_last)
 
-        self._flight = self._shipper.submit(ship)
+        self._begin(ship)
 
-    def _each(self, call: Callable[[SglangStockServer], object]) -> None:
-        """Call each living server, and wait; a server that fails is dropped."""
-        calls = [(self._pool.submit(call, server), server) for server in self._living]
-        for future, server in calls:
+    def _begin(self, call: Callable[[SglangStockServer], object]) -> None:
+        self._flight = [(self._pool.submit(call, server), server) for server in self._living]
+
+    def _land(self) -> None:
+        """Wait for the calls in progress; a server that fails is dropped."""
+        flight, self._flight = self._flight, []
+        for future, server in flight:
             error = future.exception()
             if error is not None:
                 self._failures[server.name] = from_record(to_record(error))
                 self._living = [other for other in self._living if other is not server]
-
-    def _land(self) -> None:
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.result()
 
     def connected(self, peers: Sequence[str]) -> list[str]:
         """Return the peers that were added. Stock servers connect for each update."""
@@ -148,9 +147,7 @@ class StockSender(Sender):
     def abort(self, reason: str) -> None:
         """Send no further bucket; one that is being sent arrives. Idempotent."""
         self._is_open = False
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.exception()
+        self._land()
 
     def close(self) -> None:
         """Have the servers leave their groups, and free everything. Idempotent."""
@@ -164,7 +161,6 @@ class StockSender(Sender):
             elif server.group is not None:
                 server.group.close()
         self._route.close()
-        self._shipper.shutdown()
         self._pool.shutdown()
         self._flat = self._buffer = None
 

@@ -59,7 +59,9 @@ class SglangStockServer(StockServer):
 
     def init(self, info: InitInfo) -> None:
         """Begin a session. Stock SGLang has no sessions, so a second publisher of the server is not detected."""
-        self._run, self._store = info.run, info.transport if registry.is_stored(info.transport) else ""
+        self._run, self._store = info.run, ""
+        if registry.is_stored(info.transport):
+            super().init(info)
 
     def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender | None:
         return None if self._store else self._join(self, known, context)
