@@ -177,41 +177,28 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     ) -> Manifest:
         """Return the manifest of these tensors in these buckets. Nothing is checked."""
         forms: dict[tuple[str, tuple[int, ...]], int] = {}
-        numbers = [forms.setdefault((t.dtype, t.shape), len(forms)) for t in tensors]
-        found = [_whole_piece(record) for record in tensors]
-        return cls(
-            PROTOCOL,
-            DIGEST_KIND,
-            buckets,
-            origins,
-            tuple(itertools.starmap(TensorForm, forms)),
-            tuple([record.name for record in tensors]),
-            tuple(numbers),
-            tuple([-1 if piece is None else piece.bucket for piece in found]),
-            tuple([0 if piece is None else piece.offset_bytes for piece in found]),
-            {r.name: r.pieces for r, piece in zip(tensors, found, strict=True) if piece is None and r.pieces},
-            {record.name: record.aliases for record in tensors if record.aliases},
-            {record.name: record.group for record in tensors if record.group},
-        )
+        numbers = tuple([forms.setdefault((t.dtype, t.shape), len(forms)) for t in tensors])
+        only = [_only_piece(record) for record in tensors]
+        bucket_numbers = tuple([-1 if piece is None else piece.bucket for piece in only])
+        offsets_bytes = tuple([0 if piece is None else piece.offset_bytes for piece in only])
+        names, of_form = tuple([record.name for record in tensors]), tuple(itertools.starmap(TensorForm, forms))
+        pieces = {r.name: r.pieces for r, piece in zip(tensors, only, strict=True) if piece is None and r.pieces}
+        aliases = {record.name: record.aliases for record in tensors if record.aliases}
+        groups = {record.name: record.group for record in tensors if record.group}
+        columns = names, numbers, bucket_numbers, offsets_bytes
+        return cls(PROTOCOL, DIGEST_KIND, buckets, origins, of_form, *columns, pieces, aliases, groups)
 
     @functools.cached_property
     def tensors(self) -> tuple[TensorRecord, ...]:
         """The tensors with their pieces. Of a manifest from a peer only after `check`."""
-        wholes = [whole(form.shape) for form in self.forms]
-        of_tensors = zip(self.names, self.form_numbers, self.bucket_numbers, self.offsets_bytes, strict=True)
-        return tuple(
-            [
-                TensorRecord(
-                    name,
-                    self.forms[form].dtype,
-                    self.forms[form].shape,
-                    self.aliases.get(name, ()),
-                    self.groups.get(name, ""),
-                    (Piece(bucket, offset, wholes[form]),) if bucket >= 0 else self.pieces.get(name, ()),
-                )
-                for name, form, bucket, offset in of_tensors
-            ]
-        )
+        forms = [(form.dtype, form.shape, whole(form.shape)) for form in self.forms]
+        records = []
+        for row in zip(self.names, self.form_numbers, self.bucket_numbers, self.offsets_bytes, strict=True):
+            name, (dtype, shape, region) = row[0], forms[row[1]]
+            pieces = (Piece(row[2], row[3], region),) if row[2] >= 0 else self.pieces.get(name, ())
+            aliases, group = self.aliases.get(name, ()), self.groups.get(name, "")
+            records.append(TensorRecord(name, dtype, shape, aliases, group, pieces))
+        return tuple(records)
 
     @functools.cached_property
     def num_bytes(self) -> int:
@@ -322,7 +309,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
             _check_form(of_form[number], form.dtype, form.shape)
         in_pieces = {name for name, bucket in zip(self.names, self.bucket_numbers, strict=True) if bucket < 0}
         if unknown := self.pieces.keys() - in_pieces:
-            raise malformed("coverage", f"pieces of {min(unknown)[:80]!r}, which is no tensor or has bucket and offset")
+            raise malformed("coverage", f"pieces of {min(unknown)[:80]!r}, the name of no tensor that is in pieces")
 
     def check_pieces(self) -> None:
         """Check that pieces tile their tensors, no two share a byte, and no bucket is empty. The columns come first.
@@ -446,7 +433,7 @@ def _name_bytes(name: str) -> int:
         raise malformed("name", f"the name {name[:80]!r} can't be UTF-8 ({character}): rename the tensor") from exc
 
 
-def _whole_piece(record: TensorRecord) -> Piece | None:
+def _only_piece(record: TensorRecord) -> Piece | None:
     """Return the piece of a tensor that is stored in one, whole; else None."""
     is_one = len(record.pieces) == 1 and record.pieces[0].region == whole(record.shape)
     return record.pieces[0] if is_one else None
@@ -466,7 +453,7 @@ def _checked_spans(record: TensorRecord, buckets: Sequence[int], steps: CheckSte
             raise malformed("region", f"{record.name!r} has no elements but {len(record.pieces)} pieces")
         return []
     itemsize, spans = ITEMSIZE_BYTES[record.dtype], []
-    is_whole = _whole_piece(record) is not None
+    is_whole = _only_piece(record) is not None
     for piece in record.pieces:
         region, start = piece.region, piece.offset_bytes
         if not is_whole:
