@@ -218,8 +218,6 @@ MANIFESTS: dict[str, Case] = {
         "'head.weight'",
     ),
     "same alias twice": (with_("aliases", "embed.weight", value=["a", "a"]), "duplicate", "'a' occurs twice"),
-    "aliases of no tensor": (with_("aliases", "other", value=["a"]), "name", "'other' has aliases or a group, and is"),
-    "group of no tensor": (with_("groups", "head.weight", value="g"), "name", "'head.weight' has aliases or a group"),
     # columns
     "names missing": (without("names"), "count", "columns of 0, 4, 4, 4 tensors"),
     "an offset too many": (
@@ -229,7 +227,6 @@ MANIFESTS: dict[str, Case] = {
     ),
     "form that does not exist": (with_("form_numbers", STEP, value=4), "shape", "form 4; there are 4 forms"),
     "negative form": (with_("form_numbers", STEP, value=-1), "type", ">= 0"),
-    "a form of no tensor": (changed(lambda d: d["forms"].append(d["forms"][0])), "count", "no tensor has form 4"),
     "offset as text": (with_("offsets_bytes", STEP, value="256"), "type", "Expected `int`"),
     # dtypes
     "unknown dtype": (
@@ -266,12 +263,6 @@ MANIFESTS: dict[str, Case] = {
     ),
     "place of a tensor without elements": (with_("bucket_numbers", EMPTY, value=0), "region", "but 1 pieces"),
     # coverage and overlap of regions
-    "pieces of no tensor": (with_("pieces", "other", value=[]), "coverage", "pieces of 'other', the name of no tensor"),
-    "pieces of a tensor that is in one": (
-        with_("pieces", "norm.weight", value=[_piece(0, 256, [0], [16])]),
-        "coverage",
-        "'norm.weight', the name of no tensor that is in pieces",
-    ),
     "no pieces": (with_("bucket_numbers", NORM, value=-1), "coverage", "0 of its 16 elements"),
     "half of a tensor": (without(*PIECES, 1), "coverage", "128 of its 256 elements: missing or doubled"),
     "a hole": (with_(*PIECES, 1, "region", "sizes", value=[7, 16]), "coverage", "240 of its 256"),

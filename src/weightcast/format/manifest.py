@@ -14,7 +14,7 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -141,9 +141,8 @@ class TensorForm(msgspec.Struct, frozen=True, gc=False):
         return math.prod(self.shape) * ITEMSIZE_BYTES[self.dtype]
 
 
-TensorNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_TENSORS)]
 BucketNumber = Annotated[int, msgspec.Meta(ge=-1, le=MAX_BUCKETS)]
-Offset = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 
 
 class Manifest(msgspec.Struct, frozen=True, dict=True):
@@ -164,27 +163,26 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     origins: tuple[int, ...] = ()
     forms: tuple[TensorForm, ...] = ()
     names: tuple[str, ...] = ()
-    form_numbers: tuple[TensorNumber, ...] = ()
+    form_numbers: tuple[Number, ...] = ()
     bucket_numbers: tuple[BucketNumber, ...] = ()
-    offsets_bytes: tuple[Offset, ...] = ()
+    offsets_bytes: tuple[Number, ...] = ()
     pieces: dict[str, tuple[Piece, ...]] = {}
     aliases: dict[str, tuple[str, ...]] = {}
     groups: dict[str, str] = {}
 
     @classmethod
-    def of(
-        cls, tensors: Sequence[TensorRecord], buckets: tuple[int, ...], *, origins: tuple[int, ...] = ()
-    ) -> Manifest:
+    def of(cls, tensors: Sequence[TensorRecord], buckets: tuple[int, ...], origins: tuple[int, ...] = ()) -> Manifest:
         """Return the manifest of these tensors in these buckets. Nothing is checked."""
         forms: dict[tuple[str, tuple[int, ...]], int] = {}
         numbers = tuple([forms.setdefault((t.dtype, t.shape), len(forms)) for t in tensors])
-        only = [_only_piece(record) for record in tensors]
-        bucket_numbers = tuple([-1 if piece is None else piece.bucket for piece in only])
-        offsets_bytes = tuple([0 if piece is None else piece.offset_bytes for piece in only])
-        names, of_form = tuple([record.name for record in tensors]), tuple(itertools.starmap(TensorForm, forms))
-        pieces = {r.name: r.pieces for r, piece in zip(tensors, only, strict=True) if piece is None and r.pieces}
-        aliases = {record.name: record.aliases for record in tensors if record.aliases}
-        groups = {record.name: record.group for record in tensors if record.group}
+        is_whole = [len(t.pieces) == 1 and t.pieces[0].region == whole(t.shape) for t in tensors]
+        placed = list(zip(tensors, is_whole, strict=True))
+        bucket_numbers = tuple([t.pieces[0].bucket if is_one else -1 for t, is_one in placed])
+        offsets_bytes = tuple([t.pieces[0].offset_bytes if is_one else 0 for t, is_one in placed])
+        names, of_form = tuple([t.name for t in tensors]), tuple(itertools.starmap(TensorForm, forms))
+        pieces = {t.name: t.pieces for t, is_one in placed if t.pieces and not is_one}
+        aliases = {t.name: t.aliases for t in tensors if t.aliases}
+        groups = {t.name: t.group for t in tensors if t.group}
         columns = names, numbers, bucket_numbers, offsets_bytes
         return cls(PROTOCOL, DIGEST_KIND, buckets, origins, of_form, *columns, pieces, aliases, groups)
 
@@ -253,7 +251,15 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     def check(self) -> None:
         """Check the module's invariants, in O(pieces log pieces). Raises ManifestError for the first violation."""
         self.check_limits()
-        self._check_columns()
+        lengths = [len(self.names), len(self.form_numbers), len(self.bucket_numbers), len(self.offsets_bytes)]
+        if len(set(lengths)) > 1:
+            raise malformed("count", f"columns of {', '.join(map(str, lengths))} tensors; expected one length")
+        if max(self.form_numbers, default=-1) >= len(self.forms):
+            raise malformed("shape", f"a tensor of form {max(self.form_numbers)}; there are {len(self.forms)} forms")
+        check_names(self.names, self.aliases, self.groups)
+        of_form = dict(zip(reversed(self.form_numbers), reversed(self.names), strict=True))
+        for number, form in enumerate(self.forms):
+            _check_form(of_form.get(number, ""), form.dtype, form.shape)
         self.check_pieces()
 
     def check_limits(self) -> None:
@@ -294,22 +300,6 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
                 f"{len(self.origins)} origins with {sum(self.origins)} buckets, expected none or 2 to {MAX_ORIGINS}, "
                 f"each but the first with a bucket, and {len(self.buckets)} buckets",
             )
-
-    def _check_columns(self) -> None:
-        lengths = [len(self.names), len(self.form_numbers), len(self.bucket_numbers), len(self.offsets_bytes)]
-        if len(set(lengths)) > 1:
-            raise malformed("count", f"columns of {', '.join(map(str, lengths))} tensors; expected one length")
-        if max(self.form_numbers, default=-1) >= len(self.forms):
-            raise malformed("shape", f"a tensor of form {max(self.form_numbers)}; there are {len(self.forms)} forms")
-        check_names(self.names, self.aliases, self.groups)
-        of_form = dict(zip(reversed(self.form_numbers), reversed(self.names), strict=True))
-        for number, form in enumerate(self.forms):
-            if number not in of_form:
-                raise malformed("count", f"no tensor has form {number}; there are {len(self.forms)} forms")
-            _check_form(of_form[number], form.dtype, form.shape)
-        in_pieces = {name for name, bucket in zip(self.names, self.bucket_numbers, strict=True) if bucket < 0}
-        if unknown := self.pieces.keys() - in_pieces:
-            raise malformed("coverage", f"pieces of {min(unknown)[:80]!r}, the name of no tensor that is in pieces")
 
     def check_pieces(self) -> None:
         """Check that pieces tile their tensors, no two share a byte, and no bucket is empty. The columns come first.
@@ -377,19 +367,11 @@ def _name_of(kind: object) -> str:
     return getattr(kind, "__name__", None) or str(kind)
 
 
-def check_specs(specs: Iterable[TensorSpec]) -> None:
+def check_specs(specs: Sequence[TensorSpec]) -> None:
     """Check that names are unique, and names, dtypes and shapes within the limits. Raises ManifestError."""
-    of_form: dict[tuple[str, tuple[int, ...]], str] = {}
-    names, aliases, groups = [], {}, {}
-    for spec in specs:
-        names.append(spec.name)
-        of_form.setdefault((spec.dtype, spec.shape), spec.name)
-        if spec.aliases:
-            aliases[spec.name] = spec.aliases
-        if spec.group:
-            groups[spec.name] = spec.group
-    check_names(names, aliases, groups)
-    for form, name in of_form.items():
+    aliases = {spec.name: spec.aliases for spec in specs if spec.aliases}
+    check_names([spec.name for spec in specs], aliases, {spec.name: spec.group for spec in specs if spec.group})
+    for form, name in {(spec.dtype, spec.shape): spec.name for spec in reversed(specs)}.items():
         _check_form(name, *form)
 
 
@@ -400,7 +382,7 @@ def check_names(names: Sequence[str], aliases: Mapping[str, tuple[str, ...]], gr
             raise malformed("count", f"{name[:80]!r} has {len(others)} aliases; the limit is {MAX_ALIASES}")
     seen = set[str]()
     for name in itertools.chain(names, *aliases.values()):
-        if not 0 < _name_bytes(name) <= MAX_NAME_BYTES:
+        if not 0 < (len(name) if name.isascii() else _name_bytes(name)) <= MAX_NAME_BYTES:
             raise malformed("name", f"the name {name[:80]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
         if name in seen:
             raise malformed("duplicate", f"the name {name!r} occurs twice")
@@ -408,8 +390,6 @@ def check_names(names: Sequence[str], aliases: Mapping[str, tuple[str, ...]], gr
     for name, group in groups.items():
         if _name_bytes(group) > MAX_NAME_BYTES:
             raise malformed("name", f"the group of {name[:80]!r} is longer than {MAX_NAME_BYTES} bytes")
-    if unknown := (aliases.keys() | groups.keys()) - set(names):
-        raise malformed("name", f"{min(unknown)[:80]!r} has aliases or a group, and is the name of no tensor")
 
 
 def _check_form(name: str, dtype: str, shape: tuple[int, ...]) -> None:
@@ -424,19 +404,11 @@ def _check_form(name: str, dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def _name_bytes(name: str) -> int:
-    if name.isascii():
-        return len(name)
     try:
         return len(name.encode())
     except UnicodeEncodeError as exc:
         character = f"{exc.reason} at {exc.start}"
         raise malformed("name", f"the name {name[:80]!r} can't be UTF-8 ({character}): rename the tensor") from exc
-
-
-def _only_piece(record: TensorRecord) -> Piece | None:
-    """Return the piece of a tensor that is stored in one, whole; else None."""
-    is_one = len(record.pieces) == 1 and record.pieces[0].region == whole(record.shape)
-    return record.pieces[0] if is_one else None
 
 
 def _checked_spans(record: TensorRecord, buckets: Sequence[int], steps: CheckSteps) -> list[tuple[int, int, int]]:
@@ -453,21 +425,17 @@ def _checked_spans(record: TensorRecord, buckets: Sequence[int], steps: CheckSte
             raise malformed("region", f"{record.name!r} has no elements but {len(record.pieces)} pieces")
         return []
     itemsize, spans = ITEMSIZE_BYTES[record.dtype], []
-    is_whole = _only_piece(record) is not None
     for piece in record.pieces:
         region, start = piece.region, piece.offset_bytes
-        if not is_whole:
-            if not (len(region.offsets) == len(region.sizes) == len(record.shape)):
-                raise malformed(
-                    "region", f"a region of {record.name!r} has other dims than its shape {list(record.shape)}"
-                )
-            numel = region.numel
-            if not is_inside(region, record.shape) or not numel:
-                raise malformed(
-                    "region",
-                    f"a region of {record.name!r} at {list(region.offsets)} of sizes {list(region.sizes)} "
-                    f"is not inside its shape {list(record.shape)}",
-                )
+        if not (len(region.offsets) == len(region.sizes) == len(record.shape)):
+            raise malformed("region", f"a region of {record.name!r} has other dims than its shape {list(record.shape)}")
+        numel = region.numel
+        if not is_inside(region, record.shape) or not numel:
+            raise malformed(
+                "region",
+                f"a region of {record.name!r} at {list(region.offsets)} of sizes {list(region.sizes)} "
+                f"is not inside its shape {list(record.shape)}",
+            )
         if not 0 <= piece.bucket < len(buckets):
             raise malformed("bucket", f"{record.name!r} lies in bucket {piece.bucket}; there are {len(buckets)}")
         num_bytes = numel * itemsize
@@ -478,6 +446,5 @@ def _checked_spans(record: TensorRecord, buckets: Sequence[int], steps: CheckSte
                 f"with {buckets[piece.bucket]} bytes; offsets must be multiples of {ALIGNMENT_BYTES}",
             )
         spans.append((piece.bucket, start, start + num_bytes))
-    if not is_whole:
-        check_tiling([piece.region for piece in record.pieces], record.shape, record.name, steps)
+    check_tiling([piece.region for piece in record.pieces], record.shape, record.name, steps)
     return spans

@@ -75,15 +75,13 @@ class InstallMap:
         """
         return [tensor]
 
-    def are_copied_as_is(self, names: Sequence[str], dtypes: Iterable[torch.dtype]) -> list[bool]:
-        """Return, for each tensor of these names and dtypes, whether it is only copied, all of it, to one live tensor
-        of its shape and dtype in host memory. That takes its address, and no `source_blocks`: override both or none.
+    def are_copied_as_is(self, tensors: Sequence[tuple[str, torch.dtype]]) -> list[bool]:
+        """Return, for each tensor of this name and dtype, whether it is only copied, all of it, to one live tensor of
+        its shape and dtype in host memory. That takes its address, and no `source_blocks`: override both or none.
         """
-        live, loaded = self._live, self.also_loaded
-        return [
-            name in live and live[name].dtype is dtype and live[name].is_cpu and name not in loaded
-            for name, dtype in zip(names, dtypes, strict=True)
-        ]
+        known, loaded = self._live, self.also_loaded
+        live = ((name, known.get(name), dtype) for name, dtype in tensors)
+        return [t is not None and t.dtype is dtype and t.is_cpu and name not in loaded for name, t, dtype in live]
 
     def target_blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
         """Return the views of live parameters, as found by `bind`, to which the source blocks are copied."""

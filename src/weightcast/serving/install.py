@@ -114,15 +114,15 @@ class Part:
                 self.to_prove.append((name, tensor))
         self.rest.append((name, tensor))
 
-    def add_stored(self, names: Sequence[str], entries: Sequence[Entry]) -> None:
-        """Add tensors under these names, each of which the payload has as the entry at the same index."""
+    def add_stored(self, named: Sequence[tuple[str, Entry]]) -> None:
+        """Add tensors by name, which the payload has as these entries."""
         assert self.payload is not None
         found = self._install_map
-        is_address: Iterable[bool] = itertools.repeat(False)
+        as_is: Iterable[bool] = itertools.repeat(False)
         if found is not None and self.payloads:
-            is_address = found.are_copied_as_is(names, [TORCH_DTYPES[entry.record.dtype] for entry in entries])
-        for name, entry, is_only_copied in zip(names, entries, is_address, strict=False):
-            if is_only_copied and name in self._copied:
+            as_is = found.are_copied_as_is([(name, TORCH_DTYPES[entry.record.dtype]) for name, entry in named])
+        for (name, entry), is_as_is in zip(named, as_is, strict=False):
+            if is_as_is and name in self._copied:
                 self.blocks.append((name, None))
                 self.sources.append(self._start + entry.piece.offset_bytes)
             else:
@@ -211,13 +211,10 @@ class Install:
             if self._other_names:
                 held |= {spec.name: spec.name for spec in specs}
             for record in records if held else ():
-                names = tuple(dict.fromkeys(held[name] for name in record.names if name in held))
-                if names and names != (record.name,):
-                    self._other_names[record.name] = names
-                elif record.aliases:
-                    del self._other_names[record.name]
-        """By record name, the names under which a record is loaded, one for each of the engine's tensors, and without
-        specs all; of records that are loaded under their own names only, nothing."""
+                found = dict.fromkeys(held[name] for name in record.names if name in held)
+                self._other_names[record.name] = tuple(found) or (record.name,)
+        """By record name, the names under which a record is loaded: one for each of the engine's tensors, without specs
+        all. A record that is missing is loaded under its own name."""
         self.served: WeightVersion | None = None
         """The version that an install by this object has put into the live tensors, where nothing was written since."""
         self._parts: dict[int, Part] = {}
@@ -298,9 +295,9 @@ class Install:
     @functools.cached_property
     def installed_bytes(self) -> int:
         """Bytes that this rank installs; a tensor that the engine's loader gets counts with all its bytes."""
-        copied, others, num_bytes = list[str](), self._other_names, 0
+        copied, num_bytes = list[str](), 0
         for record in self.layout.manifest.tensors:
-            for name in others.get(record.name, (record.name,)):
+            for name in self._names(record):
                 if name in self.copied:
                     copied.append(name)
                 else:
@@ -422,14 +419,8 @@ class Install:
         part = self._parts.get(index)
         if part is None or part.payload is not payload:
             part = self._parts[index] = Part(self._map, self.copied, payload)
-            cut, others = self._cut, self._other_names
-            stored = [entry for entry in self.layout.entries[index] if entry.record.name not in cut]
-            names = [entry.record.name for entry in stored]
-            if others:
-                of_entries = [others.get(name, (name,)) for name in names]
-                stored = [entry for entry, of_entry in zip(stored, of_entries, strict=True) for _ in of_entry]
-                names = list(itertools.chain.from_iterable(of_entries))
-            part.add_stored(names, stored)
+            cut, entries = self._cut, self.layout.entries[index]
+            part.add_stored([(n, e) for e in entries if e.record.name not in cut for n in self._names(e.record)])
             for name, entry in self._copied_pieces[index]:
                 part.add(name, entry.view(payload), entry.piece.region)
         return part

@@ -7,6 +7,7 @@ tensors it has, and digests it in the same pass; on a GPU nothing waits for the 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -220,7 +221,8 @@ class ShardSlices:
             for part in order[starts[entry.tensor] : starts[entry.tensor + 1]]:
                 region = parts[part].region
                 if region is piece or region == piece:
-                    yield ShardSlice(number, part, piece, dtype, offset_bytes, piece.numel * itemsize, True)
+                    num_bytes = math.prod(piece.sizes) * itemsize
+                    yield ShardSlice(number, part, piece, dtype, offset_bytes, num_bytes, True)
                 elif (shared := common(piece, region)) is not None:
                     inner = relative(shared, piece)
                     start = offset_bytes + start_elements(inner, piece.sizes) * itemsize
@@ -355,7 +357,11 @@ class Shard(HeldRegion, frozen=True, gc=False):
 
     def view(self, region: Region) -> torch.Tensor:
         """Return a view of this part of it."""
-        return self.data if region == self.region else narrow(self.data, relative(region, self.region))
+        return (
+            self.data
+            if region is self.region or region == self.region
+            else narrow(self.data, relative(region, self.region))
+        )
 
 
 class SeenRegions:
