@@ -269,11 +269,11 @@ class PartPacker:
         if known is None or known[0] is not payload:
             cuts, sources = self.slices.of(index), self.sources(index)
             targets: list[torch.Tensor | int] = [cut.start for cut in cuts]
-            is_viewed = [
-                not cut.is_run or source.dtype is not TORCH_DTYPES[cut.dtype]
-                for cut, source in zip(cuts, sources, strict=True)
+            viewed = [
+                number
+                for number, (cut, source) in enumerate(zip(cuts, sources, strict=True))
+                if not cut.is_run or source.dtype is not TORCH_DTYPES[cut.dtype]
             ]
-            viewed = list(itertools.compress(range(len(cuts)), is_viewed))
             for number, view in zip(viewed, self._views(index, payload, viewed), strict=True):
                 targets[number] = view
             raw = payload[: self._layout.manifest.buckets[index]]
