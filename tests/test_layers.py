@@ -64,7 +64,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
         *("serving.*", "trainer.*", "integrations.*", "testing.*"),
         *("cli.bench", "cli.delta", "cli.planned_bytes", "cli.serve"),
     ),
-    "numpy": ("native.deltas", "native.tables", "testing.*"),
+    "numpy": ("format.manifest", "native.deltas", "native.tables", "testing.*"),
     "triton": ("format.digest_kernel",),
     "h11": ("control.client",),
     "obstore": ("store.objects",),

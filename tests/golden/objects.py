@@ -41,11 +41,8 @@ from weightcast.testing.transport_kit import write_raw_header
 RUN = "0123456789abcdeffedcba9876543210"
 VERSION = WeightVersion(RUN, 7)
 
-MANIFEST = Manifest(
-    protocol=3,
-    digest_kind="nh-128",
-    buckets=(1024, 512),
-    tensors=(
+MANIFEST = Manifest.of(
+    (
         TensorRecord(
             "model.embed_tokens.weight",
             "bfloat16",
@@ -57,6 +54,7 @@ MANIFEST = Manifest(
         TensorRecord("empty", "int8", (0, 4)),
         TensorRecord("step", "int64", (), pieces=(Piece(1, 256, Region((), ())),)),
     ),
+    (1024, 512),
     origins=(1, 1),
 )
 

@@ -21,32 +21,24 @@ VALID: Json = {
     "protocol": 3,
     "digest_kind": "nh-128",
     "buckets": [1024, 512],
-    "tensors": [
-        {
-            "name": "embed.weight",
-            "dtype": "bfloat16",
-            "shape": [16, 16],
-            "aliases": ["head.weight"],
-            "pieces": [
-                {"bucket": 0, "offset_bytes": 0, "region": {"offsets": [0, 0], "sizes": [8, 16]}},
-                {"bucket": 1, "offset_bytes": 0, "region": {"offsets": [8, 0], "sizes": [8, 16]}},
-            ],
-        },
-        {
-            "name": "norm.weight",
-            "dtype": "float32",
-            "shape": [16],
-            "group": "norm",
-            "pieces": [{"bucket": 0, "offset_bytes": 256, "region": {"offsets": [0], "sizes": [16]}}],
-        },
-        {"name": "empty", "dtype": "int8", "shape": [0, 4]},
-        {
-            "name": "step",
-            "dtype": "int64",
-            "shape": [],
-            "pieces": [{"bucket": 1, "offset_bytes": 256, "region": {"offsets": [], "sizes": []}}],
-        },
+    "forms": [
+        {"dtype": "bfloat16", "shape": [16, 16]},
+        {"dtype": "float32", "shape": [16]},
+        {"dtype": "int8", "shape": [0, 4]},
+        {"dtype": "int64", "shape": []},
     ],
+    "names": ["embed.weight", "norm.weight", "empty", "step"],
+    "form_numbers": [0, 1, 2, 3],
+    "bucket_numbers": [-1, 0, -1, 1],
+    "offsets_bytes": [0, 256, 0, 256],
+    "pieces": {
+        "embed.weight": [
+            {"bucket": 0, "offset_bytes": 0, "region": {"offsets": [0, 0], "sizes": [8, 16]}},
+            {"bucket": 1, "offset_bytes": 0, "region": {"offsets": [8, 0], "sizes": [8, 16]}},
+        ]
+    },
+    "aliases": {"embed.weight": ["head.weight"]},
+    "groups": {"norm.weight": "norm"},
 }
 
 EMBED, NORM, EMPTY, STEP = range(4)
@@ -93,9 +85,14 @@ def _piece(bucket: int, offset_bytes: int, offsets: list[int], sizes: list[int])
 
 
 def _many_tensors() -> bytes:
-    one = '{"name":"","dtype":"int8","shape":[0]}'
-    head = '{"protocol":3,"digest_kind":"nh-128","buckets":[],"tensors":['
-    return (head + ",".join([one] * (m.MAX_TENSORS + 1)) + "]}").encode()
+    return changed(lambda d: d.update(names=[""] * (m.MAX_TENSORS + 1)))
+
+
+def _only(document: Json, names: list[str], form: Json) -> None:
+    """Replace the tensors by others of one form, which are in `pieces` or nowhere."""
+    zeros = [0] * len(names)
+    document.update(names=names, forms=[form] if names else [], form_numbers=zeros, offsets_bytes=zeros)
+    document.update(bucket_numbers=[-1] * len(names), pieces={}, aliases={}, groups={})
 
 
 def _pinwheels(side: int, num_tensors: int = 1) -> bytes:
@@ -106,32 +103,35 @@ def _pinwheels(side: int, num_tensors: int = 1) -> bytes:
         long = high - low
         boxes += [([low, low], [1, long]), ([low, high], [long, 1])]
         boxes += [([high, low + 1], [1, long]), ([low + 1, low], [long, 1])]
-    tensors = [
-        {
-            "name": f"w{bucket}",
-            "dtype": "int8",
-            "shape": [side, side],
-            "pieces": [_piece(bucket, 1280 * i, *box) for i, box in enumerate(boxes)],
-        }
-        for bucket in range(num_tensors)
-    ]
-    return changed(lambda d: d.update(tensors=tensors, buckets=[1280 * len(boxes)] * num_tensors))
+    names = [f"w{bucket}" for bucket in range(num_tensors)]
+
+    def change(document: Json) -> None:
+        _only(document, names, {"dtype": "int8", "shape": [side, side]})
+        for bucket, name in enumerate(names):
+            document["pieces"][name] = [_piece(bucket, 1280 * i, *box) for i, box in enumerate(boxes)]
+        document["buckets"] = [1280 * len(boxes)] * num_tensors
+
+    return changed(change)
 
 
 def _renumber(document: Json, to: dict[int, int]) -> None:
-    for tensor in document["tensors"]:
-        for piece in tensor.get("pieces", []):
-            piece["bucket"] = to.get(piece["bucket"], piece["bucket"])
+    document["bucket_numbers"] = [to.get(bucket, bucket) for bucket in document["bucket_numbers"]]
+    for piece in document["pieces"]["embed.weight"]:
+        piece["bucket"] = to.get(piece["bucket"], piece["bucket"])
 
 
 def _widen_norm(document: Json) -> None:
-    norm = document["tensors"][NORM]
-    norm["shape"] = [100]
-    norm["pieces"] = [_piece(0, 0, [0], [100])]
-    document["tensors"][EMBED]["pieces"][0]["offset_bytes"] = 256
+    document["forms"][NORM]["shape"] = [100]
+    document["offsets_bytes"][NORM] = 0
+    document["pieces"]["embed.weight"][0]["offset_bytes"] = 256
 
 
-PIECES = ("tensors", EMBED, "pieces")
+def _cut_step(document: Json) -> None:
+    document["bucket_numbers"][STEP] = -1
+    document["pieces"]["step"] = [_piece(1, 256, [], []), _piece(0, 512, [], [])]
+
+
+PIECES = ("pieces", "embed.weight")
 FIRST = (*PIECES, 0)
 REGION = (*FIRST, "region")
 VALID_BYTES = json.dumps(VALID).encode()
@@ -162,16 +162,16 @@ MANIFESTS: dict[str, Case] = {
     # types
     "a list": (b"[]", "type", "Manifest of protocol 3.*array"),
     "null": (b"null", "type", "null"),
-    "tensors missing": (without("tensors"), "type", "missing required field `tensors`"),
-    "dtype missing": (without("tensors", NORM, "dtype"), "type", "missing required field `dtype`"),
-    "tensors is a number": (with_("tensors", value=3), "type", "Expected `array`"),
-    "a tensor is null": (with_("tensors", NORM, value=None), "type", r"\$\.tensors\[1\]|\$\.tensors\[...\]"),
-    "name is a number": (with_("tensors", NORM, "name", value=7), "type", "Expected `str`"),
-    "shape is a number": (with_("tensors", NORM, "shape", value=16), "type", "Expected `array`"),
-    "float size": (with_("tensors", NORM, "shape", value=[16.0]), "type", "Expected `int`, got `float`"),
+    "buckets missing": (without("buckets"), "type", "missing required field `buckets`"),
+    "dtype missing": (without("forms", NORM, "dtype"), "type", "missing required field `dtype`"),
+    "names is a number": (with_("names", value=3), "type", "Expected `array`"),
+    "a name is null": (with_("names", NORM, value=None), "type", r"\$\.names\[1\]|\$\.names\[...\]"),
+    "name is a number": (with_("names", NORM, value=7), "type", "Expected `str`"),
+    "shape is a number": (with_("forms", NORM, "shape", value=16), "type", "Expected `array`"),
+    "float size": (with_("forms", NORM, "shape", value=[16.0]), "type", "Expected `int`, got `float`"),
     "size in exponent form": (raw_replace('"shape": [16]', '"shape": [1e1]'), "type", "Expected `int`"),
-    "size as text": (with_("tensors", NORM, "shape", value=["16"]), "type", "Expected `int`"),
-    "boolean size": (with_("tensors", NORM, "shape", value=[True]), "type", "Expected `int`"),
+    "size as text": (with_("forms", NORM, "shape", value=["16"]), "type", "Expected `int`"),
+    "boolean size": (with_("forms", NORM, "shape", value=[True]), "type", "Expected `int`"),
     "unknown digest": (
         with_("digest_kind", value="md5"),
         "type",
@@ -186,7 +186,7 @@ MANIFESTS: dict[str, Case] = {
     "too many tensors": (_many_tensors(), "count", f"{m.MAX_TENSORS + 1} tensors; the limit is {m.MAX_TENSORS}"),
     "too many buckets": (with_("buckets", value=[256] * (m.MAX_BUCKETS + 1)), "count", "buckets; the limit"),
     "too many aliases": (
-        with_("tensors", NORM, "aliases", value=[f"a{i}" for i in range(65)]),
+        with_("aliases", "norm.weight", value=[f"a{i}" for i in range(65)]),
         "count",
         "'norm.weight' has 65 aliases; the limit is 64",
     ),
@@ -204,40 +204,50 @@ MANIFESTS: dict[str, Case] = {
     "overflowing bucket": (with_("buckets", 0, value=1 << 64), "size", "bucket 0"),
     "buckets that overflow together": (with_("buckets", value=[1 << 56] * 4), "size", "bytes in all; the limit"),
     # names
-    "empty name": (with_("tensors", NORM, "name", value=""), "name", "is empty or longer than 1024"),
-    "empty alias": (with_("tensors", EMBED, "aliases", value=[""]), "name", "is empty"),
-    "name too long": (with_("tensors", NORM, "name", value="x" * 1025), "name", "longer than 1024 bytes"),
-    "name too long in utf-8": (with_("tensors", NORM, "name", value="重" * 342), "name", "longer than 1024 bytes"),
-    "group too long": (with_("tensors", NORM, "group", value="g" * 1025), "name", "group of 'norm.weight'"),
-    "same name twice": (with_("tensors", NORM, "name", value="step"), "duplicate", "'step' occurs twice"),
-    "alias of itself": (with_("tensors", NORM, "aliases", value=["norm.weight"]), "duplicate", "'norm.weight'"),
-    "alias is another's name": (with_("tensors", EMBED, "aliases", value=["step"]), "duplicate", "'step'"),
+    "empty name": (with_("names", NORM, value=""), "name", "is empty or longer than 1024"),
+    "empty alias": (with_("aliases", "embed.weight", value=[""]), "name", "is empty"),
+    "name too long": (with_("names", NORM, value="x" * 1025), "name", "longer than 1024 bytes"),
+    "name too long in utf-8": (with_("names", NORM, value="重" * 342), "name", "longer than 1024 bytes"),
+    "group too long": (with_("groups", "norm.weight", value="g" * 1025), "name", "group of 'norm.weight'"),
+    "same name twice": (with_("names", NORM, value="step"), "duplicate", "'step' occurs twice"),
+    "alias of itself": (with_("aliases", "norm.weight", value=["norm.weight"]), "duplicate", "'norm.weight'"),
+    "alias is another's name": (with_("aliases", "embed.weight", value=["step"]), "duplicate", "'step'"),
     "alias is another's alias": (
-        with_("tensors", NORM, "aliases", value=["head.weight"]),
+        with_("aliases", "norm.weight", value=["head.weight"]),
         "duplicate",
         "'head.weight'",
     ),
-    "same alias twice": (with_("tensors", EMBED, "aliases", value=["a", "a"]), "duplicate", "'a' occurs twice"),
+    "same alias twice": (with_("aliases", "embed.weight", value=["a", "a"]), "duplicate", "'a' occurs twice"),
+    # columns
+    "names missing": (without("names"), "count", "columns of 0, 4, 4, 4 tensors"),
+    "an offset too many": (
+        with_("offsets_bytes", value=[0] * 5),
+        "count",
+        "columns of 4, 4, 4, 5 tensors; expected one length",
+    ),
+    "form that does not exist": (with_("form_numbers", STEP, value=4), "shape", "form 4; there are 4 forms"),
+    "negative form": (with_("form_numbers", STEP, value=-1), "type", ">= 0"),
+    "offset as text": (with_("offsets_bytes", STEP, value="256"), "type", "Expected `int`"),
     # dtypes
     "unknown dtype": (
-        with_("tensors", NORM, "dtype", value="float12"),
+        with_("forms", NORM, "dtype", value="float12"),
         "dtype",
         "'norm.weight' has the dtype 'float12'",
     ),
-    "dtype with its module": (with_("tensors", NORM, "dtype", value="torch.float32"), "dtype", "known: bool, uint8"),
-    "dtype without a fixed size": (with_("tensors", NORM, "dtype", value="quint4x2"), "dtype", "quint4x2"),
-    "huge dtype": (with_("tensors", NORM, "dtype", value="f" * 100_000), "dtype", "'f{40}'; known"),
+    "dtype with its module": (with_("forms", NORM, "dtype", value="torch.float32"), "dtype", "known: bool, uint8"),
+    "dtype without a fixed size": (with_("forms", NORM, "dtype", value="quint4x2"), "dtype", "quint4x2"),
+    "huge dtype": (with_("forms", NORM, "dtype", value="f" * 100_000), "dtype", "'f{40}'; known"),
     # shapes
-    "negative size": (with_("tensors", NORM, "shape", value=[-16]), "shape", r"shape \[-16\]: sizes must be 0 to"),
-    "two negative sizes": (with_("tensors", NORM, "shape", value=[-4, -4]), "shape", r"\[-4, -4\]"),
-    "overflowing size": (with_("tensors", NORM, "shape", value=[1 << 70]), "shape", "sizes must be"),
-    "overflowing product": (with_("tensors", NORM, "shape", value=[1 << 32, 1 << 32]), "shape", "has over"),
+    "negative size": (with_("forms", NORM, "shape", value=[-16]), "shape", r"shape \[-16\]: sizes must be 0 to"),
+    "two negative sizes": (with_("forms", NORM, "shape", value=[-4, -4]), "shape", r"\[-4, -4\]"),
+    "overflowing size": (with_("forms", NORM, "shape", value=[1 << 70]), "shape", "sizes must be"),
+    "overflowing product": (with_("forms", NORM, "shape", value=[1 << 32, 1 << 32]), "shape", "has over"),
     "overflowing product of no elements": (
-        with_("tensors", EMPTY, "shape", value=[0, 1 << 40, 1 << 40]),
+        with_("forms", EMPTY, "shape", value=[0, 1 << 40, 1 << 40]),
         "shape",
         "over",
     ),
-    "too many dims": (with_("tensors", NORM, "shape", value=[1] * 17), "shape", "17 dims; the limit is 16"),
+    "too many dims": (with_("forms", NORM, "shape", value=[1] * 17), "shape", "17 dims; the limit is 16"),
     # regions
     "region of other dims": (with_(*REGION, "sizes", value=[128]), "region", "other dims than its shape"),
     "offsets and sizes differ": (with_(*REGION, "offsets", value=[0]), "region", "other dims"),
@@ -247,17 +257,18 @@ MANIFESTS: dict[str, Case] = {
     "negative size of a region": (with_(*REGION, "sizes", value=[-8, -16]), "region", "not inside"),
     "huge offset in the tensor": (with_(*REGION, "offsets", value=[1 << 100, 0]), "region", "not inside"),
     "pieces of a tensor without elements": (
-        with_("tensors", EMPTY, "pieces", value=[_piece(0, 0, [0, 0], [0, 4])]),
+        with_("pieces", "empty", value=[_piece(0, 0, [0, 0], [0, 4])]),
         "region",
         "'empty' has no elements but 1 pieces",
     ),
+    "place of a tensor without elements": (with_("bucket_numbers", EMPTY, value=0), "region", "but 1 pieces"),
     # coverage and overlap of regions
-    "no pieces": (without("tensors", NORM, "pieces"), "coverage", "0 of its 16 elements"),
+    "no pieces": (with_("bucket_numbers", NORM, value=-1), "coverage", "0 of its 16 elements"),
     "half of a tensor": (without(*PIECES, 1), "coverage", "128 of its 256 elements: missing or doubled"),
     "a hole": (with_(*PIECES, 1, "region", "sizes", value=[7, 16]), "coverage", "240 of its 256"),
     "a doubled row": (with_(*PIECES, 1, "region", value={"offsets": [7, 0], "sizes": [9, 16]}), "coverage", "272"),
     "the same region twice": (
-        with_(*PIECES, 1, "region", value=VALID["tensors"][0]["pieces"][0]["region"]),
+        with_(*PIECES, 1, "region", value=VALID["pieces"]["embed.weight"][0]["region"]),
         "overlap",
         "overlap",
     ),
@@ -267,7 +278,7 @@ MANIFESTS: dict[str, Case] = {
         "regions of 'embed.weight' overlap",
     ),
     "a scalar in two pieces": (
-        with_("tensors", STEP, "pieces", value=[_piece(1, 256, [], []), _piece(0, 512, [], [])]),
+        changed(_cut_step),
         "coverage",
         "2 of its 1 elements",
     ),
@@ -275,13 +286,20 @@ MANIFESTS: dict[str, Case] = {
     "bucket that does not exist": (with_(*FIRST, "bucket", value=2), "bucket", "lies in bucket 2; there are 2"),
     "negative bucket number": (with_(*FIRST, "bucket", value=-1), "bucket", "bucket -1"),
     "huge bucket number": (with_(*FIRST, "bucket", value=1 << 200), "bucket", "there are 2"),
+    "bucket that does not exist, of a whole tensor": (
+        with_("bucket_numbers", NORM, value=2),
+        "bucket",
+        "'norm.weight' lies in bucket 2; there are 2",
+    ),
+    "negative bucket number of a whole tensor": (with_("bucket_numbers", NORM, value=-2), "type", ">= -1"),
+    "huge bucket number of a whole tensor": (with_("bucket_numbers", NORM, value=1 << 200), "type", "<= 1048576"),
     "an empty bucket at the end": (changed(lambda d: d["buckets"].append(256)), "bucket", "bucket 2 is empty"),
     "an empty bucket in the middle": (
         changed(lambda d: (d["buckets"].insert(1, 256), _renumber(d, {1: 2}))),
         "bucket",
         "bucket 1 is empty",
     ),
-    "a bucket and no tensors": (changed(lambda d: d["tensors"].clear()), "bucket", "bucket 0 is empty"),
+    "a bucket and no tensors": (changed(lambda d: _only(d, [], {})), "bucket", "bucket 0 is empty"),
     # origins
     "one origin that is listed": (
         with_("origins", value=[2]),
@@ -320,16 +338,19 @@ MANIFESTS: dict[str, Case] = {
         "offset",
         "256 bytes of .* offset 1024 of bucket 0",
     ),
-    "end beyond the bucket": (with_("tensors", NORM, "pieces", 0, "offset_bytes", value=1024), "offset", "norm.weight"),
+    "end beyond the bucket": (with_("offsets_bytes", NORM, value=1024), "offset", "norm.weight"),
+    "misaligned offset of a whole tensor": (with_("offsets_bytes", NORM, value=264), "offset", "multiples of 256"),
+    "negative offset of a whole tensor": (with_("offsets_bytes", NORM, value=-256), "type", ">= 0"),
+    "overflowing offset of a whole tensor": (with_("offsets_bytes", NORM, value=1 << 63), "type", "<= "),
     "overflowing offset": (with_(*FIRST, "offset_bytes", value=1 << 64), "offset", "bucket 0 with 1024 bytes"),
     "offset of 4300 digits": (
-        raw_replace('"offset_bytes": 256', f'"offset_bytes": {"9" * 4300}'),
+        raw_replace('"offset_bytes": 0', f'"offset_bytes": {"9" * 4300}'),
         "offset",
         "bucket 0 with 1024 bytes",
     ),
     # bytes that two tensors share
     "shared bytes": (
-        with_("tensors", NORM, "pieces", 0, "offset_bytes", value=0),
+        with_("offsets_bytes", NORM, value=0),
         "overlap",
         "share bytes of bucket 0 at 0",
     ),

@@ -99,8 +99,8 @@ def test_a_message_larger_than_its_limit_is_not_parsed() -> None:
 def test_unknown_fields_are_ignored_everywhere() -> None:
     document = json.loads(VALID_BYTES)
     document["future"] = {"nested": [1, 2]}
-    document["tensors"][0]["future"] = None
-    document["tensors"][0]["pieces"][0]["region"]["future"] = 1.5
+    document["forms"][0]["future"] = None
+    document["pieces"]["embed.weight"][0]["region"]["future"] = 1.5
     assert Manifest.decode(json.dumps(document).encode()) == Manifest.decode(VALID_BYTES)
 
 

@@ -212,7 +212,7 @@ class Layout:
                 start = entry.piece.offset_bytes
                 if end < start:
                     found.append((end, start))
-                end = max(end, start + entry.num_bytes)
+                end = start + math.prod(entry.piece.region.sizes) * ITEMSIZE_BYTES[entry.record.dtype]
             if end < self.manifest.buckets[index]:
                 found.append((end, self.manifest.buckets[index]))
         return found

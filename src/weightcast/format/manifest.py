@@ -13,10 +13,12 @@ import hashlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from weightcast.errors import malformed
 from weightcast.format.geometry import ALIGNMENT_BYTES, CheckSteps, Region, check_tiling, is_inside, whole
@@ -127,10 +129,30 @@ class TensorRecord(TensorSpec, frozen=True, omit_defaults=True):
         return TensorSpec(self.name, self.dtype, self.shape, aliases=self.aliases, group=self.group)
 
 
+class TensorForm(msgspec.Struct, frozen=True, gc=False):
+    """A dtype and a shape that tensors of a manifest have in common."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the data of a tensor of this form."""
+        return math.prod(self.shape) * ITEMSIZE_BYTES[self.dtype]
+
+
+BucketNumber = Annotated[int, msgspec.Meta(ge=-1, le=MAX_BUCKETS)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+
+
 class Manifest(msgspec.Struct, frozen=True, dict=True):
     """All tensors of an update and the plan of its buckets (`buckets[i]`: raw payload bytes of bucket i).
 
     `origins`: number of buckets of each origin, the first ones being origin 0's; empty if there is one origin.
+    The tensors are columns, since a peer decodes these many times faster than records: tensor i is called `names[i]`,
+    has the dtype and shape `forms[form_numbers[i]]`, and all of it is at `offsets_bytes[i]` of bucket
+    `bucket_numbers[i]`. For a tensor in other pieces, or without any, this number is -1, and the offset 0. `pieces`,
+    `aliases` and `groups` have what other tensors lack, by name. `tensors` has all of that as records.
     A manifest has no version and no run, so it is equal for every publish of the same model, and need not be sent again
     to a peer that knows its `digest()`.
     """
@@ -138,13 +160,48 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     protocol: int
     digest_kind: str
     buckets: tuple[int, ...]
-    tensors: tuple[TensorRecord, ...]
     origins: tuple[int, ...] = ()
+    forms: tuple[TensorForm, ...] = ()
+    names: tuple[str, ...] = ()
+    form_numbers: tuple[Number, ...] = ()
+    bucket_numbers: tuple[BucketNumber, ...] = ()
+    offsets_bytes: tuple[Number, ...] = ()
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    aliases: dict[str, tuple[str, ...]] = {}
+    groups: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, tensors: Sequence[TensorRecord], buckets: tuple[int, ...], origins: tuple[int, ...] = ()) -> Manifest:
+        """Return the manifest of these tensors in these buckets. Nothing is checked."""
+        forms: dict[tuple[str, tuple[int, ...]], int] = {}
+        numbers = tuple([forms.setdefault((t.dtype, t.shape), len(forms)) for t in tensors])
+        is_whole = [len(t.pieces) == 1 and t.pieces[0].region == whole(t.shape) for t in tensors]
+        placed = list(zip(tensors, is_whole, strict=True))
+        bucket_numbers = tuple([t.pieces[0].bucket if is_one else -1 for t, is_one in placed])
+        offsets_bytes = tuple([t.pieces[0].offset_bytes if is_one else 0 for t, is_one in placed])
+        names, of_form = tuple([t.name for t in tensors]), tuple(itertools.starmap(TensorForm, forms))
+        pieces = {t.name: t.pieces for t, is_one in placed if t.pieces and not is_one}
+        aliases = {t.name: t.aliases for t in tensors if t.aliases}
+        groups = {t.name: t.group for t in tensors if t.group}
+        columns = names, numbers, bucket_numbers, offsets_bytes
+        return cls(PROTOCOL, DIGEST_KIND, buckets, origins, of_form, *columns, pieces, aliases, groups)
+
+    @functools.cached_property
+    def tensors(self) -> tuple[TensorRecord, ...]:
+        """The tensors with their pieces. Of a manifest from a peer only after `check`."""
+        forms = [(form.dtype, form.shape, whole(form.shape)) for form in self.forms]
+        records = []
+        for row in zip(self.names, self.form_numbers, self.bucket_numbers, self.offsets_bytes, strict=True):
+            name, (dtype, shape, region) = row[0], forms[row[1]]
+            pieces = (Piece(row[2], row[3], region),) if row[2] >= 0 else self.pieces.get(name, ())
+            aliases, group = self.aliases.get(name, ()), self.groups.get(name, "")
+            records.append(TensorRecord(name, dtype, shape, aliases, group, pieces))
+        return tuple(records)
 
     @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes of tensor data, without padding and headers."""
-        return sum(t.num_bytes for t in self.tensors)
+        return sum(self.forms[form].num_bytes * count for form, count in Counter(self.form_numbers).items())
 
     @property
     def max_bucket_bytes(self) -> int:
@@ -170,12 +227,12 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     def with_sizes(self, buckets: tuple[int, ...]) -> Manifest:
         """Return what a transport needs to send the same buckets at other lengths, without the tensors."""
-        return Manifest(self.protocol, self.digest_kind, buckets, (), self.origins)
+        return Manifest(self.protocol, self.digest_kind, buckets, self.origins)
 
     def of_origin(self, origin: int) -> Manifest:
         """Return the part for one origin's sender and receivers: the origin's buckets only, numbered from 0."""
         span = self.spans[origin]
-        return Manifest(self.protocol, self.digest_kind, self.buckets[span.start : span.stop], ())
+        return Manifest(self.protocol, self.digest_kind, self.buckets[span.start : span.stop])
 
     def encode(self) -> bytes:
         return encode(self)
@@ -194,7 +251,15 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     def check(self) -> None:
         """Check the module's invariants, in O(pieces log pieces). Raises ManifestError for the first violation."""
         self.check_limits()
-        check_specs(self.tensors)
+        lengths = [len(self.names), len(self.form_numbers), len(self.bucket_numbers), len(self.offsets_bytes)]
+        if len(set(lengths)) > 1:
+            raise malformed("count", f"columns of {', '.join(map(str, lengths))} tensors; expected one length")
+        if max(self.form_numbers, default=-1) >= len(self.forms):
+            raise malformed("shape", f"a tensor of form {max(self.form_numbers)}; there are {len(self.forms)} forms")
+        check_names(self.names, self.aliases, self.groups)
+        of_form = dict(zip(reversed(self.form_numbers), reversed(self.names), strict=True))
+        for number, form in enumerate(self.forms):
+            _check_form(of_form.get(number, ""), form.dtype, form.shape)
         self.check_pieces()
 
     def check_limits(self) -> None:
@@ -213,8 +278,8 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
                 f"buckets are digested by {found_kind}, expected {DIGEST_KIND!r}: install the same version of "
                 "weightcast at both ends",
             )
-        if len(self.tensors) > MAX_TENSORS:
-            raise malformed("count", f"{len(self.tensors)} tensors; the limit is {MAX_TENSORS}")
+        if len(self.names) > MAX_TENSORS:
+            raise malformed("count", f"{len(self.names)} tensors; the limit is {MAX_TENSORS}")
         if len(self.buckets) > MAX_BUCKETS:
             raise malformed("count", f"{len(self.buckets)} buckets; the limit is {MAX_BUCKETS}")
         for index, size in enumerate(self.buckets):
@@ -237,24 +302,30 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
             )
 
     def check_pieces(self) -> None:
-        """Check that pieces tile their tensors, no two share a byte, and no bucket is empty. `check_specs` comes first.
+        """Check that pieces tile their tensors, no two share a byte, and no bucket is empty. The columns come first.
 
         Raises ManifestError.
         """
-        steps = CheckSteps(sum(len(record.pieces) for record in self.tensors))
-        spans: list[tuple[int, int, int, str]] = []
-        for record in self.tensors:
-            spans += _checked_spans(record, self.buckets, steps)
-        spans.sort()
-        last_bucket, last_end, last_name = -1, 0, ""
-        for bucket, start, end, name in spans:
-            if bucket == last_bucket and start < last_end:
-                raise malformed("overlap", f"{name!r} and {last_name!r} share bytes of bucket {bucket} at {start}")
-            if bucket > last_bucket + 1:
-                break
-            last_bucket, last_end, last_name = bucket, end, name
-        if last_bucket + 1 != len(self.buckets):
-            raise malformed("bucket", f"bucket {last_bucket + 1} is empty")
+        form_bytes = np.array([form.num_bytes for form in self.forms], np.int64)
+        sizes = form_bytes[np.array(self.form_numbers, np.int64)]
+        buckets, starts = np.array(self.bucket_numbers, np.int64), np.array(self.offsets_bytes, np.int64)
+        room = np.array([*self.buckets, -1], np.int64)[np.minimum(buckets, len(self.buckets))]
+        is_right = (sizes > 0) & (starts <= room - sizes) & (starts % ALIGNMENT_BYTES == 0)
+        rows = np.stack([buckets, starts, starts + sizes, np.arange(len(sizes))], axis=1)[is_right]
+        # Tensors in other pieces, and those with an error.
+        others = np.flatnonzero(~is_right).tolist()
+        steps = CheckSteps(sum(len(self.tensors[number].pieces) for number in others))
+        spans = [(*span, n) for n in others for span in _checked_spans(self.tensors[n], self.buckets, steps)]
+        rows = np.concatenate([rows, np.array(spans, np.int64).reshape(-1, 4)])
+        rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+        shared = np.flatnonzero((rows[1:, 0] == rows[:-1, 0]) & (rows[1:, 1] < rows[:-1, 2]))
+        if shared.size:
+            (*_, former), (bucket, start, _, number) = rows[shared[0] : shared[0] + 2].tolist()
+            one, other = self.names[number], self.names[former]
+            raise malformed("overlap", f"{one!r} and {other!r} share bytes of bucket {bucket} at {start}")
+        empty = np.flatnonzero(np.bincount(rows[:, 0], minlength=len(self.buckets)) == 0)
+        if empty.size:
+            raise malformed("bucket", f"bucket {empty[0]} is empty")
 
 
 T = TypeVar("T")
@@ -296,40 +367,43 @@ def _name_of(kind: object) -> str:
     return getattr(kind, "__name__", None) or str(kind)
 
 
-def check_specs(specs: Iterable[TensorSpec]) -> None:
+def check_specs(specs: Sequence[TensorSpec]) -> None:
     """Check that names are unique, and names, dtypes and shapes within the limits. Raises ManifestError."""
-    seen, forms = set[str](), set[tuple[str, tuple[int, ...]]]()
-    for spec in specs:
-        if len(spec.aliases) > MAX_ALIASES:
-            raise malformed("count", f"{spec.name[:80]!r} has {len(spec.aliases)} aliases; the limit is {MAX_ALIASES}")
-        for name in spec.names if spec.aliases else (spec.name,):
-            if not 0 < _name_bytes(name) <= MAX_NAME_BYTES:
-                raise malformed("name", f"the name {name[:80]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
-            if name in seen:
-                raise malformed("duplicate", f"the name {name!r} occurs twice")
-            seen.add(name)
-        if spec.group and _name_bytes(spec.group) > MAX_NAME_BYTES:
-            raise malformed("name", f"the group of {spec.name!r} is longer than {MAX_NAME_BYTES} bytes")
-        if (spec.dtype, spec.shape) not in forms:  # cached, since a model has few different ones
-            _check_form(spec)
-            forms.add((spec.dtype, spec.shape))
+    aliases = {spec.name: spec.aliases for spec in specs if spec.aliases}
+    check_names([spec.name for spec in specs], aliases, {spec.name: spec.group for spec in specs if spec.group})
+    for form, name in {(spec.dtype, spec.shape): spec.name for spec in reversed(specs)}.items():
+        _check_form(name, *form)
 
 
-def _check_form(spec: TensorSpec) -> None:
-    if spec.dtype not in ITEMSIZE_BYTES:
-        known = ", ".join(ITEMSIZE_BYTES)
-        raise malformed("dtype", f"{spec.name!r} has the dtype {spec.dtype[:40]!r}; known: {known}")
-    if len(spec.shape) > MAX_DIMS:
-        raise malformed("shape", f"{spec.name!r} has {len(spec.shape)} dims; the limit is {MAX_DIMS}")
-    if spec.shape and not 0 <= min(spec.shape) <= max(spec.shape) <= MAX_BYTES:
-        raise malformed("shape", f"{spec.name!r} has the shape {list(spec.shape)}: sizes must be 0 to {MAX_BYTES}")
-    if math.prod(filter(None, spec.shape)) * ITEMSIZE_BYTES[spec.dtype] > MAX_BYTES:
-        raise malformed("shape", f"{spec.name!r} of shape {list(spec.shape)} has over {MAX_BYTES} bytes")
+def check_names(names: Sequence[str], aliases: Mapping[str, tuple[str, ...]], groups: Mapping[str, str]) -> None:
+    """Check that names and aliases are unique, and these and the groups within the limits. Raises ManifestError."""
+    for name, others in aliases.items():
+        if len(others) > MAX_ALIASES:
+            raise malformed("count", f"{name[:80]!r} has {len(others)} aliases; the limit is {MAX_ALIASES}")
+    seen = set[str]()
+    for name in itertools.chain(names, *aliases.values()):
+        if not 0 < (len(name) if name.isascii() else _name_bytes(name)) <= MAX_NAME_BYTES:
+            raise malformed("name", f"the name {name[:80]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
+        if name in seen:
+            raise malformed("duplicate", f"the name {name!r} occurs twice")
+        seen.add(name)
+    for name, group in groups.items():
+        if _name_bytes(group) > MAX_NAME_BYTES:
+            raise malformed("name", f"the group of {name[:80]!r} is longer than {MAX_NAME_BYTES} bytes")
+
+
+def _check_form(name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    if dtype not in ITEMSIZE_BYTES:
+        raise malformed("dtype", f"{name!r} has the dtype {dtype[:40]!r}; known: {', '.join(ITEMSIZE_BYTES)}")
+    if len(shape) > MAX_DIMS:
+        raise malformed("shape", f"{name!r} has {len(shape)} dims; the limit is {MAX_DIMS}")
+    if shape and not 0 <= min(shape) <= max(shape) <= MAX_BYTES:
+        raise malformed("shape", f"{name!r} has the shape {list(shape)}: sizes must be 0 to {MAX_BYTES}")
+    if math.prod(filter(None, shape)) * ITEMSIZE_BYTES[dtype] > MAX_BYTES:
+        raise malformed("shape", f"{name!r} of shape {list(shape)} has over {MAX_BYTES} bytes")
 
 
 def _name_bytes(name: str) -> int:
-    if name.isascii():
-        return len(name)
     try:
         return len(name.encode())
     except UnicodeEncodeError as exc:
@@ -337,10 +411,10 @@ def _name_bytes(name: str) -> int:
         raise malformed("name", f"the name {name[:80]!r} can't be UTF-8 ({character}): rename the tensor") from exc
 
 
-def _checked_spans(record: TensorRecord, buckets: Sequence[int], steps: CheckSteps) -> list[tuple[int, int, int, str]]:
+def _checked_spans(record: TensorRecord, buckets: Sequence[int], steps: CheckSteps) -> list[tuple[int, int, int]]:
     """Check that a tensor's pieces tile it, inside their buckets.
 
-    Returns bucket, first byte, end, and the tensor's name, for each piece.
+    Returns bucket, first byte and end of each piece.
     """
     if len(record.pieces) > MAX_PIECES_PER_TENSOR:
         num_pieces = len(record.pieces)
@@ -351,21 +425,17 @@ def _checked_spans(record: TensorRecord, buckets: Sequence[int], steps: CheckSte
             raise malformed("region", f"{record.name!r} has no elements but {len(record.pieces)} pieces")
         return []
     itemsize, spans = ITEMSIZE_BYTES[record.dtype], []
-    is_whole = len(record.pieces) == 1 and record.pieces[0].region == whole(record.shape)
     for piece in record.pieces:
         region, start = piece.region, piece.offset_bytes
-        if not is_whole:
-            if not (len(region.offsets) == len(region.sizes) == len(record.shape)):
-                raise malformed(
-                    "region", f"a region of {record.name!r} has other dims than its shape {list(record.shape)}"
-                )
-            numel = region.numel
-            if not is_inside(region, record.shape) or not numel:
-                raise malformed(
-                    "region",
-                    f"a region of {record.name!r} at {list(region.offsets)} of sizes {list(region.sizes)} "
-                    f"is not inside its shape {list(record.shape)}",
-                )
+        if not (len(region.offsets) == len(region.sizes) == len(record.shape)):
+            raise malformed("region", f"a region of {record.name!r} has other dims than its shape {list(record.shape)}")
+        numel = region.numel
+        if not is_inside(region, record.shape) or not numel:
+            raise malformed(
+                "region",
+                f"a region of {record.name!r} at {list(region.offsets)} of sizes {list(region.sizes)} "
+                f"is not inside its shape {list(record.shape)}",
+            )
         if not 0 <= piece.bucket < len(buckets):
             raise malformed("bucket", f"{record.name!r} lies in bucket {piece.bucket}; there are {len(buckets)}")
         num_bytes = numel * itemsize
@@ -375,7 +445,6 @@ def _checked_spans(record: TensorRecord, buckets: Sequence[int], steps: CheckSte
                 f"{num_bytes} bytes of {record.name!r} lie at offset {start} of bucket {piece.bucket} "
                 f"with {buckets[piece.bucket]} bytes; offsets must be multiples of {ALIGNMENT_BYTES}",
             )
-        spans.append((piece.bucket, start, start + num_bytes, record.name))
-    if not is_whole:
-        check_tiling([piece.region for piece in record.pieces], record.shape, record.name, steps)
+        spans.append((piece.bucket, start, start + num_bytes))
+    check_tiling([piece.region for piece in record.pieces], record.shape, record.name, steps)
     return spans

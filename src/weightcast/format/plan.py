@@ -15,10 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from weightcast.errors import ManifestError
 from weightcast.format.geometry import ALIGNMENT_BYTES, Region, align, whole
 from weightcast.format.manifest import (
-    DIGEST_KIND,
     ITEMSIZE_BYTES,
     MAX_PIECES_PER_TENSOR,
-    PROTOCOL,
     Manifest,
     Piece,
     TensorRecord,
@@ -93,7 +91,7 @@ def plan(
         num_buckets.append(len(filled))
     records = tuple(TensorRecord(s.name, s.dtype, s.shape, s.aliases, s.group, pieces.get(s.name, ())) for s in specs)
     several = tuple(num_buckets) if len(num_buckets) > 1 else ()
-    manifest = Manifest(PROTOCOL, DIGEST_KIND, tuple(sizes), records, several)
+    manifest = Manifest.of(records, tuple(sizes), origins=several)
     manifest.check_limits()
     if origins is not None:
         manifest.check_pieces()  # of the caller's regions

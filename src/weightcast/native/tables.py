@@ -253,9 +253,10 @@ def _kept(found: bytes, num_words: int, is_other: np.ndarray[Any, Any]) -> tuple
 
 def _bounds(tensors: Sequence[Any]) -> Rows:
     """Return the first address of each tensor's storage, and the first one behind it."""
-    storages = map(torch.Tensor.untyped_storage, tensors)
-    words = (word for storage in storages for word in (storage.data_ptr(), storage.nbytes()))
-    return np.fromiter(words, np.int64, 2 * len(tensors)).reshape(-1, 2).cumsum(axis=1)
+    # By loops in Python, between the steps of which other threads run.
+    storages = [torch.Tensor.untyped_storage(tensor) for tensor in tensors]
+    starts, sizes = [storage.data_ptr() for storage in storages], [storage.nbytes() for storage in storages]
+    return np.stack([np.array(starts, np.int64), np.array(sizes, np.int64)], axis=1).cumsum(axis=1)
 
 
 def _require_inside(starts: Rows, sizes: Rows, bounds: Rows, what: str) -> None:

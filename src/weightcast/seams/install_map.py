@@ -4,7 +4,7 @@ One install, called by the worker of a `Mapped` engine:
 
     InstallMap.bind()                    right before the first copy; False: `load` gets everything
     Mapped.begin(copied)                 these tensors are copied, the others are passed to `load`
-    InstallMap.is_copied_as_is(...)      True if a copy needs only a tensor's address; else
+    InstallMap.are_copied_as_is(...)     True where a copy needs only a tensor's address; else
     InstallMap.source_blocks(...)        the blocks that a copy reads, of a tensor or a piece of one
     InstallMap.target_blocks(...)        the blocks that it writes
     Engine.load(others)
@@ -64,9 +64,9 @@ class InstallMap:
         """Return whether a piece of this tensor can be copied by itself: all its blocks are regions of the tensor."""
         return True
 
-    def target_bytes(self, name: str) -> int:
-        """Return the size of this rank's part of the tensor, in the live parameters' dtypes."""
-        return self._live[name].nbytes
+    def target_bytes(self, names: Iterable[str]) -> int:
+        """Return the size of this rank's parts of these tensors, in the live parameters' dtypes."""
+        return sum(self._live[name].nbytes for name in names)
 
     def source_blocks(self, name: str, tensor: torch.Tensor, piece: Region | None = None) -> list[torch.Tensor]:
         """Return views of a contiguous tensor's blocks that this rank needs, in the order of `target_blocks`.
@@ -75,12 +75,13 @@ class InstallMap:
         """
         return [tensor]
 
-    def is_copied_as_is(self, name: str, dtype: torch.dtype) -> bool:
-        """Return whether a tensor of this dtype is only copied, all of it, to one live tensor of its shape and dtype in
-        host memory. That takes its address, and no `source_blocks`: override both or none.
+    def are_copied_as_is(self, tensors: Sequence[tuple[str, torch.dtype]]) -> list[bool]:
+        """Return, for each tensor of this name and dtype, whether it is only copied, all of it, to one live tensor of
+        its shape and dtype in host memory. That takes its address, and no `source_blocks`: override both or none.
         """
-        live = self._live[name]
-        return live.dtype is dtype and live.is_cpu and name not in self.also_loaded
+        known, loaded = self._live, self.also_loaded
+        live = ((name, known.get(name), dtype) for name, dtype in tensors)
+        return [t is not None and t.dtype is dtype and t.is_cpu and name not in loaded for name, t, dtype in live]
 
     def target_blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
         """Return the views of live parameters, as found by `bind`, to which the source blocks are copied."""

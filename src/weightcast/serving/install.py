@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -113,15 +114,19 @@ class Part:
                 self.to_prove.append((name, tensor))
         self.rest.append((name, tensor))
 
-    def add_stored(self, name: str, entry: Entry) -> None:
-        """Add the tensor that the payload has as this entry."""
+    def add_stored(self, named: Sequence[tuple[str, Entry]]) -> None:
+        """Add tensors by name, which the payload has as these entries."""
         assert self.payload is not None
-        found, dtype = self._install_map, TORCH_DTYPES[entry.record.dtype]
-        if found is not None and self.payloads and name in self._copied and found.is_copied_as_is(name, dtype):
-            self.blocks.append((name, None))
-            self.sources.append(self._start + entry.piece.offset_bytes)
-        else:
-            self.add(name, entry.view(self.payload))
+        found = self._install_map
+        as_is: Iterable[bool] = itertools.repeat(False)
+        if found is not None and self.payloads:
+            as_is = found.are_copied_as_is([(name, TORCH_DTYPES[entry.record.dtype]) for name, entry in named])
+        for (name, entry), is_as_is in zip(named, as_is, strict=False):
+            if is_as_is and name in self._copied:
+                self.blocks.append((name, None))
+                self.sources.append(self._start + entry.piece.offset_bytes)
+            else:
+                self.add(name, entry.view(self.payload))
 
     @functools.cached_property
     def copies(self) -> BlockCopies:
@@ -199,28 +204,34 @@ class Install:
         self._map = engine.install_map if uses_map and isinstance(engine, Mapped) else None
         self._revision = 0 if self._map is None else self._map.revision
         self.copied = frozenset[str]() if self._map is None else frozenset(self._map.proven)
-        self._primary: dict[str, str] | None = None
-        """By each name that the engine knows, the name of its tensor."""
+        records = layout.manifest.tensors
+        self._other_names = {record.name: record.names for record in records if record.aliases}
         if specs is not None:
-            self._primary = {spec.name: spec.name for spec in specs}
-            self._primary |= {name: spec.name for spec in specs if spec.aliases for name in spec.aliases}
+            held = {name: spec.name for spec in specs if spec.aliases for name in spec.aliases}
+            if self._other_names:
+                held |= {spec.name: spec.name for spec in specs}
+            for record in records if held else ():
+                found = dict.fromkeys(held[name] for name in record.names if name in held)
+                self._other_names[record.name] = tuple(found) or (record.name,)
+        """By record name, the names under which a record is loaded: one for each of the engine's tensors, without specs
+        all. A record that is missing is loaded under its own name."""
         self.served: WeightVersion | None = None
         """The version that an install by this object has put into the live tensors, where nothing was written since."""
         self._parts: dict[int, Part] = {}
         self._staged: tuple[list[Part], BlockCopies] | None = None
         self._without_elements = [
             (record, torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype]))
-            for record in layout.manifest.tensors
+            for record in records
             if not record.pieces
         ]
-        spanning = _spanning_groups(layout.manifest.tensors)
-        self._cut = {r.name for r in layout.manifest.tensors if len(r.pieces) > 1 or (r.group and r.group in spanning)}
+        spanning = _spanning_groups(records)
+        self._cut = {r.name for r in records if len(r.pieces) > 1 or (r.group and r.group in spanning)}
         """Names of the tensors that no single bucket has, or of whose load group it has only a part."""
         self._copied_pieces: list[list[tuple[str, Entry]]] = [[] for _ in layout.entries]
         self._joined: list[list[Entry]] = [[] for _ in layout.entries]
         self._num_joined = collections.Counter[str]()
         origins: dict[str, set[int]] = {}
-        for index, entries in enumerate(layout.entries):
+        for index, entries in enumerate(layout.entries if self._cut else ()):
             for entry in entries:
                 if entry.record.name not in self._cut:
                     continue
@@ -233,7 +244,7 @@ class Install:
                     origins.setdefault(entry.record.name, set()).add(layout.manifest.bucket_origins[index])
         straddling = {name for name, found in origins.items() if len(found) > 1}
         self._num_straddling = len(straddling)
-        self.straddling_bytes = sum(r.num_bytes for r in layout.manifest.tensors if r.name in straddling)
+        self.straddling_bytes = sum(r.num_bytes for r in (records if straddling else ()) if r.name in straddling)
         """Extra memory of a staged update for tensors with pieces from several origins."""
         self.has_lent_views = True
         """True if the engine's loader got views of the last version's buckets, and so may have changed these.
@@ -284,12 +295,14 @@ class Install:
     @functools.cached_property
     def installed_bytes(self) -> int:
         """Bytes that this rank installs; a tensor that the engine's loader gets counts with all its bytes."""
-        found, num_bytes = self._map, 0
+        copied, num_bytes = list[str](), 0
         for record in self.layout.manifest.tensors:
             for name in self._names(record):
-                is_copied = found is not None and name in self.copied
-                num_bytes += found.target_bytes(name) if found is not None and is_copied else record.num_bytes
-        return num_bytes
+                if name in self.copied:
+                    copied.append(name)
+                else:
+                    num_bytes += record.num_bytes
+        return num_bytes if self._map is None else num_bytes + self._map.target_bytes(copied)
 
     def assembly(self, *, is_staged: bool) -> Assembly:
         """Return a new assembly, for one update."""
@@ -406,10 +419,8 @@ class Install:
         part = self._parts.get(index)
         if part is None or part.payload is not payload:
             part = self._parts[index] = Part(self._map, self.copied, payload)
-            for entry in self.layout.entries[index]:
-                if entry.record.name not in self._cut:
-                    for name in self._names(entry.record):
-                        part.add_stored(name, entry)
+            cut, entries = self._cut, self.layout.entries[index]
+            part.add_stored([(n, e) for e in entries if e.record.name not in cut for n in self._names(e.record)])
             for name, entry in self._copied_pieces[index]:
                 part.add(name, entry.view(payload), entry.piece.region)
         return part
@@ -426,13 +437,8 @@ class Install:
         return [part]
 
     def _names(self, record: TensorSpec) -> tuple[str, ...]:
-        """Return the names under which a record is loaded: one for each of the engine's tensors; without specs, all."""
-        primary = self._primary
-        if primary is None:
-            return record.names
-        if not record.aliases and primary.get(record.name) == record.name:
-            return (record.name,)
-        return tuple(dict.fromkeys(primary[name] for name in record.names if name in primary))
+        """Return the names under which a record is loaded."""
+        return self._other_names.get(record.name, (record.name,))
 
     def _is_copied_in_pieces(self, name: str) -> bool:
         found = self._map

@@ -211,10 +211,9 @@ class RecordedMap(InstallMap):
         """Return the names of the modules that these tensors are copied to."""
         return {_module(copy.target) for name in names for copy in self._copies[name]}
 
-    def target_bytes(self, name: str) -> int:
-        return sum(
-            math.prod(copy.block.sizes) * self._targets[copy.target].dtype.itemsize for copy in self._copies[name]
-        )
+    def target_bytes(self, names: Iterable[str]) -> int:
+        copies = (copy for name in names for copy in self._copies[name])
+        return sum(math.prod(copy.block.sizes) * self._targets[copy.target].dtype.itemsize for copy in copies)
 
     def can_copy_pieces(self, name: str) -> bool:
         found = self._regions.get(name)
@@ -230,8 +229,8 @@ class RecordedMap(InstallMap):
         taken = (common(region, piece) for region, _ in self._regions[name])
         return [narrow(tensor, relative(region, piece)) for region in taken if region is not None]
 
-    def is_copied_as_is(self, name: str, dtype: torch.dtype) -> bool:
-        return False  # a parameter may be moved to a GPU
+    def are_copied_as_is(self, tensors: Sequence[tuple[str, torch.dtype]]) -> list[bool]:
+        return [False] * len(tensors)  # a parameter may be moved to a GPU
 
     def target_blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
         found = self._blocks.get((name, piece))

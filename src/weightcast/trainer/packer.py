@@ -7,6 +7,7 @@ tensors it has, and digests it in the same pass; on a GPU nothing waits for the 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -220,7 +221,8 @@ class ShardSlices:
             for part in order[starts[entry.tensor] : starts[entry.tensor + 1]]:
                 region = parts[part].region
                 if region is piece or region == piece:
-                    yield ShardSlice(number, part, piece, dtype, offset_bytes, piece.numel * itemsize, True)
+                    num_bytes = math.prod(piece.sizes) * itemsize
+                    yield ShardSlice(number, part, piece, dtype, offset_bytes, num_bytes, True)
                 elif (shared := common(piece, region)) is not None:
                     inner = relative(shared, piece)
                     start = offset_bytes + start_elements(inner, piece.sizes) * itemsize
@@ -267,11 +269,11 @@ class PartPacker:
         if known is None or known[0] is not payload:
             cuts, sources = self.slices.of(index), self.sources(index)
             targets: list[torch.Tensor | int] = [cut.start for cut in cuts]
-            is_viewed = [
-                not cut.is_run or source.dtype is not TORCH_DTYPES[cut.dtype]
-                for cut, source in zip(cuts, sources, strict=True)
+            viewed = [
+                number
+                for number, (cut, source) in enumerate(zip(cuts, sources, strict=True))
+                if not cut.is_run or source.dtype is not TORCH_DTYPES[cut.dtype]
             ]
-            viewed = list(itertools.compress(range(len(cuts)), is_viewed))
             for number, view in zip(viewed, self._views(index, payload, viewed), strict=True):
                 targets[number] = view
             raw = payload[: self._layout.manifest.buckets[index]]
@@ -355,7 +357,11 @@ class Shard(HeldRegion, frozen=True, gc=False):
 
     def view(self, region: Region) -> torch.Tensor:
         """Return a view of this part of it."""
-        return self.data if region == self.region else narrow(self.data, relative(region, self.region))
+        return (
+            self.data
+            if region is self.region or region == self.region
+            else narrow(self.data, relative(region, self.region))
+        )
 
 
 class SeenRegions:

@@ -241,7 +241,7 @@ class PublishingRank(Rank, Sender):
         self._are_all_sent = False
         sends: records.Content = "weights"
         if self._has_encoded:
-            sends = "base" if manifest.tensors else "deltas"
+            sends = "base" if manifest.names else "deltas"
         if sends != self._sends:
             self._sends, self._is_own_sent = sends, False
         self._reports.clear()
