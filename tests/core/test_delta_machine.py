@@ -31,6 +31,15 @@ class StopsHere(Exception):
     """Raised by the trainer's own callback."""
 
 
+class RevisedWeights(TensorSource):
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.numbers: dict[str, int] = {}
+
+    def revisions(self) -> dict[str, int]:
+        return self.numbers
+
+
 class CopiedEngine(ModuleEngine):
     """A module that gets copies of what changed: one parameter is tied, one strided."""
 
@@ -78,8 +87,11 @@ class Schedule:
         """The last version that was sent to an engine."""
         self.num_made = self.num_deltas = 0
         self.stops_at = ""
+        self.source = RevisedWeights(self.weights)
+        if random.random() < 0.5:
+            self.source.numbers = dict.fromkeys(random.sample(NAMES, 5), 0)
         self.publisher = publisher_of(
-            TensorSource(self.weights),
+            self.source,
             transport=url,
             delta="always",
             undo=self.undo,
@@ -115,12 +127,20 @@ class Schedule:
         return self.random.choice(sorted(self.engines))
 
     def change_something(self) -> None:
+        names = self.random.sample(NAMES, self.random.choice([1, 6]))
         for _ in range(self.random.randrange(1, 20)):
-            self.weights[self.random.choice(NAMES)][self.random.randrange(640)] += self.random.random()
+            name = self.random.choice(names)
+            self.weights[name][self.random.randrange(640)] += self.random.random()
+            self.revise(name)
 
     def change_everything(self) -> None:
-        for tensor in self.weights.values():
+        for name, tensor in self.weights.items():
             tensor.mul_(-1.5).add_(0.1)
+            self.revise(name)
+
+    def revise(self, name: str) -> None:
+        if name in self.source.numbers:
+            self.source.numbers[name] += 1
 
     def publish(self) -> None:
         report = self.publisher.publish()

@@ -85,6 +85,12 @@ class PackedBase:
         self.digests[index] = digest
         return mine if delta is None else delta, num_changed
 
+    def unchanged(self, index: int) -> torch.Tensor:
+        """Return what to send for a bucket that the new version has unchanged; see `advance`."""
+        mine = self.payloads[index]
+        delta = deltas.without_changes(mine.nbytes // self._word_bytes[index])
+        return delta if delta.nbytes < mine.nbytes else mine
+
     def add(self, index: int, delta: torch.Tensor) -> deltas.ChangedWords:
         """Make the bucket that of the new version, and return what changed.
 

@@ -57,6 +57,9 @@ import torch
 from weightcast.native import _core
 from weightcast.native.tables import Lanes, Rows, require_host_bytes
 
+_CHUNK_WORDS = 1 << 20
+_ROW_BYTES = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
@@ -139,6 +142,11 @@ def encode(
         *(out.data_ptr(), out.nbytes, threads),
     )
     return out[:num_bytes].clone() if num_bytes else None, num_changed
+
+
+def without_changes(num_words: int) -> torch.Tensor:
+    """Return the delta of a payload of `num_words` words of which none has changed."""
+    return torch.zeros(-(-num_words // _CHUNK_WORDS) * _ROW_BYTES, dtype=torch.uint8)
 
 
 def count_changed(base: torch.Tensor, payload: torch.Tensor, word_bytes: int, *, threads: int = 1) -> int:

@@ -3,6 +3,7 @@
 Source.regions(), then .specs()      at each publish; specs only when regions returned another object
 CollectiveSource.complete(gather)    after that, on every trainer rank, if num_gathers is not 0
 StreamSource.stream(), then .specs() at each publish, if tensors exist only one at a time
+RevisedSource.revisions()            right after regions() at each publish that may send deltas, by a rank that is alone
 """
 
 from __future__ import annotations
@@ -97,6 +98,23 @@ class CollectiveSource(Protocol):
 
     def complete(self, gather: Gather) -> None:
         """Compute these tensors. Called on every rank; all ranks must make the same gathers."""
+
+
+@runtime_checkable
+class RevisedSource(Protocol):
+    """A source that knows which tensors may have changed, so that a publish of deltas need not read the others.
+
+    A bucket in which no tensor has a new revision is not packed, and the last version's is taken in its place. Each
+    publish compares a random sixteenth of these buckets, at least one, with the source: a difference is a ValueError
+    that names the tensors, before anything is sent, and the next publish is full. A change that the sample misses stays
+    out of the engines until a full update, or until a publish that finds it.
+    """
+
+    def revisions(self) -> Mapping[str, int]:
+        """Return by name a number that differs from all former ones if the tensor's values may have changed.
+
+        A frozen tensor has the same number each time. Tensors that are absent are always packed and compared.
+        """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,13 +8,14 @@ ranks send from several origins, each has the base of its own buckets; deltas ar
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from weightcast.errors import DeltaReport, InsufficientMemoryError
+from weightcast.errors import DeltaReport, InsufficientMemoryError, listed
 from weightcast.format.bucket import (
     HEADER_BYTES,
     BucketBuffer,
@@ -24,7 +25,7 @@ from weightcast.format.bucket import (
     slot_size_bytes,
     write_header,
 )
-from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, WeightVersion
 from weightcast.format.messages import DeltaBase
 from weightcast.format.packed_base import PackedBase
 from weightcast.host import memory as host_memory
@@ -35,13 +36,15 @@ from weightcast.trainer.sent_digests import SentDigests
 
 _NUM_FULL = 16
 """After deltas took longer than a full update, this many updates are full before deltas are tried again."""
+_SAMPLED = 16
+"""One in so many of the buckets that are unchanged by the source's revisions is compared nevertheless."""
 
 
 class OriginBase(PackedBase):
     """The base of the buckets that one origin sends, which becomes that of each version as it is packed.
 
     `encoded`: by bucket of the version that was encoded last, its delta or, where that is no shorter, the raw payload.
-    `num_changed`: number of words of that version that had changed.
+    `num_changed`: number of words of that version that had changed. `revisions`: the source's, of the base's version.
     """
 
     def __init__(self, manifest: Manifest, manifest_digest: str, origin: int) -> None:
@@ -52,11 +55,38 @@ class OriginBase(PackedBase):
         super().__init__(manifest, manifest_digest, own=span)
         self.encoded: dict[int, torch.Tensor] = {}
         self.num_changed = 0
+        self.revisions: Mapping[str, int] = {}
         self.origin = origin
 
     def begin(self) -> None:
         super().begin()
-        self.encoded, self.num_changed = {}, 0
+        self.encoded, self.num_changed, self.revisions = {}, 0, {}
+
+    def unchanged_by(self, revisions: Mapping[str, int]) -> set[int]:
+        """Return the buckets of which all tensors have the revision of the base."""
+        kept = {name for name, _ in self.revisions.items() & revisions.items()}
+        if not kept:
+            return set()
+        changed = (record for record in self.manifest.tensors if record.name not in kept)
+        return set(self.own) - {piece.bucket for record in changed for piece in record.pieces}
+
+    def require_unchanged(self, index: int, payload: torch.Tensor) -> None:
+        """Raise ValueError, which names the tensors, unless the new version's bucket has the bits of the base's."""
+        mine = self.payloads[index]
+        if torch.equal(mine, payload[: mine.nbytes]):
+            return
+        found = []
+        for record in self.manifest.tensors:
+            for piece in record.pieces:
+                start = piece.offset_bytes
+                end = start + piece.region.numel * ITEMSIZE_BYTES[record.dtype]
+                if piece.bucket == index and not torch.equal(mine[start:end], payload[start:end]):
+                    found.append(repr(record.name))
+        raise ValueError(
+            "revisions() of the source returned the numbers of the last publish for tensors whose values have changed: "
+            f"{listed(found, separator=', ')}. Return a new number for each tensor that may have changed, or leave it "
+            "out; the next publish sends all weights"
+        )
 
     def encode(self, index: int, payload: torch.Tensor, digest: Digest) -> None:
         """Make the delta of the new version's bucket, and keep the bucket."""
@@ -136,20 +166,23 @@ class Deltas:
         self._reason_against = reason_against if mode == "auto" else ""
         self._base: OriginBase | None = None
         self._scratch: BucketBuffer | None = None
+        self._revisions: Mapping[str, int] = {}
+        """The source's, of the version that is published."""
         self._full_seconds = float("inf")
         """Time for packing and sending in the last full publish that kept a base."""
         self._num_full = 0
         """So many publishes are full before deltas are tried again."""
 
-    def begin(self, plan: PackPlan, fill: Fill, again: int | None) -> bool:
+    def begin(self, plan: PackPlan, fill: Fill, again: int | None, revisions: Mapping[str, int]) -> bool:
         """Begin a publish; return whether engines are asked to keep its version, as this publisher does.
 
-        `again`: number of a version that is sent once more, for which this changes nothing. With "always", raises
-        InsufficientMemoryError if there is no room for a base.
+        `again`: number of a version that is sent once more, for which this changes nothing. `revisions`: the source's,
+        if it has some. With "always", raises InsufficientMemoryError if there is no room for a base.
         """
         if again is not None:
             self.report = DeltaReport(reason="the last version was sent once more")
             return self._base is not None and self._base.number == again
+        self._revisions = dict(revisions)
         self.report = DeltaReport(reason=self._reason_against)
         if not self.report.reason and self._num_full:
             self._num_full -= 1
@@ -194,17 +227,27 @@ class Deltas:
             return None
         start, of = time.perf_counter(), (base.number, base.root)
         self._scratch = scratch = scratch_of(manifest, self._scratch)
+        # With verify="installed" every bucket is packed, since its tensors are digested.
+        unchanged = checked = base.unchanged_by(self._revisions)
+        if fill.sent is None:
+            checked = set(secrets.SystemRandom().sample(sorted(unchanged), -(-len(unchanged) // _SAMPLED)))
         base.begin()
         if isinstance(fill, OtherBases):
             fill.begin_encoding(version)
         for index in manifest.spans[0]:
             on_bucket()
-            base.encode(index, scratch.payload, fill.fill(index, scratch.payload, version))
+            if index in unchanged - checked:
+                base.encoded[index] = base.unchanged(index)
+                continue
+            digest = fill.fill(index, scratch.payload, version)
+            if index in checked:
+                base.require_unchanged(index, scratch.payload)
+            base.encode(index, scratch.payload, digest)
         others = fill.encoded() if isinstance(fill, OtherBases) else EncodedBuckets((), (), 0)
         payloads, base.digests[len(base.own) :] = base.encoded, others.digests
         sizes = (*(payload.nbytes for payload in payloads.values()), *others.sizes)
         base.complete(version.number)
-        base.encoded = {}
+        base.encoded, base.revisions = {}, self._revisions
         self.report.base, self.report.num_words = of[0], base.num_words
         self.report.num_changed = base.num_changed + others.num_changed
         self.report.num_bytes, self.report.encode_seconds = sum(sizes), time.perf_counter() - start
@@ -222,6 +265,7 @@ class Deltas:
         """Note that a full publish has packed and sent everything, in this time."""
         if self._base is not None and self._base.number < 0:
             self._base.complete(number)
+            self._base.revisions = self._revisions
             self._full_seconds = seconds
 
     def sent(self, seconds: float, num_engines: int) -> None:

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
@@ -160,8 +160,9 @@ class PublishInputs:
     `fleet`: the engines to update. `again`: the version to send once more, in place of a new one. `maps_buckets`: True
     if trainer ranks of one host can pack into each other's buckets, as far as the engines are known. `checks_finite`:
     check for NaN and infinity before the offer. `engine_dtypes`: set for a source with dtype="engine". `target`: the
-    adapter to update; UNSET for the model. `deltas`: the publisher's, if it may send some. `directory_error`: see
-    `PublishReport`. `departed` returns those of failed engines that the directory does not have any more.
+    adapter to update; UNSET for the model. `deltas`: the publisher's, if it may send some. `revisions`: the source's,
+    if this rank publishes alone, else empty. `directory_error`: see `PublishReport`. `departed` returns those of failed
+    engines that the directory does not have any more.
     """
 
     start: float
@@ -176,6 +177,7 @@ class PublishInputs:
     engine_dtypes: EngineDtypes | None
     target: AdapterTarget | UnsetType
     deltas: Deltas | None
+    revisions: Mapping[str, int]
     directory_error: ErrorRecord | None
     departed: Callable[[Sequence[FleetMember]], Sequence[FleetMember]]
 
@@ -268,7 +270,7 @@ class PublishRun:
                     self.number,
                     self._pack_plan.manifest_digest,
                     self._manifest,
-                    keeps_base=deltas is not None and deltas.begin(self._pack_plan, fill, sent_again),
+                    keeps_base=deltas is not None and deltas.begin(self._pack_plan, fill, sent_again, inputs.revisions),
                     install=options.install,
                     undo=options.undo,
                     secret=inputs.connections.listener.secret,

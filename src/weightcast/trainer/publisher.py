@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
@@ -50,7 +50,7 @@ from weightcast.links.watchdog import Watchdog
 from weightcast.seams.adapters import AdapterSource
 from weightcast.seams.client import BringsSender, EngineClient
 from weightcast.seams.directory import EngineDirectory
-from weightcast.seams.source import Regions, Source, StreamSource, TensorStream, casts_to_engines
+from weightcast.seams.source import Regions, RevisedSource, Source, StreamSource, TensorStream, casts_to_engines
 from weightcast.sources.store import StoreSource
 from weightcast.trainer import arguments
 from weightcast.trainer.background import Flight, Overlap, PublishHandle, Turn, require_skip
@@ -712,9 +712,12 @@ class Publisher(ClosedOnExit):
             )
         source = self._source if stored is None else stored
         regions: Regions = {}
+        revisions: Mapping[str, int] = {}
         stream: TensorStream | None = None
         if not isinstance(source, StreamSource):
             regions = source.regions()
+            if self._deltas is not None and self._group is None and isinstance(source, RevisedSource):
+                revisions = source.revisions()
         elif again is None:
             stream = source.stream()
         pack_plan, connections = self._pack_plan, self._connections
@@ -756,6 +759,7 @@ class Publisher(ClosedOnExit):
             engine_dtypes=self._engine_dtypes if stored is None else None,
             target=UNSET if self._options.target is None else self._target(self._options.target),
             deltas=self._deltas,
+            revisions=revisions,
             directory_error=self._directory_error,
             departed=self._departed,
         )
