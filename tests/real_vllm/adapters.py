@@ -96,11 +96,9 @@ def refusal(
 
 
 def assert_costs_the_adapter_alone(report: PublishReport, source: Source) -> None:
-    """At most 1.5 times its bytes are sent, and no request waits."""
+    """At most 1.5 times its bytes are sent."""
     num_bytes = sum(regions[0][1].nbytes for regions in source.regions().values())
-    (result,) = report.engines.values()
     assert num_bytes <= report.num_bytes <= 1.5 * num_bytes
-    assert result.pause_seconds == 0
 
 
 def assert_broken_updates_are_refused(
