@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -154,6 +155,10 @@ BROKEN: dict[str, tuple[Callable[[Tensors, LoraConfig], tuple[Tensors, LoraConfi
         "unknown tensor 'lm_head.weight'",
     ),
     "integers": (lambda t, c: (changed(t, **{A: t[A].to(torch.int8)}), c), f"'{A}' is int8"),
+    "two dtypes": (
+        lambda t, c: (changed(t, **{A: t[A].half()}), c),
+        f"'{A}' is float16 and its lora_B float32: the two must have one dtype",
+    ),
 }
 
 
@@ -225,14 +230,28 @@ def test_an_engine_without_adapters_refuses_by_name() -> None:
         assert served.answers() == before
 
 
-def test_settings_without_alpha_are_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("alpha", "said"),
+    [({}, "`lora_alpha`"), ({"lora_alpha": 1e300}, "lora_alpha is 1e+300; it must be a finite number, at most")],
+    ids=["none", "too large"],
+)
+def test_settings_without_an_alpha_of_use_are_refused_by_name(alpha: dict[str, float], said: str) -> None:
     with EngineServer(ModuleEngine(make_model())) as server:
-        config = {"r": 4, "target_modules": ["q"]}
+        config = {"r": 4, "target_modules": ["q"], **alpha}
         offer = {"kind": "offer", "run": "0" * 32, "version": 1, "manifest_digest": "0" * 64}
         body = {"update_info": {**offer, "target": {"name": "policy", "config": config}}}
         reply = httpx.post(f"{server.url}/update_weights", json=body, trust_env=False)
         assert reply.status_code == 400
-        assert "`lora_alpha`" in reply.json()["error"]["message"]
+        assert said in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("alpha", [float("nan"), float("inf"), -1e300])
+def test_an_alpha_that_is_not_finite_is_refused_by_name(alpha: float) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"lora_alpha is {alpha}; it must be a finite number")):
+        PeftAdapterSource(trained(1, lora_alpha=alpha))
+    _, config = parts(trained(1))
+    with pytest.raises(ValueError, match=re.escape(f"the alpha of '{Q}' is {alpha}; it must be")):
+        msgspec.structs.replace(config, alpha_pattern={Q: alpha})
 
 
 def test_an_adapter_goes_through_a_store_as_by_any_transport(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from real_vllm.adapters import (
     Source,
     assert_a_killed_trainer_leaves_a_whole_version,
     assert_broken_updates_are_refused,
+    assert_costs_the_adapter_alone,
     killed_trainers,
     publish_model,
     publishing,
@@ -45,7 +46,9 @@ def test_answers_are_those_of_a_cold_start(server: Server, cold_with: Callable[.
     with publishing(server, AdapterOf(family, 0)) as (publisher, source):
         for seed in range(3):
             source.use(AdapterOf(family, seed))
-            version = publisher.publish().version
+            report = publisher.publish()
+            assert_costs_the_adapter_alone(report, source)
+            version = report.version
             assert answer(server, "policy") == cold.adapted[seed]
             assert answer(server, f"policy@{version}") == cold.adapted[seed]
             assert answer(server) == cold.alone

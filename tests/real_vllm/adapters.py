@@ -35,6 +35,7 @@ NUM_TOKENS = 8
 _load = StockAdapters.load
 RANK, ALPHA = 8, 16
 Q = tensor_name("model.layers.0.self_attn.q_proj", "A")
+DOWN = tensor_name("model.layers.1.mlp.down_proj", "B")
 SUFFIXES = ("q_proj", "v_proj", "o_proj", "down_proj")
 
 
@@ -94,6 +95,12 @@ def refusal(
     return str(e.value)
 
 
+def assert_costs_the_adapter_alone(report: PublishReport, source: Source) -> None:
+    """At most 1.5 times its bytes are sent."""
+    num_bytes = sum(regions[0][1].nbytes for regions in source.regions().values())
+    assert num_bytes <= report.num_bytes <= 1.5 * num_bytes
+
+
 def assert_broken_updates_are_refused(
     server: Any,
     answer: Any,
@@ -102,7 +109,7 @@ def assert_broken_updates_are_refused(
     name: str = "policy",
     more: Mapping[str, tuple[Mapping[str, torch.Tensor], LoraConfig]] = MappingProxyType({}),
 ) -> None:
-    """Each is refused by name, and the version `name` answers as before. `more`: by what is said, further ones."""
+    """Each of twelve is refused by name, and the version `name` answers as before. `more`: by what is said, others."""
     adapter, large = (AdapterOf(server.setup.family, 0, rank) for rank in (RANK, 32))
     tensors, config = adapter.tensors, adapter.config
     renamed = {name.replace("layers.0", "layers.7"): tensor for name, tensor in tensors.items()}
@@ -114,6 +121,15 @@ def assert_broken_updates_are_refused(
         "with rank 4 it is [4, 128]": (tensors, msgspec.structs.replace(config, r=4)),
         "unknown module 'model.layers.7.": (renamed, msgspec.structs.replace(config, target_modules=modules)),
         f"'{Q}' is int8": (tensors | {Q: tensors[Q].to(torch.int8)}, config),
+        f"'{Q}' is float16 and its lora_B float32": (tensors | {Q: tensors[Q].half()}, config),
+        f"'{Q}' has the shape [128, 8]": (tensors | {Q: tensors[Q].T.contiguous()}, config),
+        f"missing tensor '{DOWN}'": ({name: t for name, t in tensors.items() if "layers.1." not in name}, config),
+        f"unknown tensor '{Q}'": (tensors, msgspec.structs.replace(config, target_modules=config.target_modules[1:])),
+        "unknown tensor 'lm_head.weight'": (tensors | {"lm_head.weight": torch.zeros(2, 2)}, config),
+        "the rank or alpha of 'lm_head' is given": (
+            tensors,
+            msgspec.structs.replace(config, alpha_pattern={"lm_head": 3.0}),
+        ),
         **more,
     }
     before = answer(server, name), named(server)

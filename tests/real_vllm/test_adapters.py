@@ -18,6 +18,7 @@ from real_vllm.adapters import (
     answer,
     assert_a_killed_trainer_leaves_a_whole_version,
     assert_broken_updates_are_refused,
+    assert_costs_the_adapter_alone,
     killed_trainers,
     named,
     publish_model,
@@ -44,6 +45,7 @@ def test_answers_are_those_of_a_cold_start(server: Server, cold_answers: Any) ->
         for seed in range(3):
             source.use(AdapterOf(setup.family, seed))
             report = publisher.publish()
+            assert_costs_the_adapter_alone(report, source)
             assert answer(server, "policy") == expected[seed]
             assert answer(server, f"policy@{report.version}") == expected[seed]
             assert answer(server, "tiny") == alone

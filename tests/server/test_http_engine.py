@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -38,6 +40,9 @@ from weightcast.seams.client import ServesTraffic
 from weightcast.trainer.fleet import Fleet, FleetMember
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+CERTIFICATE = Path(__file__).parents[1] / "integrations" / "api_server.pem"
+"""Of 127.0.0.1, signed by itself, with its key."""
 
 Serve = Callable[[bytes], HttpEngine]
 
@@ -160,6 +165,26 @@ def test_a_server_without_tls_is_not_waited_for() -> None:
         with pytest.raises(ControlError, match="did not answer with TLS"):
             engine.connect()
         engine.close()
+
+
+def test_a_certificate_of_an_unknown_authority_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(CERTIFICATE)
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            with contextlib.closing(HttpEngine(f"https://127.0.0.1:{server.server_address[1]}")) as engine:
+                with pytest.raises(ControlError, match=r"is not accepted: self-signed certificate;.* in SSL_CERT_FILE"):
+                    engine.connect()
+                monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+                with pytest.raises(ControlError, match="answered 501"):
+                    engine.connect()
+        finally:
+            server.shutdown()
+            serving.join()
 
 
 # --- errors ---

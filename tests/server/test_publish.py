@@ -111,6 +111,7 @@ def test_publishes_under_load(server: EngineServer, model: Qwen3ForCausalLM, ins
     for stage in ("offer", "receive", "seal", "install", "update"):
         assert f'weightcast_update_seconds_count{{stage="{stage}"}} 4.0' in metrics
     assert "weightcast_update_failures_total{" not in metrics
+    assert "weightcast_pause_seconds_count 4.0" in metrics
 
 
 @pytest.mark.cluster

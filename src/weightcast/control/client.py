@@ -365,6 +365,12 @@ class HttpRoutes:
             what = "did not complete its answer in time" if has_begun else "gave no answer in time"
             raise PeerTimeoutError(f"{self.name}{path} {what}", peer=self.name) from exc
         except (OSError, h11.ProtocolError, UnicodeError) as exc:
+            if isinstance(exc, ssl.SSLCertVerificationError):
+                raise ControlError(
+                    f"the certificate of {self.name} is not accepted: {exc.verify_message}; it must be of this host "
+                    "name, and of an authority that this system or the file in SSL_CERT_FILE has",
+                    peer=self.name,
+                ) from exc
             if isinstance(exc, ssl.SSLError):
                 raise ControlError(
                     f"{self.name}{path} did not answer with TLS: {exc}; use http:// for a server without TLS",

@@ -16,6 +16,7 @@ from msgspec import UNSET, UnsetType
 from weightcast.format.manifest import MAX_NAME_BYTES, MAX_TENSORS, RunId, VersionNumber, WeightVersion
 
 MAX_KEPT = 1 << 10
+MAX_ALPHA = 1 << 32
 _MODULE = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
 _RANK = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 AdapterName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
@@ -25,7 +26,8 @@ AdapterName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0
 class LoraConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """The settings of a LoRA adapter. `target_modules`: the full name of each module that it changes.
 
-    `rank_pattern`, `alpha_pattern`: by full module name, where these differ from `r` and `lora_alpha`.
+    `rank_pattern`, `alpha_pattern`: by full module name, where these differ from `r` and `lora_alpha`. Raises
+    ValueError for an alpha that is not finite, or above 2^32.
     """
 
     r: _RANK
@@ -34,6 +36,12 @@ class LoraConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     use_rslora: bool = False
     rank_pattern: Annotated[dict[_MODULE, _RANK], msgspec.Meta(max_length=MAX_TENSORS)] = {}
     alpha_pattern: Annotated[dict[_MODULE, float], msgspec.Meta(max_length=MAX_TENSORS)] = {}
+
+    def __post_init__(self) -> None:
+        for name, alpha in (("lora_alpha", self.lora_alpha), *self.alpha_pattern.items()):
+            if not abs(alpha) <= MAX_ALPHA:
+                where = name if name == "lora_alpha" else f"the alpha of {name!r}"
+                raise ValueError(f"{where} is {alpha}; it must be a finite number, at most {MAX_ALPHA}")
 
     def rank(self, module: str) -> int:
         return self.rank_pattern.get(module, self.r)

@@ -204,3 +204,9 @@ def adapter_problems(manifest: Manifest, target: AdapterTarget, layers: AdapterL
             elif offered[name].shape != shape:
                 found = list(offered[name].shape)
                 yield f"{name!r} has the shape {found}; with rank {rank} it is {list(shape)} in this engine"
+        first_half, second_half = (offered.get(tensor_name(module, half)) for half in "AB")
+        if first_half and second_half and first_half.dtype != second_half.dtype:
+            yield (
+                f"{tensor_name(module, 'A')!r} is {first_half.dtype} and its lora_B {second_half.dtype}: the two must "
+                "have one dtype"
+            )

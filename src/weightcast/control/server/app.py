@@ -159,7 +159,7 @@ class EngineServer:
         self.close()
 
     def _make_server(self, token: str | None, model_name: str) -> uvicorn.Server:
-        engine = WorkerEngine(self.worker, self._pool)
+        engine = WorkerEngine(self.worker, self._pool, self._metrics)
         handlers = [*weight_handlers(lambda: engine), ("GET", "/weight_specs", engine.specs)]
         routes = [
             *(

@@ -26,6 +26,12 @@ class ServerMetrics:
             "weightcast_update_seconds", seconds, ["stage"], registry=self._registry, buckets=_BUCKETS
         )
         self.stage_failures = self._counter("update_failures", "Stages of updates that failed.", "stage")
+        self.pause_seconds = Histogram(
+            "weightcast_pause_seconds",
+            "Seconds that an install paused the engine.",
+            registry=self._registry,
+            buckets=_BUCKETS,
+        )
         self._errors = self._counter("weight_request_failures", "Errors of weight routes, by class.", "kind")
         self._completions = self._counter("completions", "Completions, by how they ended.", "finish_reason")
         self._tokens = self._counter("tokens", "Tokens of finished completions.", "kind")

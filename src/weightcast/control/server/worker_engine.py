@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weightcast.control.routes import InstallAnswer, ServedEngine, reply
+from weightcast.control.server.metrics import ServerMetrics
 from weightcast.errors import UnsupportedError
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, UpdateInfo, WeightInfo
@@ -25,9 +26,10 @@ class WorkerEngine(ServedEngine):
 
     default_pause: PauseMode = "keep"
 
-    def __init__(self, worker: Worker, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, worker: Worker, pool: ThreadPoolExecutor, metrics: ServerMetrics) -> None:
         self._worker = worker
         self._pool = pool
+        self._metrics = metrics
 
     def _run(self, call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
@@ -51,7 +53,9 @@ class WorkerEngine(ServedEngine):
             version = await self._run(self._worker.finish, number, run)
         finally:
             gate.resume(owner=owner)
-        return InstallAnswer(str(version.number), version.run, time.perf_counter() - paused_at)
+        seconds = time.perf_counter() - paused_at
+        self._metrics.pause_seconds.observe(seconds)
+        return InstallAnswer(str(version.number), version.run, seconds)
 
     async def pause(self, mode: PauseMode, run: str, *, clear_cache: bool) -> None:
         await self._run(self._worker.pause, mode, run)
