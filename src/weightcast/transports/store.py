@@ -12,7 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, NoReturn, TypeVar
 
@@ -511,7 +511,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
     def _leave(self, wanted: StoreUpdate) -> None:
         """End the update. Reads that are under way keep the arena, and the version's pin until they are over."""
         reads = [read for read in wanted.reads if not read.cancel() and not read.done()]
-        if reads:
+        if reads and self._num_ahead:
             # The threads are busy with reads of the ended update.
             self._pool.shutdown(wait=False)
             self._pool = self._new_pool()
@@ -585,22 +585,40 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
                 f"version {wanted.version.number} in the store {self._where} has another plan ({len(stored)} "
                 f"buckets) than the publisher offered ({len(expected)} buckets)"
             )
+        index = order[number]
+        here: Future[None] | None = None
+        if wanted.num_ahead == 0:
+            here = Future()
+            here.set_running_or_notify_cancel()
+            wanted.reads.append(here)
         # Read no further ahead: a streaming bucket's memory is free only when the next bucket is asked for.
-        for ahead in order[number + len(wanted.reads) : number + max(1, wanted.num_ahead)]:
+        for ahead in order[number + len(wanted.reads) : number + wanted.num_ahead]:
             wanted.reads.append(self._pool.submit(_read, pinned, wanted, ahead))
         following = wanted.reads[0]
         with self._unlocked():
-            wait([following])
+            if here is None:
+                wait([following])
+            else:
+                _complete(here, functools.partial(_read, pinned, wanted, index))
         self._check_live(wanted)
         wanted.reads.popleft().result()
         if number + 1 == wanted.num_buckets:
             pinned.close()
-        return Bucket(order[number], wanted.arena.buffer(order[number]))
+        return Bucket(index, wanted.arena.buffer(index))
 
 
 def _close_after(reads: list[Future[None]], pinned: PinnedVersion) -> None:
     wait(reads)
     pinned.close()
+
+
+def _complete(future: Future[None], call: Callable[[], None]) -> None:
+    """Make the call in this thread, and store its result in the future as a pool would."""
+    try:
+        call()
+        future.set_result(None)
+    except BaseException as exc:
+        future.set_exception(exc)
 
 
 def _read(pinned: PinnedVersion, wanted: StoreUpdate, index: int) -> None:
