@@ -257,9 +257,14 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         if max(self.form_numbers, default=-1) >= len(self.forms):
             raise malformed("shape", f"a tensor of form {max(self.form_numbers)}; there are {len(self.forms)} forms")
         check_names(self.names, self.aliases, self.groups)
+        unknown = (self.pieces.keys() | self.aliases.keys() | self.groups.keys()).difference(self.names)
+        if unknown:
+            raise malformed("name", f"pieces, aliases or a group of {min(unknown)[:80]!r}, which is no tensor's name")
         of_form = dict(zip(reversed(self.form_numbers), reversed(self.names), strict=True))
         for number, form in enumerate(self.forms):
-            _check_form(of_form.get(number, ""), form.dtype, form.shape)
+            if number not in of_form:
+                raise malformed("shape", f"form {number} has no tensor")
+            _check_form(of_form[number], form.dtype, form.shape)
         self.check_pieces()
 
     def check_limits(self) -> None:
