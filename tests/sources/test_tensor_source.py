@@ -87,3 +87,22 @@ def test_regions_are_the_same_object_while_the_memory_is_the_same() -> None:
         regions = source.regions()
     source.replace({"a": tensor.clone(), "b": torch.zeros(2)})
     assert source.specs() == specs
+
+
+def test_a_conjugate_or_negative_view_is_not_the_tensor_whose_memory_it_has() -> None:
+    tensor, engine = torch.tensor([1 + 2j, 3 - 1j]), TensorSink()
+    negative = tensor.conj().imag
+    assert negative.is_neg()
+    source = TensorSource({"a": tensor, "b": tensor.conj(), "c": tensor.imag, "d": negative})
+    with Publisher(source, engines=[LocalEngine(engine)]) as publisher:
+        publisher.publish()
+        assert {name: held.tolist() for name, held in engine.held.items()} == {
+            "a": [1 + 2j, 3 - 1j],
+            "b": [1 - 2j, 3 + 1j],
+            "c": [2, -1],
+            "d": [-2, 1],
+        }
+        source.replace({"a": tensor.conj(), "b": tensor, "c": negative, "d": tensor.imag})
+        publisher.publish()
+        assert engine.held["a"].tolist() == engine.held["b"].conj().tolist() == [1 - 2j, 3 + 1j]
+        assert engine.held["c"].tolist() == [-2, 1]

@@ -337,11 +337,12 @@ def is_memory(tensor: torch.Tensor) -> bool:
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors of equal memory and geometry; unique for tensors without elements."""
+    """Return a key: equal for tensors of equal memory, read in the same way; unique for one without elements."""
     if tensor.numel() == 0:
         return (id(tensor),)
     address = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
-    return (tensor.device, address, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+    geometry = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+    return (tensor.device, address, *geometry, tensor.is_conj(), tensor.is_neg())
 
 
 def memory_keys(tensors: Iterable[torch.Tensor]) -> list[Hashable]:

@@ -45,14 +45,16 @@ class TensorSource:
         """The published tensors; read-only: see `replace`."""
         self._specs: tuple[TensorSpec, ...] = ()
         self._regions: Regions = {}
-        self._places: tuple[list[str], bytes] | None = None
+        self._places: tuple[list[str], bytes, list[tuple[bool, bool]]] | None = None
         self.replace(tensors or {})
 
     def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Publish these tensors from now on. If their memory is that of the former ones, nothing is planned again."""
         _require_tensors(tensors)
         have_memory = all(map(is_memory, tensors.values()))
-        lie_at = (list(tensors), places(list(tensors.values()))) if have_memory else None
+        # torch's conjugate and negative views have the memory of the tensor that they are of.
+        read_as = [(tensor.is_conj(), tensor.is_neg()) for tensor in tensors.values()]
+        lie_at = (list(tensors), places(list(tensors.values())), read_as) if have_memory else None
         if lie_at is not None and lie_at == self._places:
             return  # the former tensors keep this memory alive, so that equal addresses mean the same memory
         unknown = [f"{name!r} is {t.dtype}" for name, t in tensors.items() if t.dtype not in DTYPE_NAMES]
