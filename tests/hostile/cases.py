@@ -227,9 +227,9 @@ MANIFESTS: dict[str, Case] = {
     ),
     "form that does not exist": (with_("form_numbers", STEP, value=4), "shape", "form 4; there are 4 forms"),
     "form without a tensor": (with_("form_numbers", STEP, value=0), "shape", "form 3 has no tensor"),
-    "pieces of no tensor": (with_("pieces", "other", value=[]), "name", "of 'other', which is no tensor's name"),
-    "aliases of no tensor": (with_("aliases", "head.weight", value=[]), "name", "of 'head.weight', which is no"),
-    "group of no tensor": (with_("groups", "", value="norm"), "name", "of '', which is no tensor's name"),
+    "pieces of no tensor": (with_("pieces", "other", value=[]), "name", "of 'other', a name that no"),
+    "aliases of no tensor": (with_("aliases", "head.weight", value=[]), "name", "of 'head.weight', a name that no"),
+    "group of no tensor": (with_("groups", "", value="norm"), "name", "of '', a name that no tensor has"),
     "negative form": (with_("form_numbers", STEP, value=-1), "type", ">= 0"),
     "offset as text": (with_("offsets_bytes", STEP, value="256"), "type", "Expected `int`"),
     # dtypes

@@ -259,7 +259,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         check_names(self.names, self.aliases, self.groups)
         unknown = (self.pieces.keys() | self.aliases.keys() | self.groups.keys()).difference(self.names)
         if unknown:
-            raise malformed("name", f"pieces, aliases or a group of {min(unknown)[:80]!r}, which is no tensor's name")
+            raise malformed("name", f"pieces, aliases or a group of {min(unknown)[:80]!r}, a name that no tensor has")
         of_form = dict(zip(reversed(self.form_numbers), reversed(self.names), strict=True))
         for number, form in enumerate(self.forms):
             if number not in of_form:
