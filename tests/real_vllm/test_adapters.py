@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from real_engines.process import footprint
 from real_engines.setups import on
 from warm_python import WarmPython
 
@@ -130,8 +131,11 @@ def test_several_api_servers_are_refused_by_name(server: Server) -> None:
     publish_model(server, 0)
 
 
+@pytest.mark.parametrize("num_versions", [25, pytest.param(200, marks=pytest.mark.full)])
 @on(LORA)
-def test_each_running_request_keeps_its_version_through_a_stream_of_them(server: Server, cold_answers: Any) -> None:
+def test_each_running_request_keeps_its_version_through_a_stream_of_them(
+    server: Server, cold_answers: Any, num_versions: int
+) -> None:
     """Requests run all the time, by name and by alias; versions come and go; no answer mixes two."""
     expected = cold_answers(server.setup)
     by_version: dict[str, Answer] = {}
@@ -157,15 +161,17 @@ def test_each_running_request_keeps_its_version_through_a_stream_of_them(server:
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             asking = [pool.submit(ask, number) for number in range(3)]
             try:
-                for step in range(1, 25):
+                for step in range(1, num_versions):
                     by_version[f"policy@{first + step}"] = expected[step % 3]
                     source.use(AdapterOf(server.setup.family, step % 3))
                     assert publisher.publish().version == first + step
+                    if step % 40 == 0:
+                        print(f"version {step}: the server's memory is {footprint(server).rss_bytes >> 20} MiB")
             finally:
                 over.set()
             for each in asking:
                 each.result(60)
-        by_version[f"policy@{first + 25}"] = expected[0]
+        by_version[f"policy@{first + num_versions}"] = expected[0]
         publisher.publish()
         assert len(server.call("test_adapters")[0]) == 3, "two that can be named, one that the next offer unloads"
     assert not wrong
