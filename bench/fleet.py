@@ -1,6 +1,6 @@
 """A publish to many engines: its seconds, the publisher's memory and threads, and the requests that each engine gets.
 
-`python bench/fleet.py [--engines 1 64 256 1000] [--processes N] [--kill]`. Engines are stand-ins, many in one
+`python bench/fleet.py [--engines 1 64 256 1000] [--processes N] [--kill PHASE]`. Engines are stand-ins, many in one
 process: each is the reference server's application with a real worker and link, over a model that keeps no copy of its
 weights but compares all values that it is given. `--kill` ends a part of these processes in the
 middle of a last publish: the engines of the others must have that version, and the report must name each that has not.
