@@ -17,7 +17,6 @@ import contextlib
 import errno
 import hmac
 import logging
-import operator
 import os
 import secrets
 import select
@@ -70,7 +69,6 @@ _ONE_HOST = (
 )
 
 M = TypeVar("M", Accepted, Received, Installed, Failed)
-_name_and_rank = operator.attrgetter("engine", "engine_rank")
 _VERDICTS = (Accepted, Received, Installed, Failed)
 
 
@@ -626,7 +624,9 @@ class LinkListener:
         self.secret = secret or secrets.token_hex(32)
         self.lease_seconds = lease_seconds
         self._messages: Any = LinkMessage
-        self._links: dict[int, Link] = {}
+        self._links: dict[str, dict[int, Link]] = {}
+        """Those that have said hello, by engine and rank."""
+        self._open_links: dict[int, Link] = {}
         """Links by file descriptor, including those that have not sent a hello."""
         self._is_closing = False
         self._accept_at = 0.0
@@ -657,9 +657,8 @@ class LinkListener:
         """Return the open links of an engine's workers by engine rank; for None those of all engines."""
         with self.condition:
             self.condition.read()
-            open_links = self._links.values()
-            found = [each for each in open_links if each.engine and not each.ended and engine in (None, each.engine)]
-            return sorted(found, key=_name_and_rank)
+            engines = self._links.values() if engine is None else [self._links.get(engine, {})]
+            return [links[rank] for links in engines for rank in sorted(links) if not links[rank].ended]
 
     def wait(
         self, engine: str, num_workers: int, deadline_seconds: float, *, ask: Callable[[], None] = lambda: None
@@ -717,7 +716,7 @@ class LinkListener:
                     self.condition.wait_unattended(min(next_beat, self._accept_at or next_beat) - now)
         finally:
             with self.condition:
-                for link in list(self._links.values()):
+                for link in list(self._open_links.values()):
                     self._drop(link, "the publisher was closed")
             self.condition.close()
             self._listener.close()
@@ -725,7 +724,7 @@ class LinkListener:
     def _beat(self) -> None:
         now = time.monotonic()
         heartbeat = frame(Heartbeat(waits=self.condition.attended_at > now - self.lease_seconds / _BEATS_PER_LEASE))
-        for link in list(self._links.values()):
+        for link in list(self._open_links.values()):
             if link.engine:
                 # A full buffer means a stopped worker: the deadlines of updates handle that.
                 link.put(heartbeat)
@@ -734,7 +733,7 @@ class LinkListener:
 
     def _read(self, events: list[tuple[int, int]]) -> None:
         for descriptor, _ in events:
-            if link := self._links.get(descriptor):
+            if link := self._open_links.get(descriptor):
                 self._hear(link)
             elif descriptor == self._listener.fileno():
                 self._accept()
@@ -758,12 +757,12 @@ class LinkListener:
                 # A host that vanished sends no FIN: end the connection if nothing is acknowledged for a lease.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.lease_seconds * 1000))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            strangers = [link for link in self._links.values() if not link.engine]
+            strangers = [link for link in self._open_links.values() if not link.engine]
             if len(strangers) >= _MAX_STRANGERS:
                 self._drop(min(strangers, key=lambda link: link.opened_at), "too many connections without a hello")
             sock.setblocking(False)
             self.condition.poller.register(sock, select.EPOLLIN)
-            self._links[sock.fileno()] = Link(sock, self.condition, self._messages)
+            self._open_links[sock.fileno()] = Link(sock, self.condition, self._messages)
 
     def _hear(self, link: Link) -> None:
         try:
@@ -792,9 +791,11 @@ class LinkListener:
             link.peer = f"{link.engine}#{link.engine_rank}" if link.engine_rank else link.engine
             link.host = "" if message.host is UNSET else message.host
             link.memory = "" if message.memory is UNSET else message.memory
-            for other in self._links.values():
-                if other is not link and _name_and_rank(other) == _name_and_rank(link):
-                    other.end("the worker connected again")
+            links = self._links.setdefault(link.engine, {})
+            former = links.get(link.engine_rank)
+            links[link.engine_rank] = link
+            if former is not None:
+                former.end("the worker connected again")
             link.put(frame(Heartbeat()))
         elif not link.engine:
             raise ManifestError("the worker's first message is not a hello")
@@ -805,7 +806,12 @@ class LinkListener:
 
     def _drop(self, link: Link, reason: str) -> None:
         link.end(reason)
-        del self._links[link._sock.fileno()]
+        links = self._links.get(link.engine, {})
+        if links.get(link.engine_rank) is link:
+            del links[link.engine_rank]
+            if not links:
+                del self._links[link.engine]
+        del self._open_links[link._sock.fileno()]
         self.condition.poller.unregister(link._sock)
         link._sock.close()
 
