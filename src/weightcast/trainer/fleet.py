@@ -89,7 +89,8 @@ class FleetMember:
     ) -> None:
         """`run`: the publisher's. `watchdog`: resumes an engine without a lease if this process dies.
 
-        Raises TypeError for a client that has `pause` but lacks the rest of `ServesTraffic`, so is never paused."""
+        Raises TypeError for a client that has `pause` but lacks the rest of `ServesTraffic`, so is never paused.
+        """
         if callable(getattr(client, "pause", None)) and not isinstance(client, ServesTraffic):
             raise TypeError(
                 f"{type(client).__name__} has pause() but lacks resume() or recovery_requests(), so its engine would "
