@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -67,6 +68,7 @@ class PublisherSession:
         self._links: list[WorkerLink] = []
         """To the publisher, and to the trainer ranks that send other origins' buckets; empty until it connects."""
         self._began_at = datetime.datetime.now(datetime.UTC)
+        self._began = time.monotonic()
         self._on_end = on_end
         self._engine_rank = engine_rank
         self._is_alone = is_alone
@@ -114,9 +116,8 @@ class PublisherSession:
     def who(self) -> str:
         """Describe the holder of the worker, since when, and what ends the session, for a publisher that is refused."""
         info, since = self.info, self._began_at.isoformat(" ", "seconds")
-        seconds = (datetime.datetime.now(datetime.UTC) - self._began_at).total_seconds()
         where = "" if info.publisher is UNSET else f" ({info.publisher})"
-        begin = f"run {info.run}{where} has held this engine since {since}, for {seconds:.0f} s"
+        begin = f"run {info.run}{where} has held this engine since {since}, for {time.monotonic() - self._began:.0f} s"
         if self._has_lost_its_publisher:
             return f"{begin}; its publisher is gone, and the engine is free once the install in progress has ended"
         lives = "While that publisher's process lives, also if the publisher is not used, the lease does not end"
