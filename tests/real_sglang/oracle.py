@@ -72,10 +72,7 @@ class ColdServers:
 
     def of(self, setup: Setup, weights: int | Path) -> Server:
         """The cold server with the weights of a seed, or of a checkpoint's folder, for a server of `setup`."""
-        # Beside the server that is tested it must not use a core while it waits.
-        return self._started(
-            Setup(setup.family, setup.dtype, setup.tp, plugin=False, options=("--sleep-on-idle",)), weights
-        )
+        return self._started(Setup(setup.family, setup.dtype, setup.tp, plugin=False), weights)
 
     def _start(self, setup: Setup, weights: int | Path) -> Server:
         folder = weights if isinstance(weights, Path) else self._checkpoint(setup.family, weights, setup.dtype)
@@ -95,3 +92,8 @@ class _ColdServer(Server):
 
     def ask(self, prompt: Sequence[int], num_tokens: int) -> Answer:
         return self._ask(tuple(prompt), num_tokens)
+
+    def close(self) -> None:
+        """End it at once: SGLang looks for a SIGTERM every 5 seconds only."""
+        self.kill()
+        super().close()

@@ -154,6 +154,9 @@ class Server(ServerProcess):
         command += ["--max-total-tokens", "4096", "--max-running-requests", "8", "--mem-fraction-static", "0.1"]
         command += ["--disable-overlap-schedule", "--skip-server-warmup", "--tp-size", str(setup.tp)]
         command += ["--enable-metrics", *setup.options]
+        if self._is_forked:
+            # Else each of its ranks would keep a core busy while another server is asked.
+            command += ["--sleep-on-idle"]
         if setup.max_lora_rank:
             command += ["--enable-lora", "--lora-backend", "torch_native", "--max-loras-per-batch", "4"]
             command += ["--max-lora-rank", str(setup.max_lora_rank), "--lora-target-modules", *LORA_MODULES]

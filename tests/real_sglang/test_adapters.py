@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from real_engines.process import footprint
+from real_engines.process import REQUEST_SECONDS, footprint
 from real_engines.setups import on
 from real_vllm.adapters import (
     AdapterOf,
@@ -279,7 +279,7 @@ def test_no_answer_mixes_versions_in_a_stream_of_them(
             finally:
                 over.set()
             for each in asking:
-                each.result(60)
+                each.result(REQUEST_SECONDS)
     assert not wrong, wrong
     assert server.is_healthy()
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from real_engines.process import REQUEST_SECONDS
 from real_engines.setups import on
 from real_vllm.adapters import (
     AdapterOf,
@@ -130,7 +131,7 @@ def test_a_running_request_keeps_its_version_and_the_next_load_waits_for_it(
                 publishing_next = pool.submit(publisher.publish)
             parts.append(part.answer)
         assert joined(parts) == cold.streamed
-        last = publishing_next.result(60).version
+        last = publishing_next.result(REQUEST_SECONDS).version
         assert named(server) == {f"policy@{last}"}
         assert answer(server, f"policy@{last}") == cold.adapted[1]
 

@@ -7,6 +7,7 @@ import time
 
 import httpx
 import torch
+from real_engines.process import REQUEST_SECONDS
 from real_engines.setups import on
 from real_vllm.trainer import GLOO, checkpoint_tensors, trainer
 
@@ -54,7 +55,7 @@ def one_by_one(server: Server, tensors: dict[str, torch.Tensor]) -> float:
     call(server, group.connect, "/init_weights_update_group", body | {"group_name": group.name, "backend": "gloo"})
     try:
         start = time.perf_counter()
-        with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
+        with httpx.Client(base_url=server.url, timeout=REQUEST_SECONDS, trust_env=False) as http:
             http.post("/begin_weight_update", json={}).raise_for_status()
             for name, tensor in tensors.items():
                 dtype = str(tensor.dtype).removeprefix("torch.")

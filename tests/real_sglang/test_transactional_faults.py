@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from real_engines.process import REQUEST_SECONDS
 from real_engines.setups import on
 from real_vllm.models import make_model
 from real_vllm.oracle import PROMPT
@@ -134,7 +135,7 @@ def test_a_request_that_an_install_has_torn_from_its_version_waits_and_ends_unde
         with server.failing(Break(17)):
             it.failure(1)
         second = it.publish(1).version
-        answer = running.result(60)
+        answer = running.result(REQUEST_SECONDS)
         assert len(answer.answer.tokens) == 450
         assert {span.version for span in answer.spans} <= {str(first), str(second)}
         assert_as_before(server, 1, second)
@@ -190,7 +191,7 @@ def test_an_offer_does_not_wait_for_running_requests(server: Server) -> None:
         done_before = []
         second = it.publish(1, on_progress=lambda done, total: done_before.append(running.done())).version
         assert not any(done_before)
-        assert running.result(60).spans[-1].version == str(second)
+        assert running.result(REQUEST_SECONDS).spans[-1].version == str(second)
 
 
 @on(ONE, TWO)

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
+from real_engines.process import REQUEST_SECONDS
 from real_engines.setups import on
 
 from real_vllm.cold import assert_answered, assert_serves
@@ -129,7 +130,7 @@ class Stream(Generic[T]):
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         if done_bytes == total_bytes:
             self._reading = self._pool.submit(self._read)
-            assert self._is_running.wait(60)
+            assert self._is_running.wait(REQUEST_SECONDS)
 
     def _read(self) -> None:
         for part in self._coming:
@@ -146,7 +147,7 @@ class Stream(Generic[T]):
 
     def awaited(self) -> list[T]:
         assert self._reading is not None
-        self._reading.result(60)
+        self._reading.result(REQUEST_SECONDS)
         self._pool.shutdown()
         return self.parts
 
