@@ -94,10 +94,11 @@ class Agreed(_Record, frozen=True):
 
 
 class HeldParts(_Record, frozen=True):
-    """The tensors that a rank gathers whole (see `whole_tensors`), and which regions of each it holds."""
+    """The tensors that a rank gathers whole (see `whole_tensors`); which regions of each it holds, and their bytes."""
 
     specs: list[TensorSpec]
     regions: list[list[Region]]
+    num_bytes: int
 
 
 # --- the publishing rank's instructions ---
