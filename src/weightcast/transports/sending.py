@@ -329,9 +329,9 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
     def _require_update(self, index: int) -> U:
         """Return the update in progress, whose next bucket must be `index`. Raises UpdateAbortedError, ValueError."""
-        self._require_open()
         update = self._update
         if update is None or not update.is_open or update.is_interrupted:
+            self._require_open()
             raise UpdateAbortedError("no update is open: call open() first (an abort or a lost peer ends an update)")
         check_next(index, update.next, update.num_buckets)
         return update
