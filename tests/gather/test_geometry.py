@@ -41,15 +41,15 @@ TOP, BOTTOM, ALL = part((0, 0), (3, 4)), part((3, 0), (3, 4)), part((0, 0), (6, 
 )
 def test_each_region_is_brought_once(held: list[list[HeldRegion]], expected: list[list[int]]) -> None:
     assigned = assign([SPEC], held, [0] * len(held))
-    assert [[part for part, _ in parts] for parts in assigned] == expected
-    assert all(region == held[rank][part].region for rank, parts in enumerate(assigned) for part, region in parts)
+    assert [[each.part for each in parts] for parts in assigned] == expected
+    assert all(each.region == held[rank][each.part].region for rank, parts in enumerate(assigned) for each in parts)
 
 
 def test_what_several_hold_is_shared_out_evenly() -> None:
     specs = [TensorSpec(f"w{n}", "float32", (1001, 1024)) for n in range(3)] + [TensorSpec("s", "float32", (3,))]
     held = [[HeldRegion(n, Region((0,) * len(s.shape), s.shape)) for n, s in enumerate(specs)] for _ in range(4)]
     assigned = assign(specs, held, [0, 0, 0, 0])
-    loads = [sum(region.numel for _, region in parts) for parts in assigned]
+    loads = [sum(each.region.numel for each in parts) for parts in assigned]
     assert sum(loads) == sum(math.prod(spec.shape) for spec in specs)
     assert max(loads) - min(loads) <= 3 * 1024 + 3
 
@@ -106,7 +106,7 @@ def test_what_the_ranks_bring_fills_every_bucket(cut: str, bucket_size_bytes: in
     layout = Layout(plan(specs, bucket_size_bytes))
     held = [held_shards(specs, {n: CUTS[cut](t, rank, size) for n, t in model.items()}) for rank in range(size)]
     assigned = assign(specs, held, [0] * size)
-    brought = [[held[rank][part] for part, _ in parts] for rank, parts in enumerate(assigned)]
+    brought = [[held[rank][each.part] for each in parts] for rank, parts in enumerate(assigned)]
     assert sum(_bytes(specs, shard) for shards in brought for shard in shards) == layout.manifest.num_bytes
     ends = [PartPacker(layout, shards) for shards in brought]
     for index, num_bytes in enumerate(layout.manifest.buckets):

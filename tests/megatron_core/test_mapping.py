@@ -54,9 +54,9 @@ def joined(hf_config: Any, job: Job, hf: Tensors, family: Family | None = None) 
         held.append(held_shards(specs, regions))
     whole = {spec.name: torch.full(spec.shape, torch.nan, dtype=torch.float64) for spec in specs}
     for parts, chosen in zip(held, assign(specs, held, [0] * len(held)), strict=True):
-        for index, region in chosen:
-            data = narrow(parts[index].data, relative(region, parts[index].region))
-            split_like(narrow(whole[specs[parts[index].tensor].name], region), data).copy_(data)
+        for each in chosen:
+            data = narrow(parts[each.part].data, relative(each.region, parts[each.part].region))
+            split_like(narrow(whole[specs[each.tensor].name], each.region), data).copy_(data)
     return whole
 
 
@@ -172,7 +172,7 @@ def test_every_name_of_a_published_model_is_made_once(model: str) -> None:
     assert len(found) == len(set(found))
     assert {s.name: s.shape for s in specs} == {s.name: s.shape for s in expected}
     brought = assign(specs, held, [0] * len(held))
-    assert sum(region.numel for chosen in brought for _, region in chosen) == sum(
+    assert sum(each.region.numel for chosen in brought for each in chosen) == sum(
         torch.Size(s.shape).numel() for s in expected
     )
 

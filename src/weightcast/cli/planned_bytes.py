@@ -226,9 +226,9 @@ def _held(specs: Sequence[TensorSpec], it: Deployment) -> list[dict[str, list[Re
             for each in held:
                 each.append(HeldRegion(number, everything))
     brought: list[dict[str, list[Region]]] = [{} for _ in held]
-    for found, parts, regions in zip(brought, assign(specs, held, range(num_hosts)), held, strict=True):
-        for part, region in parts:
-            found.setdefault(specs[regions[part].tensor].name, []).append(region)
+    for found, parts in zip(brought, assign(specs, held, range(num_hosts)), strict=True):
+        for part in parts:
+            found.setdefault(specs[part.tensor].name, []).append(part.region)
     return [found for found in brought if found]
 
 

@@ -444,7 +444,7 @@ class HttpConnection:
         """`url`: must have a host; the default port is that of its scheme, http or https."""
         assert url.hostname is not None
         port = url.port or (443 if url.scheme == "https" else 80)
-        sock = socket.create_connection((url.hostname, port), _remaining_seconds(deadline))
+        sock = socket.create_connection((url.hostname, port), deadline.require_seconds())
         with on_failure(sock.close):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if url.scheme == "https":
@@ -478,13 +478,13 @@ class HttpConnection:
         data = b"".join(filter(None, map(self._protocol.send, (request, h11.Data(body), h11.EndOfMessage()))))
         # A server may refuse a request and close before it has read all of it; its answer can still be read.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._socket.settimeout(_remaining_seconds(deadline))
+            self._socket.settimeout(deadline.require_seconds())
             self._socket.sendall(data)
         status, content = 0, bytearray()
         while len(content) <= MAX_MESSAGE_BYTES:
             event = self._protocol.next_event()
             if event is h11.NEED_DATA:
-                self._socket.settimeout(_remaining_seconds(deadline))
+                self._socket.settimeout(deadline.require_seconds())
                 # A server without TCP_NODELAY sends the body only after the ACK of the header, which Linux delays by
                 # 40 ms on a kept connection. The option is reset by the kernel, so it is set each time.
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
@@ -506,10 +506,3 @@ class HttpConnection:
     def close(self) -> None:
         """Idempotent."""
         self._socket.close()
-
-
-def _remaining_seconds(deadline: Deadline) -> float:
-    """Return the remaining time for a socket timeout. Raises TimeoutError if none is left (0 means non-blocking)."""
-    if seconds := deadline.remaining_seconds:
-        return seconds
-    raise TimeoutError("timed out")

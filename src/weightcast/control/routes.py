@@ -210,10 +210,6 @@ Answer: TypeAlias = Callable[[ServedEngine, Any, Request], Awaitable[Any]]
 """Answers a request to a weight route, of the engine, with its body, if the route takes one."""
 
 
-def _run_of(request: Request) -> str:
-    return request.query_params.get("run", "")
-
-
 def _is_on(request: Request, option: str) -> bool:
     """Return whether an option of the query is true, which is the default."""
     return request.query_params.get(option, "true").lower() not in ("false", "0", "no", "off")
@@ -225,18 +221,18 @@ async def _started(engine: ServedEngine, body: None, request: Request) -> None:
 
 async def _finish(engine: ServedEngine, body: FinishBody, request: Request) -> InstallAnswer:
     number, mode = natural_number("weight_version", body.weight_version), pause_mode(request, "keep")
-    return await engine.finish(number, mode, _run_of(request))
+    return await engine.finish(number, mode, request.query_params.get("run", ""))
 
 
 async def _pause(engine: ServedEngine, body: None, request: Request) -> dict[str, str]:
     mode = pause_mode(request, engine.default_pause)
-    await engine.pause(mode, _run_of(request), clear_cache=_is_on(request, "clear_cache"))
+    await engine.pause(mode, request.query_params.get("run", ""), clear_cache=_is_on(request, "clear_cache"))
     return {"status": "paused"}
 
 
 async def _resume(engine: ServedEngine, body: None, request: Request) -> Any:
     try:
-        await engine.resume(_run_of(request))
+        await engine.resume(request.query_params.get("run", ""))
     except EngineTornError as exc:
         return error_reply(exc, 409)  # not 503, which would mean that the same request may succeed later
     return {"status": "resumed"}

@@ -46,6 +46,13 @@ class Deadline:
         """Remaining time, never negative."""
         return max(0.0, self._end - time.monotonic())
 
+    def require_seconds(self) -> float:
+        """Return the remaining time for a socket, to which 0 means not to wait. Raises TimeoutError if none is left."""
+        seconds = self._end - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError("timed out")
+        return seconds
+
     @property
     def has_passed(self) -> bool:
         return time.monotonic() >= self._end

@@ -224,19 +224,22 @@ class Worker:
         worker.
         """
         match info:
-            case Offer():
-                with self._call("offer", info) as session, session.offering:
-                    self._offer(session, info)
-            case Seal():
-                with self._call("seal", info) as session:
-                    session.require_publisher(info)
-                    version = WeightVersion(info.run, info.version)
-                    if session.update is None and self.gate.version == version and not self.gate.torn:
-                        # Its publisher has connected again to an engine that has the run's last version.
-                        self._offered, self._offered_by, self._was_dropped = version, session, False
-                        self._num_missed = 0
-                        return
-                    self._current(session, info.version).seal(info)
+            case Offer() | Seal():
+                with observed(self._metrics, "offer" if isinstance(info, Offer) else "seal"):
+                    session = self._require_session(info.run)
+                    try:
+                        session.require_publisher(info)
+                        if isinstance(info, Seal):
+                            self._seal(session, info)
+                        else:
+                            with session.offering:
+                                self._offer(session, info)
+                    except Exception as exc:
+                        record = to_record(exc)
+                        if session.is_of(info.secret):
+                            session.send(Failed(info.version, record))
+                        session.require_going_on()
+                        raise
             case Abort():
                 session = self._require_session(info.run)
                 session.require_publisher(info)
@@ -381,19 +384,6 @@ class Worker:
 
     # --- the calls, each under a hold ---
 
-    @contextlib.contextmanager
-    def _call(self, stage: str, info: Offer | Seal) -> Iterator[PublisherSession]:
-        with observed(self._metrics, stage):
-            session = self._require_session(info.run)
-            try:
-                yield session
-            except Exception as exc:
-                record = to_record(exc)
-                if session.is_of(info.secret):
-                    session.send(Failed(info.version, record))
-                session.require_going_on()
-                raise
-
     def _require_session(self, run: str | None = None) -> PublisherSession:
         session = self._session
         if session is None:
@@ -414,8 +404,16 @@ class Worker:
             raise UpdateAbortedError(f"version {number} was aborted: {update.error.message if update.error else ''}")
         return update
 
+    def _seal(self, session: PublisherSession, seal: Seal) -> None:
+        version = WeightVersion(seal.run, seal.version)
+        if session.update is None and self.gate.version == version and not self.gate.torn:
+            # Its publisher has connected again to an engine that has the run's last version.
+            self._offered, self._offered_by, self._was_dropped = version, session, False
+            self._num_missed = 0
+            return
+        self._current(session, seal.version).seal(seal)
+
     def _offer(self, session: PublisherSession, offer: Offer) -> None:
-        session.require_publisher(offer)
         receiver = session.require_receiver()
         served = self.gate.version
         has_served = served is not None and served.run == offer.run and not self.gate.torn

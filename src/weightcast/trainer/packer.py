@@ -243,8 +243,8 @@ class PartPacker:
         self._sources: dict[int, list[torch.Tensor]] = {}
         self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """By bucket, for those that torch fills: the payload, and the views to copy to."""
-        self._tables: dict[int, tuple[torch.Tensor, PackTable, PreparedCopies]] = {}
-        """By bucket: the payload, the pack table that was made for it, and the copies that precede the table's."""
+        self._tables: dict[int, tuple[torch.Tensor, PackTable, PreparedCopies | None]] = {}
+        """By bucket: the payload, the pack table that was made for it, and the copies that come before, if any."""
         self._fused: dict[int, tuple[torch.Tensor, CopyAndDigest]] = {}
 
     def rebind(self, shards: Sequence[Shard]) -> None:
@@ -278,10 +278,13 @@ class PartPacker:
                 targets[number] = view
             raw = payload[: self._layout.manifest.buckets[index]]
             table = PackTable(raw, targets, sources, self._layout.gaps(index))
-            others = PreparedCopies(self._views(index, payload, table.others), [sources[k] for k in table.others])
+            others = None
+            if table.others:
+                others = PreparedCopies(self._views(index, payload, table.others), [sources[k] for k in table.others])
             known = self._tables[index] = payload, table, others
         _, table, others = known
-        others.run()
+        if others is not None:
+            others.run()
         return table.run(cached=self._layout.manifest.buckets[index] <= _CACHED_BYTES), table.missing
 
     @torch.no_grad()

@@ -297,7 +297,8 @@ class PublishRun:
                 root = root_digest(again.manifest_digest, again.digests)
                 self._await_received(None, members, root)
             else:
-                root = self._send(None, fill, is_last=encoded is None and not self._connections.client_senders)
+                is_last = encoded is None and not self._connections.client_senders
+                root = self._send(None, members, fill, is_last=is_last)
                 if deltas is not None and again is None and self._digests is not None:
                     seconds = self._seconds.pack + self._seconds.send - (sender.memory_seconds - memory_seconds)
                     deltas.sent_full(self.number, seconds)
@@ -388,7 +389,7 @@ class PublishRun:
             if not sender.is_staged:
                 self._fail_unstaged(members)
                 self._fleet.each(FleetMember.pause, self._fleet.healthy(members))
-            self._send(sender, fill, is_last=is_last)
+            self._send(sender, members, fill, is_last=is_last)
             self._tell("received", members)
             self._install(members, resumes=False)
             self._tell("installed", members)
@@ -532,14 +533,14 @@ class PublishRun:
             for member in todo:
                 member.has_proven = member.result.error is None
 
-    def _send(self, client: ClientSender | None, fill: Fill, *, is_last: bool) -> str:
-        """Pack and send every bucket to the engines of a client's sender or, for None, of the publisher's transport;
+    def _send(self, client: ClientSender | None, members: Sequence[FleetMember], fill: Fill, *, is_last: bool) -> str:
+        """Pack and send every bucket to these engines, of a client's sender or, for None, of the publisher's transport;
         wait until they have them.
 
         `is_last`: nothing is packed after this. Returns the root digest; an empty string if no engine takes the
         version, or for a client's sender.
         """
-        sender, members, manifest = client or self._connections.sender, self._members(client), self._manifest
+        sender, manifest = client or self._connections.sender, self._manifest
         again, num_own, root = self._again, len(manifest.spans[0]), ""
         digests: list[Digest] = [b""] * len(manifest.buckets) if again is None else list(again.digests)
         version = WeightVersion(self.publisher_run, self.number)

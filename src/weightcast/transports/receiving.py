@@ -84,10 +84,10 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
         Raises the error that ends the update, or PeerTimeoutError if nothing arrives for the deadline.
         """
         with self._condition:
-            self._require_open()
             wanted = self._wanted
-        if wanted is None:
-            raise UpdateAbortedError("no update is open: call open() first (end() closes an update)")
+            if wanted is None:
+                self._require_open()
+                raise UpdateAbortedError("no update is open: call open() first (end() closes an update)")
         while wanted.num_read < wanted.num_buckets:
             start = time.monotonic()
             with self._condition:
@@ -164,8 +164,8 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
 
     def _check_live(self, wanted: W) -> None:
         """Raise if the update has ended for any reason."""
-        self._require_open()
         if self._wanted is not wanted:
+            self._require_open()
             what = f"this worker ended version {wanted.version.number} before all of it had arrived"
             raise UpdateAbortedError(f"{what}: end() was called in this process")
         self._check_sender(wanted)
@@ -245,10 +245,9 @@ class PeerReceiver(ReceivingEnd[V]):
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         """Prepare for `version` and tell the sender so. Raises PeerDiedError if it is gone, InsufficientMemoryError."""
-        self._require_open(version)
-        self.end()
         with self._condition:
-            self._require_open()
+            self._require_open(version)
+            self.end()
             wanted = self._want(manifest, version, staged)
             self._check_sender(wanted)
             self._wanted = wanted

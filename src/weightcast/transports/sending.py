@@ -17,6 +17,7 @@ import abc
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
@@ -110,6 +111,16 @@ def check_next(index: int, following: int, num_buckets: int) -> None:
         raise ValueError(f"there is no bucket {index}: the plan has {num_buckets} buckets")
     if index != following:
         raise ValueError(f"bucket {index} was given, expected bucket {following}, which is the next one")
+
+
+@contextlib.contextmanager
+def unlocked(condition: threading.Condition) -> Iterator[None]:
+    """Release a condition, which is not held recursively, during a wait for something else."""
+    condition.release()
+    try:
+        yield
+    finally:
+        condition.acquire()
 
 
 U = TypeVar("U", bound=SentUpdate)
@@ -318,21 +329,12 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
     def _require_update(self, index: int) -> U:
         """Return the update in progress, whose next bucket must be `index`. Raises UpdateAbortedError, ValueError."""
-        self._require_open()
         update = self._update
         if update is None or not update.is_open or update.is_interrupted:
+            self._require_open()
             raise UpdateAbortedError("no update is open: call open() first (an abort or a lost peer ends an update)")
         check_next(index, update.next, update.num_buckets)
         return update
-
-    @contextlib.contextmanager
-    def _unlocked(self) -> Iterator[None]:
-        """Release the condition, which is not held recursively: heartbeats need it during a wait for something else."""
-        self.condition.release()
-        try:
-            yield
-        finally:
-            self.condition.acquire()
 
     def _timed_out(self, name: str, what: str) -> PeerTimeoutError:
         return PeerTimeoutError(f"{name} {what} for {self._deadline_seconds:g} s and was dropped", peer=name)
@@ -492,7 +494,7 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
 
     def _await_packed(self, index: int, packed: host_device.Event) -> None:
         polls = Deadline(self._deadline_seconds).polls(host_device.POLL_SECONDS, host_device.POLL_SECONDS)
-        with self._unlocked():
+        with unlocked(self.condition):
             is_packed = any(packed.query() for _ in polls)
         self._require_update(index)
         if not is_packed:
@@ -573,7 +575,7 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
     def _await_memory(self, arena: A, end_bytes: int) -> None:
         """Wait for the first bytes of the arena to be populated; if that takes too long, go on without."""
         if not arena.is_populated:
-            with self._unlocked():
+            with unlocked(self.condition):
                 seconds = arena.await_memory(end_bytes, GRACE_SECONDS)
             self._require_open()
             self.memory_seconds += seconds

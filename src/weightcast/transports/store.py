@@ -9,10 +9,9 @@ pinned meanwhile; the pin ends with the last bucket, or with `end`.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, NoReturn, TypeVar
 
@@ -38,7 +37,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.packed_base import PackedBase
 from weightcast.host import memory as host_memory
 from weightcast.host.closing import awaited_at_exit
-from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS
+from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, run_into
 from weightcast.host.memory import SharedMemory
 from weightcast.links.link import LinkListener, WorkerLink
 from weightcast.seams.transport import Bucket, Portion, Transport
@@ -49,7 +48,7 @@ from weightcast.store.records import StoredBase
 from weightcast.store.writing import OriginWriter, StoreWriter
 from weightcast.transports.kept_memory import KeptMemory, MemoryToSend
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
-from weightcast.transports.sending import RunSender, check_length, check_next
+from weightcast.transports.sending import RunSender, check_length, check_next, unlocked
 
 _HOST_MEMORY = torch.device("cpu")
 _READ_INTO = _HOST_MEMORY, "reading this version", 'publish with install="streaming", or free memory'
@@ -267,11 +266,10 @@ class StoreSender(_BufferedSender[StoreWriter]):
         self.abort("the publisher began another update")
         with self._writing():
             self._version, self._delta_of = version, None
-            self._base = self._base_of(manifest, is_alone=len(span) == len(manifest.buckets))
-            if self._base is not None:
-                base = self._base
+            base = self._base = self._base_of(manifest, is_alone=len(span) == len(manifest.buckets))
+            if base is not None:
                 self._delta_of = self._writer.base_for(base.number, base.root, base.manifest_digest)
-                self._base.begin()
+                base.begin()
             return self._writer.begin(manifest, version, span, base=self._delta_of)
 
     def _base_of(self, manifest: Manifest, *, is_alone: bool) -> PackedBase | None:
@@ -420,7 +418,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         """
         with self._condition:
             self._require_open()
-            with self._unlocked():
+            with unlocked(self._condition):
                 pinned = self._reader.pin_newest(known)
             if pinned is None:
                 return None
@@ -496,18 +494,6 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         # Don't wait for a read that a network filesystem does not answer.
         self._pool.shutdown(wait=False)
 
-    @contextlib.contextmanager
-    def _unlocked(self) -> Iterator[None]:
-        """Release the condition during a call of the filesystem, so that `end` and `close` don't wait for it.
-
-        The condition is not held recursively.
-        """
-        self._condition.release()
-        try:
-            yield
-        finally:
-            self._condition.acquire()
-
     def _leave(self, wanted: StoreUpdate) -> None:
         """End the update. Reads that are under way keep the arena, and the version's pin until they are over."""
         reads = [read for read in wanted.reads if not read.cancel() and not read.done()]
@@ -569,7 +555,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
     def _next_bucket(self, wanted: StoreUpdate) -> Bucket | None:
         if wanted.pinned is None:  # `newest` may have pinned it.
-            with self._unlocked():
+            with unlocked(self._condition):
                 found = self._pin(wanted)
             if found is not None and self._wanted is not wanted:
                 found.close()
@@ -595,11 +581,11 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         for ahead in order[number + len(wanted.reads) : number + wanted.num_ahead]:
             wanted.reads.append(self._pool.submit(_read, pinned, wanted, ahead))
         following = wanted.reads[0]
-        with self._unlocked():
+        with unlocked(self._condition):
             if here is None:
                 wait([following])
             else:
-                _complete(here, functools.partial(_read, pinned, wanted, index))
+                run_into(here, functools.partial(_read, pinned, wanted, index))
         self._check_live(wanted)
         wanted.reads.popleft().result()
         if number + 1 == wanted.num_buckets:
@@ -610,15 +596,6 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 def _close_after(reads: list[Future[None]], pinned: PinnedVersion) -> None:
     wait(reads)
     pinned.close()
-
-
-def _complete(future: Future[None], call: Callable[[], None]) -> None:
-    """Make the call in this thread, and store its result in the future as a pool would."""
-    try:
-        call()
-        future.set_result(None)
-    except BaseException as exc:
-        future.set_exception(exc)
 
 
 def _read(pinned: PinnedVersion, wanted: StoreUpdate, index: int) -> None:

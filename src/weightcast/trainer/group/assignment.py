@@ -25,28 +25,23 @@ _MIN_SPLIT_BYTES = 1 << 20
 _TOGETHER = "the ranks of trainer_group together must hold every element: pass the group of all ranks of the model"
 
 
-class AssignedPart(NamedTuple):
+class AssignedRegion(HeldRegion, frozen=True, gc=False):
     """A region that a rank has to pack; it lies in part number `part` of those that the rank has."""
 
     part: int
-    region: Region
 
 
 class Assignment(NamedTuple):
     """The division of work, equal on all ranks.
 
-    `leaders`: the group rank that leads each origin. By group rank: `origins`, the rank's origin; `held`, the regions
-    that it has; `assigned`, the regions that it packs.
+    `leaders`: the group rank that leads each origin. By group rank: `origins`, the rank's origin; `assigned`, the
+    regions that it packs.
     """
 
     layout: Layout
     leaders: Sequence[int]
     origins: Sequence[int]
-    held: Sequence[Sequence[HeldRegion]]
-    assigned: Sequence[Sequence[AssignedPart]]
-
-    def parts_of(self, rank: int) -> list[HeldRegion]:
-        return [HeldRegion(self.held[rank][part].tensor, region) for part, region in self.assigned[rank]]
+    assigned: Sequence[Sequence[AssignedRegion]]
 
 
 def leaders_of(mappable: Sequence[Sequence[int]], *, maps_buckets: bool) -> list[int]:
@@ -94,17 +89,17 @@ def assign_all(
         )
     origins = [leaders.index(leader) if leader in leaders else 0 for leader in leading]
     packed: list[defaultdict[str, list[Region]]] = [defaultdict(list) for _ in leaders]
-    for origin, parts, regions in zip(origins, assigned, held, strict=True):
-        for part, region in parts:
-            packed[origin][specs[regions[part].tensor].name].append(region)
+    for origin, parts in zip(origins, assigned, strict=True):
+        for part in parts:
+            packed[origin][specs[part.tensor].name].append(part.region)
     of_origins = [{name: merged(found) for name, found in each.items()} for each in packed]
     manifest = plan(specs, bucket_size_bytes, origins=of_origins if len(leaders) > 1 else None)
-    return Assignment(Layout(manifest), leaders, origins, held, assigned)
+    return Assignment(Layout(manifest), leaders, origins, assigned)
 
 
 def assign(
     specs: Sequence[TensorSpec], held: Sequence[Sequence[HeldRegion]], origins: Sequence[int]
-) -> list[list[AssignedPart]]:
+) -> list[list[AssignedRegion]]:
     """Return what each rank packs, by group rank. `origins`: the origin of each rank.
 
     A load group goes to one origin, if one's ranks have all of it: to the one with the fewest bytes so far. If several
@@ -116,7 +111,7 @@ def assign(
         for index, part in enumerate(parts):
             holders[part.tensor].setdefault(part.region, []).append((group_rank, index))
     require_tiling(specs, holders, _TOGETHER)
-    assigned: list[list[AssignedPart]] = [[] for _ in held]
+    assigned: list[list[AssignedRegion]] = [[] for _ in held]
     loads, origin_loads = [0] * len(held), [0] * (1 + max(origins, default=0))
     groups: dict[str, list[int]] = {}
     for number, spec in enumerate(specs):
@@ -141,7 +136,7 @@ def assign(
             if region.numel * itemsize < _MIN_SPLIT_BYTES:
                 chosen = [min(chosen, key=lambda candidate: (loads[candidate[0]], candidate[0]))]
             for (group_rank, index), block in zip(chosen, split(region, len(chosen)), strict=False):
-                assigned[group_rank].append(AssignedPart(index, block))
+                assigned[group_rank].append(AssignedRegion(held[group_rank][index].tensor, block, index))
                 loads[group_rank] += block.numel * itemsize
                 origin_loads[origin] += block.numel * itemsize
     return assigned

@@ -28,10 +28,6 @@ _ROW_BYTES = 512
 _SIZE_BYTES = 4
 
 
-class _GivenUpError(PeerDiedError):
-    """Another rank had closed its side of the group before this publish began."""
-
-
 class _ErrorAtNextExchange:
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -89,8 +85,9 @@ class Group:
                 self._is_kept = True
                 try:
                     return self.exchange(record)
-                except _GivenUpError:
-                    self._verdict = None
+                except PeerDiedError:
+                    if self.is_connected:  # the error is another rank's, of something else
+                        raise
                 finally:
                     self._is_kept = False
             self._group = self._rendezvous.join()
@@ -245,16 +242,15 @@ class Group:
         """After any exception, close the group: ranks may disagree on the next message. `start` connects again."""
         self.close()
         self._rendezvous.leave()
+        if self._is_kept and isinstance(error, PeerDiedError):
+            return
         self._verdict = self._explained(error) if isinstance(error, PeerError) else error
-        if not isinstance(self._verdict, _GivenUpError):
-            self.error = None
+        self.error = None
         if self._verdict is not error:
             raise self._verdict from error
 
     def _explained(self, exc: PeerError) -> PeerError:
         """Return the error with the names of the lost ranks, as far as the rendezvous store shows them."""
-        if self._is_kept and isinstance(exc, PeerDiedError):
-            return _GivenUpError(str(exc))
         missing = self._rendezvous.missing(min(GRACE_SECONDS, self._deadline_seconds / 4))
         if missing and self._is_kept:
             return self._rendezvous.late(missing)

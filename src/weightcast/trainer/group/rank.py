@@ -132,8 +132,8 @@ class Rank:
 
     def _own_parts(self) -> list[Shard]:
         """Return the shards that this rank packs."""
-        assigned = ((self._shards[part], region) for part, region in self._assignment.assigned[self.group.group_rank])
-        return [Shard(shard.tensor, region, shard.view(region)) for shard, region in assigned]
+        assigned = self._assignment.assigned[self.group.group_rank]
+        return [Shard(each.tensor, each.region, self._shards[each.part].view(each.region)) for each in assigned]
 
     def _device(self) -> torch.device:
         devices = (shard.data.device for shard in self._shards)
@@ -190,7 +190,7 @@ class Rank:
         others = [rank for rank in range(group.size) if assignment.origins[rank] == origin and rank != own]
         self._contributors, self._unfilled = {}, {}
         if own == self._leader:
-            self._contributors = {rank: ShardSlices(assignment.layout, assignment.parts_of(rank)) for rank in others}
+            self._contributors = {rank: ShardSlices(assignment.layout, assignment.assigned[rank]) for rank in others}
         self._has_agreed = True
         return found
 

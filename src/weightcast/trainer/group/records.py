@@ -94,10 +94,11 @@ class Agreed(_Record, frozen=True):
 
 
 class HeldParts(_Record, frozen=True):
-    """The tensors that a rank gathers whole (see `whole_tensors`), and which regions of each it holds."""
+    """The tensors that a rank gathers whole (see `whole_tensors`); which regions of each it holds, and their bytes."""
 
     specs: list[TensorSpec]
     regions: list[list[Region]]
+    num_bytes: int
 
 
 # --- the publishing rank's instructions ---
@@ -178,15 +179,16 @@ class End(_Record, frozen=True):
 class RankStatus(_Record, frozen=True):
     """A rank's status. `sums`: partial digest of the last bucket, of the chunks that this rank alone has filled.
 
-    Of a rank that leads an origin: `is_busy` with an earlier instruction; `is_lost`: its sender has lost peers;
-    `num_failures` of its sender; `bucket`: its next bucket, None if all were sent or peers were lost.
+    Of a rank that leads an origin: `is_busy` with an earlier instruction; `bucket`: its next bucket, None if all were
+    sent or peers were lost; `failures`: its sender's errors by peer; `survivors`: after a loss, the peers for which the
+    update can be opened again, else None.
     """
 
     sums: tuple[int, int] = (0, 0)
     is_busy: bool = False
-    is_lost: bool = False
-    num_failures: int = 0
     bucket: NextBucket | None = None
+    failures: dict[str, ErrorRecord] = {}
+    survivors: tuple[str, ...] | None = None
 
 
 class Failure(_Record, frozen=True):
@@ -214,15 +216,12 @@ class Failure(_Record, frozen=True):
 class OriginReport(_Record, frozen=True):
     """State of another origin's sender, from the rank that leads that origin.
 
-    `connected`: peers with a connection. `failures`: errors by peer. `survivors`: after a loss, the peers for which the
-    update can be opened again, else None. `digests`: of the sent or encoded buckets. `sent`: digests of tensors, by
+    `connected`: peers with a connection. `digests`: of the sent or encoded buckets. `sent`: digests of tensors, by
     bucket. `encoded_bytes`: lengths of the buckets that were encoded, in which `num_changed` words have changed.
     `base`: number of the version of the origin's base, -1 for none; `problem`: why there can be no base, or None.
     """
 
     connected: tuple[str, ...]
-    failures: dict[str, ErrorRecord]
-    survivors: tuple[str, ...] | None
     digests: list[str]
     sent: dict[int, list[str]]
     encoded_bytes: list[int] = []

@@ -60,6 +60,8 @@ class PublishingRank(Rank, Sender):
         """The group ranks that lead the other origins."""
         self._reports: dict[int, records.OriginReport] = {}
         """Their latest reports, by group rank."""
+        self._failures: dict[str, WeightcastError] = {}
+        """Their senders' failures in this update, as of their latest statuses."""
         self._is_own_sent = False
         self._are_all_sent = False
         self._sends: records.Content = "weights"
@@ -220,12 +222,9 @@ class PublishingRank(Rank, Sender):
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
         """Failures of all origins' senders: those of other ranks as of the last round or, once all is sent, now."""
-        if self._are_all_sent:
-            self._ask()
-        failures = dict(self._sender.failures)
-        for report in self._reports.values():
-            failures |= {name: from_record(record) for name, record in report.failures.items()}
-        return failures
+        if self._are_all_sent and self._others:
+            self._note_failures(self.group.exchange_when_idle(records.Nothing()))
+        return {**self._sender.failures, **self._failures}
 
     @property
     def memory_seconds(self) -> float:
@@ -244,7 +243,7 @@ class PublishingRank(Rank, Sender):
             sends = "base" if manifest.names else "deltas"
         if sends != self._sends:
             self._sends, self._is_own_sent = sends, False
-        self._reports.clear()
+        self._failures = {}
         self._join_at = self._sender.begin_together(manifest, version)
         if self._others:
             opening = records.Open(tuple(peers), staged, self._join_at, sends, self._keeps_base)
@@ -288,17 +287,18 @@ class PublishingRank(Rank, Sender):
             reports = self.group.ask(records.AskSenders(tuple(peers), digests, keeps_base))
             self._reports = {rank: reports[rank] for rank in self._others}
 
+    def _note_failures(self, statuses: Sequence[Any]) -> None:
+        found = [item for rank in self._others for item in statuses[rank].failures.items()]
+        self._failures = {name: from_record(record) for name, record in found}
+
     def _require_peers(self, statuses: Sequence[Any]) -> None:
-        """Raise PeersLostError if another origin's sender has lost peers, after asking the leaders for failures."""
-        known = {rank: len(report.failures) for rank, report in self._reports.items()}
-        if any(statuses[rank].is_lost or statuses[rank].num_failures > known.get(rank, 0) for rank in self._others):
-            self._ask()
-        if not any(statuses[rank].is_lost for rank in self._others):
-            return
-        of_each = [set(report.survivors) for report in self._reports.values() if report.survivors is not None]
-        lost = listed([f"{name}: {error}" for name, error in self.failures.items()])
-        found = f"lost {lost}" if lost else "lost its broadcast group, with no peer at fault"
-        raise PeersLostError(f"another trainer rank's sender has {found}", sorted(set.intersection(*of_each)))
+        """Note the failures of the other origins' senders. Raises PeersLostError if one has lost peers."""
+        self._note_failures(statuses)
+        of_each = [set(statuses[rank].survivors) for rank in self._others if statuses[rank].survivors is not None]
+        if of_each:
+            lost = listed([f"{name}: {error}" for name, error in self.failures.items()])
+            found = f"lost {lost}" if lost else "lost its broadcast group, with no peer at fault"
+            raise PeersLostError(f"another trainer rank's sender has {found}", sorted(set.intersection(*of_each)))
 
     def connected(self, peers: Sequence[str]) -> list[str]:
         """Return those of these peers that are connected to every origin's sender."""
@@ -411,7 +411,7 @@ class FollowingRank(Rank):
                         self._open(self._sender, opening)
                     case records.AskSenders() as question:
                         self._report(question)
-                    case records.Pack(number, _, proves) if not any(getattr(each, "is_lost", False) for each in found):
+                    case records.Pack(number, _, proves):
                         self._proves = proves
                         payload = None if self._buffer is None else self._buffer.payload
                         with host_device.beside(self._stream, self._device()):
@@ -434,8 +434,8 @@ class FollowingRank(Rank):
             except PeersLostError as exc:
                 self._survivors, self._buffer = tuple(exc.survivors), None
         bucket = None if self._buffer is None else self._next_bucket(self._buffer.payload)
-        is_lost = self._survivors is not None
-        return records.RankStatus(is_lost=is_lost, num_failures=len(self._sender.failures), bucket=bucket)
+        failures = {name: to_record(error) for name, error in self._sender.failures.items()}
+        return records.RankStatus(bucket=bucket, failures=failures, survivors=self._survivors)
 
     # --- its sender ---
 
@@ -537,12 +537,9 @@ class FollowingRank(Rank):
         with self.group.error_at_next_exchange():
             if self._sender is not None:
                 problem = self._problem_with_base() if question.keeps_base else None
-                failures = {name: to_record(error) for name, error in self._sender.failures.items()}
                 sizes = [] if self._base is None else [payload.nbytes for payload in self._base.encoded.values()]
                 answer = records.OriginReport(
                     tuple(self._sender.connected(question.peers)),
-                    failures,
-                    self._survivors,
                     digests=list(self._digests) if question.digests else [],
                     sent=self._sent.by_bucket if question.digests and self._proves else {},
                     encoded_bytes=sizes if question.digests else [],

@@ -39,7 +39,7 @@ from weightcast.transports.collective import records
 from weightcast.transports.collective.group import BroadcastGroup, GroupMember, GroupSettings, engine_of
 from weightcast.transports.kept_memory import MemoryToSend
 from weightcast.transports.records import BeginUpdate, UpdateAborted
-from weightcast.transports.sending import MAX_REASON_CHARACTERS, SendingEnd, SentUpdate
+from weightcast.transports.sending import MAX_REASON_CHARACTERS, SendingEnd, SentUpdate, unlocked
 
 _NUM_SLOTS = 2
 """One is packed while the other is broadcast."""
@@ -239,7 +239,7 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
             return
         self.num_groups += 1
         try:
-            with self._unlocked():  # serving the store may take a while
+            with unlocked(self.condition):  # serving the store may take a while
                 group: BroadcastGroup | str = BroadcastGroup(self.num_groups, self._settings, readers)
         except (PeerError, OSError) as exc:
             short = shortage(exc) or shortage_now()
