@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from real_vllm.drafts import NUM_TOKENS, Pair, Served, Speculated
+from real_engines.setups import on as on_server
+from real_vllm.drafts import FAILURES, MOMENTS, NUM_TOKENS, Pair, Served, Speculated, assert_a_draft_model_is_refused
 from real_vllm.oracle import NUM_STREAMED, PROMPT, joined
 from real_vllm.test_acceptance import Stream
+from real_vllm.trainer import trainer
 from warm_python import WarmPython
 
 from real_sglang.faults import Break
-from real_sglang.servers import Server, Setup
+from real_sglang.oracle import assert_serves
+from real_sglang.servers import ONE, Server, Setup
 from weightcast.errors import InstallError
 
 SMALL = Setup(speculation="draft_model")
@@ -51,9 +54,10 @@ def on(*setups: Setup, full: tuple[Setup, ...] = ()) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("served", [*always, *besides], indirect=True, scope="session")
 
 
-def fault_in_draft(served: Served) -> Break:
-    """On the last rank, once it has taken some of the draft model's tensors."""
-    return Break(len(served.pair.main.specs()) + 3, rank=served.server.setup.tp - 1)
+def failing(served: Served, of_draft: bool, is_draft_first: bool, rank: int) -> Break:
+    """Once the rank has taken some of that model's tensors."""
+    others = served.pair.main if of_draft else served.pair.draft
+    return Break(3 + (0 if of_draft is is_draft_first else len(others.specs())), rank=rank)
 
 
 @on(EAGLE, full=(SMALL, MTP))
@@ -62,12 +66,17 @@ def test_both_models_are_those_of_a_cold_start(served: Served) -> None:
 
 
 @on(EAGLE, full=(SMALL, MTP))
-@pytest.mark.parametrize("undo", [True, False])
-def test_a_draft_model_that_fails(served: Served, undo: bool) -> None:
-    """It takes both back, or without undo stops generation until healed."""
-    with served.publisher(undo=undo) as publisher:
+@pytest.mark.parametrize(("of_draft", "is_draft_first"), FAILURES)
+@pytest.mark.parametrize("undo", [True, False], ids=["undo", "no-undo"])
+def test_a_model_that_fails(served: Served, undo: bool, is_draft_first: bool, of_draft: bool) -> None:
+    """It takes both back, or without undo stops generation until healed. On the last rank, or the first one.
+
+    The model that comes first is whole by then.
+    """
+    rank = 0 if is_draft_first else served.server.setup.tp - 1
+    with served.publisher(served.pair.joined(is_draft_first), undo=undo) as publisher:
         version = served.publish(publisher, 0)
-        with served.server.failing(fault_in_draft(served)):
+        with served.server.failing(failing(served, of_draft, is_draft_first, rank)):
             error = served.failure(publisher, 1)
         assert isinstance(error, InstallError), error
         assert "the test's fault" in str(error)
@@ -80,13 +89,41 @@ def test_a_draft_model_that_fails(served: Served, undo: bool) -> None:
 
 
 @on(EAGLE, full=(SMALL, MTP))
-def test_unfit_draft_tensors_are_refused_by_name(served: Served) -> None:
-    served.assert_unfit_tensors_are_refused()
+def test_unfit_updates_are_refused_by_name(served: Served) -> None:
+    served.assert_unfit_updates_are_refused()
+
+
+@on_server(ONE)
+def test_an_engine_without_a_draft_model_refuses_one(server: Server) -> None:
+    with trainer(server.setup, server.url) as it:
+        version = it.publish(0).version
+    assert_a_draft_model_is_refused(server)
+    assert server.version() == str(version)
+    assert_serves(server, 0)
+    with trainer(server.setup, server.url) as it:
+        it.publish(1)
+    assert_serves(server, 1)
 
 
 @on(EAGLE)
-def test_a_trainer_that_dies_halfway_leaves_both(served: Served, python: WarmPython) -> None:
-    served.assert_a_trainer_that_dies_halfway_leaves_both(python)
+def test_a_changed_bit_is_found(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.assert_a_changed_bit_is_found(monkeypatch)
+
+
+@on(EAGLE)
+def test_only_a_newer_version_of_its_own_publisher_is_taken(served: Served) -> None:
+    served.assert_only_a_newer_version_of_its_own_publisher_is_taken()
+
+
+@on(EAGLE)
+def test_a_nan_is_refused(served: Served) -> None:
+    served.assert_a_nan_is_refused()
+
+
+@on(EAGLE)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_trainer_that_dies_leaves_both(served: Served, moment: str, python: WarmPython) -> None:
+    served.assert_a_trainer_that_dies_leaves_both(moment, python)
 
 
 @on(full=(SMALL,))
