@@ -11,16 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from real_engines.setups import on as on_server
-from real_vllm.drafts import FAILURES, MOMENTS, NUM_TOKENS, Pair, Served, Speculated, assert_a_draft_model_is_refused
+from real_vllm.drafts import FAILURES, MOMENTS, NUM_TOKENS, Pair, Served, Speculated
 from real_vllm.oracle import NUM_STREAMED, PROMPT, joined
 from real_vllm.test_acceptance import Stream
-from real_vllm.trainer import trainer
 from warm_python import WarmPython
 
 from real_sglang.faults import Break
-from real_sglang.oracle import assert_serves
-from real_sglang.servers import ONE, Server, Setup
+from real_sglang.servers import Server, Setup
 from weightcast.errors import InstallError
 
 SMALL = Setup(speculation="draft_model")
@@ -34,9 +31,12 @@ def speculated(server: Server) -> Speculated:
     return Speculated(found.answer, found.num_proposed, found.num_taken)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The server of a setup. A draft model that is kept is of seed 0 in both cold servers."""
+    """The server of a setup. A draft model that is kept is of seed 0 in both cold servers.
+
+    Of this module, since its ranks, which wait for each other with all of a core, would go on until the session's end.
+    """
     setup: Setup = request.param
     pair = Pair(setup.family, setup.speculation, "sglang")
     folders = [pair.save(seed, tmp_path_factory.mktemp("checkpoint")) for seed in (0, 1)]
@@ -51,7 +51,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def on(*setups: Setup, full: tuple[Setup, ...] = ()) -> pytest.MarkDecorator:
     besides = [pytest.param(setup, id=str(setup), marks=pytest.mark.full) for setup in full]
     always: list[Any] = [pytest.param(setup, id=str(setup)) for setup in setups]
-    return pytest.mark.parametrize("served", [*always, *besides], indirect=True, scope="session")
+    return pytest.mark.parametrize("served", [*always, *besides], indirect=True, scope="module")
 
 
 def failing(served: Served, of_draft: bool, is_draft_first: bool, rank: int) -> Break:
@@ -91,18 +91,6 @@ def test_a_model_that_fails(served: Served, undo: bool, is_draft_first: bool, of
 @on(EAGLE, full=(SMALL, MTP))
 def test_unfit_updates_are_refused_by_name(served: Served) -> None:
     served.assert_unfit_updates_are_refused()
-
-
-@on_server(ONE)
-def test_an_engine_without_a_draft_model_refuses_one(server: Server) -> None:
-    with trainer(server.setup, server.url) as it:
-        version = it.publish(0).version
-    assert_a_draft_model_is_refused(server)
-    assert server.version() == str(version)
-    assert_serves(server, 0)
-    with trainer(server.setup, server.url) as it:
-        it.publish(1)
-    assert_serves(server, 1)
 
 
 @on(EAGLE)

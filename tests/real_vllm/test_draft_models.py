@@ -10,14 +10,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from real_engines.setups import on as on_server
 from warm_python import WarmPython
 
-from real_vllm.cold import assert_serves
-from real_vllm.drafts import FAILURES, MOMENTS, NUM_TOKENS, Pair, Served, Speculated, assert_a_draft_model_is_refused
+from real_vllm.drafts import FAILURES, MOMENTS, NUM_TOKENS, Pair, Served, Speculated
 from real_vllm.oracle import PROMPT
-from real_vllm.servers import ONE, Server, Setup
-from real_vllm.trainer import trainer
+from real_vllm.servers import Server, Setup
 from weightcast.errors import InstallError
 
 MTP = Setup("glm4-moe", speculation="mtp")
@@ -41,7 +38,7 @@ def speculated(server: Server) -> Speculated:
     return Speculated(answer, now[1] - proposed, now[2] - taken)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The server of a setup. A draft model that is kept is of seed 0 in both cold servers."""
     setup: Setup = request.param
@@ -56,7 +53,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def on(*setups: Setup) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("served", setups, indirect=True, scope="session", ids=str)
+    return pytest.mark.parametrize("served", setups, indirect=True, scope="module", ids=str)
 
 
 @on(MTP, SMALL, EAGLE)
@@ -113,18 +110,6 @@ def test_a_draft_model_that_fails_without_undo_stops_generation_until_healed(ser
 @on(MTP, SMALL, EAGLE)
 def test_unfit_updates_are_refused_by_name(served: Served) -> None:
     served.assert_unfit_updates_are_refused()
-
-
-@on_server(ONE)
-def test_an_engine_without_a_draft_model_refuses_one(server: Server) -> None:
-    with trainer(server.setup, server.url) as it:
-        version = it.publish(0).version
-    assert_a_draft_model_is_refused(server)
-    assert server.version() == str(version)
-    assert_serves(server, 0)
-    with trainer(server.setup, server.url) as it:
-        it.publish(1)
-    assert_serves(server, 1)
 
 
 @on(EAGLE)
