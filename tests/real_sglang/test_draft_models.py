@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from real_vllm.drafts import NUM_TOKENS, Pair, Served, Speculated
+from real_vllm.drafts import FAILURES, MOMENTS, NUM_TOKENS, Pair, Served, Speculated
 from real_vllm.oracle import NUM_STREAMED, PROMPT, joined
 from real_vllm.test_acceptance import Stream
 from warm_python import WarmPython
@@ -31,9 +31,12 @@ def speculated(server: Server) -> Speculated:
     return Speculated(found.answer, found.num_proposed, found.num_taken)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The server of a setup. A draft model that is kept is of seed 0 in both cold servers."""
+    """The server of a setup. A draft model that is kept is of seed 0 in both cold servers.
+
+    Of this module, since its ranks, which wait for each other with all of a core, would go on until the session's end.
+    """
     setup: Setup = request.param
     pair = Pair(setup.family, setup.speculation, "sglang")
     folders = [pair.save(seed, tmp_path_factory.mktemp("checkpoint")) for seed in (0, 1)]
@@ -48,12 +51,13 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def on(*setups: Setup, full: tuple[Setup, ...] = ()) -> pytest.MarkDecorator:
     besides = [pytest.param(setup, id=str(setup), marks=pytest.mark.full) for setup in full]
     always: list[Any] = [pytest.param(setup, id=str(setup)) for setup in setups]
-    return pytest.mark.parametrize("served", [*always, *besides], indirect=True, scope="session")
+    return pytest.mark.parametrize("served", [*always, *besides], indirect=True, scope="module")
 
 
-def fault_in_draft(served: Served) -> Break:
-    """On the last rank, once it has taken some of the draft model's tensors."""
-    return Break(len(served.pair.main.specs()) + 3, rank=served.server.setup.tp - 1)
+def failing(served: Served, of_draft: bool, is_draft_first: bool, rank: int) -> Break:
+    """Once the rank has taken some of that model's tensors."""
+    others = served.pair.main if of_draft else served.pair.draft
+    return Break(3 + (0 if of_draft is is_draft_first else len(others.specs())), rank=rank)
 
 
 @on(EAGLE, full=(SMALL, MTP))
@@ -62,12 +66,17 @@ def test_both_models_are_those_of_a_cold_start(served: Served) -> None:
 
 
 @on(EAGLE, full=(SMALL, MTP))
-@pytest.mark.parametrize("undo", [True, False])
-def test_a_draft_model_that_fails(served: Served, undo: bool) -> None:
-    """It takes both back, or without undo stops generation until healed."""
-    with served.publisher(undo=undo) as publisher:
+@pytest.mark.parametrize(("of_draft", "is_draft_first"), FAILURES)
+@pytest.mark.parametrize("undo", [True, False], ids=["undo", "no-undo"])
+def test_a_model_that_fails(served: Served, undo: bool, is_draft_first: bool, of_draft: bool) -> None:
+    """It takes both back, or without undo stops generation until healed. On the last rank, or the first one.
+
+    The model that comes first is whole by then.
+    """
+    rank = 0 if is_draft_first else served.server.setup.tp - 1
+    with served.publisher(served.pair.joined(is_draft_first), undo=undo) as publisher:
         version = served.publish(publisher, 0)
-        with served.server.failing(fault_in_draft(served)):
+        with served.server.failing(failing(served, of_draft, is_draft_first, rank)):
             error = served.failure(publisher, 1)
         assert isinstance(error, InstallError), error
         assert "the test's fault" in str(error)
@@ -80,13 +89,29 @@ def test_a_draft_model_that_fails(served: Served, undo: bool) -> None:
 
 
 @on(EAGLE, full=(SMALL, MTP))
-def test_unfit_draft_tensors_are_refused_by_name(served: Served) -> None:
-    served.assert_unfit_tensors_are_refused()
+def test_unfit_updates_are_refused_by_name(served: Served) -> None:
+    served.assert_unfit_updates_are_refused()
 
 
 @on(EAGLE)
-def test_a_trainer_that_dies_halfway_leaves_both(served: Served, python: WarmPython) -> None:
-    served.assert_a_trainer_that_dies_halfway_leaves_both(python)
+def test_a_changed_bit_is_found(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.assert_a_changed_bit_is_found(monkeypatch)
+
+
+@on(EAGLE)
+def test_only_a_newer_version_of_its_own_publisher_is_taken(served: Served) -> None:
+    served.assert_only_a_newer_version_of_its_own_publisher_is_taken()
+
+
+@on(EAGLE)
+def test_a_nan_is_refused(served: Served) -> None:
+    served.assert_a_nan_is_refused()
+
+
+@on(EAGLE)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_trainer_that_dies_leaves_both(served: Served, moment: str, python: WarmPython) -> None:
+    served.assert_a_trainer_that_dies_leaves_both(moment, python)
 
 
 @on(full=(SMALL,))

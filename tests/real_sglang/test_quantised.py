@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_vllm.adapters import publish_model
-from real_vllm.models import make_model, save
+from real_vllm.models import make_model, model_of, save
 from safetensors.torch import load_file, save_file
 
 from real_sglang.servers import Server, Setup
-from weightcast import PublishError
+from weightcast import ModuleSource, Publisher, PublishError, TensorSource
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 
@@ -35,9 +34,16 @@ def quantised(folder: Path) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize("plugin", [True, False], ids=["plugin", "stock"])
 def test_a_quantised_checkpoint_is_refused_without_an_option(tmp_path: Path, plugin: bool) -> None:
+    """Whether what comes is quantised or not. No weight of the server changes, and it lives."""
     said = "quantization='awq'" if plugin else "serves weights such as 'model.layers.0.mlp.down_proj.qweight'"
-    setup = Setup(dtype=torch.float16, plugin=plugin)
-    with Server(setup, quantised(tmp_path)) as server, pytest.raises(PublishError) as refused:
-        publish_model(server, 0)
-    assert said in str(refused.value)
-    assert "that is not quantised" in str(refused.value)
+    setup, folder = Setup(dtype=torch.float16, plugin=plugin), quantised(tmp_path)
+    plain, own = ModuleSource(model_of("qwen3", 0, torch.float16)), load_file(folder / "model.safetensors")
+    with Server(setup, folder) as server:
+        before = server.checksums(), server.version()
+        for source in (plain, TensorSource(own)):
+            with Publisher(source, engines=[server.url]) as publisher, pytest.raises(PublishError) as refused:
+                publisher.publish()
+            assert said in str(refused.value)
+            assert "that is not quantised" in str(refused.value)
+            assert not server.is_paused()
+            assert (server.checksums(), server.version()) == before

@@ -11,6 +11,7 @@ import pytest
 import torch
 from real_engines.process import REQUEST_SECONDS
 from real_engines.setups import on
+from real_vllm.drafts import assert_a_draft_model_is_refused
 from real_vllm.models import make_model
 from real_vllm.oracle import PROMPT
 from real_vllm.test_faults import SPOILED, Spoil, publish_spoiled
@@ -41,6 +42,16 @@ def test_unfit_weights_are_refused_by_name_before_the_model_is_touched(server: S
     assert isinstance(error, IncompatibleWeightsError), error
     for name in names:
         assert any(name in problem for problem in error.problems), (name, error.problems)
+    assert_as_before(server, 0, version)
+    with trainer(server.setup, server.url) as it:
+        assert_as_before(server, 1, it.publish(1).version)
+
+
+@on(ONE)
+def test_an_engine_without_a_draft_model_refuses_one(server: Server) -> None:
+    with trainer(server.setup, server.url) as it:
+        version = it.publish(0).version
+    assert_a_draft_model_is_refused(server)
     assert_as_before(server, 0, version)
     with trainer(server.setup, server.url) as it:
         assert_as_before(server, 1, it.publish(1).version)
@@ -143,6 +154,7 @@ def test_a_request_that_an_install_has_torn_from_its_version_waits_and_ends_unde
 
 _DIES = """
 import os, signal, sys
+from real_vllm.drafts import assert_a_draft_model_is_refused
 from real_vllm.models import make_model
 from real_vllm.trainer import change_first_rows
 from weightcast import ModuleSource, Publisher, PublishOptions

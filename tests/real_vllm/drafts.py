@@ -21,11 +21,13 @@ from warm_python import WarmPython
 
 from real_vllm.models import make_model, save
 from real_vllm.oracle import Answer
-from real_vllm.trainer import checkpoint_tensors
+from real_vllm.trainer import checkpoint_tensors, faulty_ipc
 from weightcast import HttpEngine, ModuleSource, Publisher, PublishError, TensorSource
-from weightcast.errors import IncompatibleWeightsError, WeightcastError
+from weightcast.errors import IncompatibleWeightsError, IntegrityError, NotFiniteError, RefusedError, WeightcastError
+from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.sources.joined import JoinedSource
+from weightcast.testing.faults import Corrupt
 
 MTP_LAYER = "model.layers.3."
 _EAGLE = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
@@ -75,7 +77,10 @@ class Pair:
         self._main = make_main(family, 0)
         self.draft = TensorSource(self.draft_of(0))
         self.main = ModuleSource(self._main)
-        self.source = JoinedSource(self.main, self.draft)
+        self.source = self.joined()
+
+    def joined(self, is_draft_first: bool = False) -> JoinedSource:
+        return JoinedSource(*((self.draft, self.main) if is_draft_first else (self.main, self.draft)))
 
     def draft_of(self, seed: int) -> Tensors:
         """The draft model's tensors under their published names."""
@@ -94,6 +99,39 @@ class Pair:
         self._main.load_state_dict(make_main(self.family, seed).state_dict())
         self.draft.replace(self.draft_of(seed))
 
+    def unfit_updates(self) -> dict[str, Tensors]:
+        """By what is said of it, an update of seed 1 that the engine must refuse. The main model is of that seed."""
+        main = {name: held[0][1] for name, held in self.main.regions().items()}
+        draft, other = self.draft_of(1), "eagle" if self.method == "draft_model" else "draft_model"
+        q, down, norm = (
+            next(name for name in draft if name.endswith(f"{leaf}.weight"))
+            for leaf in ("q_proj", "down_proj", "post_attention_layernorm")
+        )
+        foreign = {f"draft.{name}": t for name, t in draft_tensors(other, make_main(self.family, 1)).items()}
+        layer = "layers.3." if self.method == "mtp" else "layers.0."
+        # Of its own memory, else it would be the other one by a second name.
+        deeper = {name.replace(layer, "layers.9."): t.clone() for name, t in draft.items() if layer in name}
+        prefix = "draft." if self.method == "mtp" else "drafts."
+        renamed = {prefix + name.removeprefix(self.prefix): tensor for name, tensor in draft.items()}
+        drafts = {
+            f"'{q}' has the shape [16, 128], the engine has [256, 128]": draft | {q: draft[q][:16]},
+            f"'{q}' has the shape [512, 128], the engine has [256, 128]": draft | {q: torch.cat([draft[q]] * 2)},
+            f"'{q}' has the shape [128, 256], the engine has [256, 128]": draft | {q: draft[q].T.contiguous()},
+            f"'{norm}' has the shape [1, 128], the engine has [128]": draft | {norm: draft[norm][None]},
+            f"'{q}' is int8, the engine has float32": draft | {q: draft[q].to(torch.int8)},
+            f"'{q}' is bfloat16, the engine has float32": draft | {q: draft[q].bfloat16()},
+            f"missing tensor '{q}' float32[256, 128]": {n: t for n, t in draft.items() if n != q},
+            f"missing tensor '{down}'": {n: t for n, t in draft.items() if ".mlp." not in n},
+            f"missing tensor '{norm}'": {},
+            f"unknown tensor '{self.prefix}model.nonsense.weight'": draft
+            | {f"{self.prefix}model.nonsense.weight": torch.zeros(4)},
+            f"unknown tensor '{q.replace(layer, 'layers.9.')}'": draft | deeper,
+            f"unknown tensor '{prefix}": renamed,
+            f"unknown tensor 'draft.{'fc' if other == 'eagle' else 'model.norm'}.weight'": foreign,
+        }
+        updates = {said: main | tensors for said, tensors in drafts.items()}
+        return updates | {"missing tensor 'model.norm.weight'": draft}
+
     def save(self, seed: int, folder: Path) -> tuple[Path, Path | None]:
         """Write the checkpoints of the model and of its draft model, if that has its own."""
         main = make_main(self.family, seed)
@@ -110,6 +148,18 @@ class Pair:
             config |= {"model_type": "llama", "architectures": [_EAGLE[self.engine]]}
         _write(draft, own, config)
         return folder, draft
+
+
+FAILURES = [
+    pytest.param(of_draft, is_draft_first, id=name, marks=marks)
+    for name, of_draft, is_draft_first, marks in (
+        ("draft-after-main", True, False, ()),
+        ("main-after-draft", False, True, ()),
+        ("draft-before-main", True, True, pytest.mark.full),
+        ("main-before-draft", False, False, pytest.mark.full),
+    )
+]
+"""Which model fails in an install, and whether the draft model is installed first."""
 
 
 class Speculated(NamedTuple):
@@ -145,8 +195,13 @@ class Served:
         return publisher.publish().version
 
     def failure(self, publisher: Publisher, seed: int) -> WeightcastError:
+        self.pair.step_to(seed)
+        return self._failure(publisher)
+
+    def _failure(self, publisher: Publisher) -> WeightcastError:
+        """The error of a publish of what the publisher's source has."""
         with pytest.raises(PublishError) as caught:
-            self.publish(publisher, seed)
+            publisher.publish()
         (cause,) = caught.value.failures.values()
         return cause
 
@@ -168,28 +223,72 @@ class Served:
         norms = {name: tensor for name, tensor in self.pair.draft_of(1).items() if name.endswith("norm.weight")}
         assert {name: held.digests[name] for name in norms} == {name: tensor_digest(t) for name, t in norms.items()}
 
-    def assert_unfit_tensors_are_refused(self) -> None:
+    def assert_unfit_updates_are_refused(self) -> None:
+        """Each by name. After all of them both models are still those of the cold start, and a good one is taken."""
         with self.publisher() as publisher:
             version = self.publish(publisher, 0)
-        tensors = self.pair.draft_of(1)
-        small, gone = list(tensors)[:2]
-        tensors[small] = tensors[small][:16]
-        del tensors[gone]
-        unknown = f"{self.pair.prefix}model.layers.7.nonsense.weight"
-        tensors[unknown] = torch.zeros(4)
-        main = {name: held[0][1] for name, held in self.pair.main.regions().items()}
-        with self.publisher(TensorSource(main | tensors), takeover=True) as publisher:
-            error = self.failure(publisher, 0)
-        assert isinstance(error, IncompatibleWeightsError), error
-        for name in (small, gone, unknown):
-            assert any(name in problem for problem in error.problems), (name, error.problems)
+        self.pair.step_to(1)
+        for said, tensors in self.pair.unfit_updates().items():
+            print(said)
+            with self.publisher(TensorSource(tensors), takeover=True) as publisher:
+                error = self._failure(publisher)
+            assert isinstance(error, IncompatibleWeightsError), error
+            assert any(said in problem for problem in error.problems), (said, error.problems)
+            lacks_draft = self.pair.prefix and not any(name.startswith(self.pair.prefix) for name in tensors)
+            assert ("publish the draft model too" in str(error)) is bool(lacks_draft), error
+            assert self.server.version() == str(version)
         self.assert_serves(0, version)
+        with self.publisher() as publisher:
+            self.assert_serves(1, self.publish(publisher, 1))
 
-    def assert_a_trainer_that_dies_halfway_leaves_both(self, python: WarmPython) -> None:
+    def assert_a_changed_bit_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In the last bucket, which is the draft model's: of a full update, and of a delta."""
+        faulty = faulty_ipc(monkeypatch)
+        for delta in (None, "always"):
+            with self.publisher(delta=delta) as publisher:
+                self.publish(publisher, 0)
+                report = publisher.publish()
+                last = report.num_buckets - 1
+                faulty.senders[-1].fault = Corrupt(last, HEADER_BYTES + 100)
+                error = self.failure(publisher, 1)
+                assert isinstance(error, IntegrityError), error
+                assert f"bucket {last}" in str(error)
+                self.assert_serves(0, report.version)
+                version = self.publish(publisher, 1)
+        self.assert_serves(1, version)
+
+    def assert_only_a_newer_version_of_its_own_publisher_is_taken(self) -> None:
+        with self.publisher() as publisher, self.publisher() as second:
+            version = self.publish(publisher, 0)
+            self.pair.step_to(1)
+            for stale in (version, version - 1):
+                with pytest.raises(ValueError, match=f"version {stale} is not above {version}"):
+                    publisher.publish(stale)
+            error = self._failure(second)
+            assert isinstance(error, RefusedError), error
+            assert "has held this engine since" in str(error)
+            self.assert_serves(0, version)
+            self.assert_serves(1, self.publish(publisher, 1))
+
+    def assert_a_nan_is_refused(self) -> None:
+        """If the publisher was told to look for them."""
+        with self.publisher(check_finite=True) as publisher:
+            version = self.publish(publisher, 0)
+            self.pair.step_to(1)
+            tensors = self.pair.draft_of(1)
+            name = next(name for name in tensors if name.endswith("down_proj.weight"))
+            tensors[name][1, 2] = torch.nan
+            self.pair.draft.replace(tensors)
+            with pytest.raises(NotFiniteError, match=name):
+                publisher.publish()
+            self.assert_serves(0, version)
+            self.assert_serves(1, self.publish(publisher, 1))
+
+    def assert_a_trainer_that_dies_leaves_both(self, moment: str, python: WarmPython) -> None:
         with self.publisher() as publisher:
             version = self.publish(publisher, 0)
         pair = self.pair
-        assert python.run(_DIES_HALFWAY, self.server.url, pair.family, pair.method, pair.engine) == -signal.SIGKILL
+        assert python.run(_DIES, self.server.url, moment, pair.family, pair.method, pair.engine) == -signal.SIGKILL
         self.assert_serves(0, version)
         with self.publisher(takeover=True) as publisher:
             self.assert_serves(1, self.publish(publisher, 1))
@@ -198,23 +297,42 @@ class Served:
         """The main model alone is updated."""
         with self.publisher(self.pair.main, verify="installed") as publisher:
             for seed in (1, 0):
-                self.assert_serves(seed, self.publish(publisher, seed))
+                version = self.publish(publisher, seed)
+                self.assert_serves(seed, version)
         assert self.cold[1].num_taken < self.cold[0].num_taken
-        with self.publisher(takeover=True) as publisher:
-            error = self.failure(publisher, 1)
-        assert isinstance(error, IncompatibleWeightsError), error
-        assert all("draft." in problem for problem in error.problems)
+        assert_a_draft_model_is_refused(self.server)
+        self.assert_serves(0, version)
 
 
-_DIES_HALFWAY = """
+def assert_a_draft_model_is_refused(server: Any) -> None:
+    """The server has none, or keeps the one of its start."""
+    pair = Pair(server.setup.family, "draft_model")
+    pair.step_to(1)
+    with publisher_of(pair.source, engines=[server.url]) as publisher, pytest.raises(PublishError) as caught:
+        publisher.publish()
+    (error,) = caught.value.failures.values()
+    assert isinstance(error, IncompatibleWeightsError), error
+    assert len(error.problems) == len(pair.draft.specs())
+    assert all(problem.startswith("unknown tensor 'draft.") for problem in error.problems)
+    assert "this engine updates no draft model with a checkpoint of its own: leave out the tensors" in str(error)
+
+
+MOMENTS = ("main", "draft", "received")
+"""When a trainer dies: half-way through the main model's tensors or the draft model's, or once all are received."""
+_DIES = """
 import os, signal, sys
 from real_vllm.drafts import Pair
 from weightcast import Publisher, PublishOptions
 def on_progress(done, total):
-    if 2 * done >= total:
+    sent = total - num_draft_bytes // 2 if moment == "draft" else total // 2
+    if moment != "received" and done >= sent:
         os.kill(os.getpid(), signal.SIGKILL)
-url, *which = sys.argv[1:]
-pair, options = Pair(*which), PublishOptions(bucket_size_bytes=1 << 18)
+def on_event(event):
+    if event.phase == moment:
+        os.kill(os.getpid(), signal.SIGKILL)
+url, moment, *which = sys.argv[1:]
+pair, options = Pair(*which), PublishOptions(bucket_size_bytes=1 << 18, on_event=on_event)
+num_draft_bytes = sum(tensor.nbytes for tensor in pair.draft_of(1).values())
 pair.step_to(1)
 Publisher(pair.source, engines=[url], options=options).publish(on_progress=on_progress)
 """

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from warm_python import WarmPython
 
-from real_vllm.drafts import NUM_TOKENS, Pair, Served, Speculated
+from real_vllm.drafts import FAILURES, MOMENTS, NUM_TOKENS, Pair, Served, Speculated
 from real_vllm.oracle import PROMPT
 from real_vllm.servers import Server, Setup
 from weightcast.errors import InstallError
@@ -38,7 +38,7 @@ def speculated(server: Server) -> Speculated:
     return Speculated(answer, now[1] - proposed, now[2] - taken)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The server of a setup. A draft model that is kept is of seed 0 in both cold servers."""
     setup: Setup = request.param
@@ -53,7 +53,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def on(*setups: Setup) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("served", setups, indirect=True, scope="session", ids=str)
+    return pytest.mark.parametrize("served", setups, indirect=True, scope="module", ids=str)
 
 
 @on(MTP, SMALL, EAGLE)
@@ -68,12 +68,25 @@ def test_a_streamed_update_brings_both(served: Served) -> None:
             served.assert_serves(seed, served.publish(publisher, seed))
 
 
-@on(MTP, SMALL, EAGLE)
+@on(MTP, SMALL)
 def test_a_draft_model_that_fails_takes_both_back(served: Served) -> None:
-    """On the last rank, once it has taken some tensors."""
-    with served.publisher(undo=True) as publisher:
+    assert_a_failure_takes_both_back(served, of_draft=True, is_draft_first=False)
+
+
+@on(EAGLE)
+@pytest.mark.parametrize(("of_draft", "is_draft_first"), FAILURES)
+def test_a_model_that_fails_on_one_rank_takes_both_back(served: Served, of_draft: bool, is_draft_first: bool) -> None:
+    assert_a_failure_takes_both_back(served, of_draft=of_draft, is_draft_first=is_draft_first)
+
+
+def assert_a_failure_takes_both_back(served: Served, *, of_draft: bool, is_draft_first: bool) -> None:
+    """On the last rank, once a model has taken some tensors; if the draft model comes first, on the first rank, once it
+    has taken all.
+    """
+    rank, after = (0, 1 << 20) if is_draft_first else (served.server.setup.tp - 1, 3)
+    with served.publisher(served.pair.joined(is_draft_first), undo=True) as publisher:
         version = served.publish(publisher, 0)
-        served.server.call("test_fail_load", 3, served.server.setup.tp - 1, 1, True)
+        served.server.call("test_fail_load", after, rank, 1, of_draft)
         error = served.failure(publisher, 1)
         assert isinstance(error, InstallError), error
         assert "the test's fault" in str(error)
@@ -95,13 +108,29 @@ def test_a_draft_model_that_fails_without_undo_stops_generation_until_healed(ser
 
 
 @on(MTP, SMALL, EAGLE)
-def test_unfit_draft_tensors_are_refused_by_name(served: Served) -> None:
-    served.assert_unfit_tensors_are_refused()
+def test_unfit_updates_are_refused_by_name(served: Served) -> None:
+    served.assert_unfit_updates_are_refused()
 
 
 @on(EAGLE)
-def test_a_trainer_that_dies_halfway_leaves_both(served: Served, python: WarmPython) -> None:
-    served.assert_a_trainer_that_dies_halfway_leaves_both(python)
+def test_a_changed_bit_is_found(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.assert_a_changed_bit_is_found(monkeypatch)
+
+
+@on(EAGLE)
+def test_only_a_newer_version_of_its_own_publisher_is_taken(served: Served) -> None:
+    served.assert_only_a_newer_version_of_its_own_publisher_is_taken()
+
+
+@on(EAGLE)
+def test_a_nan_is_refused(served: Served) -> None:
+    served.assert_a_nan_is_refused()
+
+
+@on(EAGLE)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_trainer_that_dies_leaves_both(served: Served, moment: str, python: WarmPython) -> None:
+    served.assert_a_trainer_that_dies_leaves_both(moment, python)
 
 
 @on(SMALL)

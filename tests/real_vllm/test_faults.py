@@ -20,6 +20,7 @@ from real_engines.setups import on
 
 from real_vllm.cold import Cold, assert_answered, assert_serves
 from real_vllm.conftest import Checkpoints
+from real_vllm.drafts import assert_a_draft_model_is_refused
 from real_vllm.models import make_model
 from real_vllm.oracle import NUM_STREAMED, PROMPT, joined
 from real_vllm.servers import EXPERTS, MOE_REPLICAS, ONE, PIPELINE, REPLICAS, TWO, Server, Setup
@@ -99,6 +100,16 @@ def test_unfit_weights_are_refused_by_name_before_the_model_is_touched(
     with trainer(server.setup, server.url) as it:
         it.publish(1)
         assert_serves(server, 1)
+
+
+@on(ONE)
+def test_an_engine_without_a_draft_model_refuses_one(server: Server) -> None:
+    with trainer(server.setup, server.url) as it:
+        version = it.publish(0).version
+    assert_a_draft_model_is_refused(server)
+    assert_as_before(server, 0, version)
+    with trainer(server.setup, server.url) as it:
+        assert_as_before(server, 1, it.publish(1).version)
 
 
 def assert_as_before(server: Server, seed: int, version: int) -> None:

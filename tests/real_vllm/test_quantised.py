@@ -7,6 +7,7 @@ proven to be made of them.
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from engine_features import COMBINED, ONE_DNN, OTHER_KIND, SCALES_TOGETHER, STAT
 from publishers import publisher_of
 from real_engines.setups import on
 from safetensors.torch import load_file
+from warm_python import WarmPython
 
 from real_vllm.cold import Request
 from real_vllm.conftest import Checkpoints
@@ -25,15 +27,17 @@ from real_vllm.offline import Offline, OfflineSetup, offline_on
 from real_vllm.oracle import NUM_TOKENS, PROMPT
 from real_vllm.servers import Server, Setup
 from real_vllm.test_model import Tensors, engine_of, install, offer
-from real_vllm.trainer import IPC
+from real_vllm.trainer import IPC, faulty_ipc
 from real_vllm.trainer import Tensors as Source
-from weightcast import LocalEngine, ModuleSource, PublishError
-from weightcast.errors import IncompatibleWeightsError, InstallError
+from weightcast import LocalEngine, ModuleSource, Publisher, PublishError
+from weightcast.errors import IncompatibleWeightsError, InstallError, WeightcastError
+from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.model import VllmModel
 from weightcast.serving.install_map import held_weights
 from weightcast.sources.fp8_blocks import Fp8BlockSource
+from weightcast.testing.faults import Corrupt
 
 BF16 = torch.bfloat16
 
@@ -148,21 +152,59 @@ def test_a_changed_bit_of_what_was_quantised_is_found(offline: Offline, weights:
     assert all(LAYER[family(offline)] in fault for fault in differing.values())
 
 
+def unfit_updates(offline: Offline, tensors: Tensors) -> dict[str, Tensors]:
+    """By what is said of it, an update that the engine must refuse."""
+    name, embedding = projection(offline), "model.embed_tokens.weight"
+    weight, (rows, columns) = tensors[name], tensors[name].shape
+    scales = [scale for scale in tensors if scale.startswith(name) and scale != name]
+    engines = f"the engine has [{rows}, {columns}]"
+    plain = {n: t.to(BF16) if t.element_size() == 1 else t for n, t in tensors.items() if "_scale" not in n}
+    changed = {
+        f"'{name}' has the shape [16, {columns}], {engines}": {name: weight[:16]},
+        f"'{name}' has the shape [{2 * rows}, {columns}], {engines}": {name: twice(weight)},
+        f"'{name}' has the shape [{columns}, {rows}], {engines}": {name: weight.T.contiguous()},
+        f"'{name}' is int32, the engine has ": {name: weight.to(torch.int32)},
+        f"'{name}' is float8_e5m2, the engine has ": {name: weight.float().to(torch.float8_e5m2)},
+        f"'{embedding}' is int8, the engine has bfloat16": {embedding: tensors[embedding].to(torch.int8)},
+        f"unknown tensor '{embedding}_scale'": {f"{embedding}_scale": torch.ones(1)},
+        f"unknown tensor '{name}.nonsense'": {f"{name}.nonsense": torch.ones(4)},
+    }
+    lacking = {f"missing tensor '{name}'": {name}, f"missing tensor '{embedding}'": {embedding}}
+    lacking["missing tensor 'model.layers.1."] = {n for n in tensors if ".layers.1." in n}
+    for scale in scales:
+        changed[f"'{scale}' has the shape [16, "] = {scale: tensors[scale][:1].expand(16, -1).contiguous()}
+        changed[f"'{scale}' is int32, the engine has "] = {scale: tensors[scale].to(torch.int32)}
+        lacking[f"missing tensor '{scale}'"] = {scale}
+    if scales:
+        changed[f"'{name}' is bfloat16, the engine has "] = {name: plain[name]}
+    else:
+        changed[f"unknown tensor '{name}_scale'"] = {f"{name}_scale": torch.ones(rows, 1)}
+        changed[f"'{name}' is float8_e4m3fn, the engine has bfloat16"] = {name: weight.to(torch.float8_e4m3fn)}
+    updates = {said: tensors | other for said, other in changed.items()}
+    updates |= {said: {n: t for n, t in tensors.items() if n not in names} for said, names in lacking.items()}
+    return updates | ({f"missing tensor '{scales[0]}' ": plain} if scales else {})
+
+
+def twice(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of a tensor of any dtype, twice."""
+    return tensor.view(torch.uint8).repeat(2, 1).view(tensor.dtype)
+
+
 @offline_on(*ALL)
-def test_weights_in_another_form_are_refused_by_name(offline: Offline, weights: dict[int, Tensors]) -> None:
-    """Weights that are not quantised, for a checkpoint that is; the other way round; a scale that is missing."""
-    engine, tensors, name = engine_of(offline), weights[1], projection(offline)
-    wrong = tensors[name].to(torch.int32)
-    with pytest.raises(IncompatibleWeightsError) as refused:
-        offer(engine, tensors | {name: wrong})
-    assert [problem for problem in refused.value.problems if repr(name) in problem]
-    rest = dict(list(tensors.items())[:-1])
-    with pytest.raises(IncompatibleWeightsError, match="missing"):
-        offer(engine, rest)
-    for scale in (n for n in tensors if n.startswith(name) and n != name):
-        with pytest.raises(IncompatibleWeightsError, match=scale):
-            offer(engine, {n: t for n, t in tensors.items() if n != scale})
+def test_unfit_updates_are_refused_by_name(offline: Offline, weights: dict[int, Tensors]) -> None:
+    """Tensors of another shape or form than the checkpoint's; more of them, or fewer."""
+    engine = engine_of(offline)
+    install(engine, weights[0])
+    updates = unfit_updates(offline, weights[1])
+    assert len(updates) >= 12
+    for said, tensors in updates.items():
+        with pytest.raises(IncompatibleWeightsError) as refused:
+            offer(engine, tensors)
+        assert any(said in problem for problem in refused.value.problems), (said, refused.value.problems)
     assert offline.ask(PROMPT, NUM_TOKENS) == offline.cold[0]
+    assert_proven(offline, engine, weights[0])
+    install(engine, weights[1])
+    assert offline.ask(PROMPT, NUM_TOKENS) == offline.cold[1]
 
 
 def other_kind(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +324,66 @@ def test_a_server_with_quantised_layers(server: Server, checkpoint: Checkpoints)
             (result,) = report.engines.values()
             assert not [name for name in result.unproven if ".mlp." in name and "_proj." in name]
             assert_serves(server, seed)
+
+
+_DIES = """
+import os, signal, sys
+from safetensors.torch import load_file
+from real_vllm.trainer import Tensors
+from weightcast import Publisher, PublishOptions
+def on_progress(done, total):
+    if 2 * done >= total:
+        os.kill(os.getpid(), signal.SIGKILL)
+url, file = sys.argv[1:]
+options = PublishOptions(bucket_size_bytes=1 << 16)
+Publisher(Tensors(load_file(file)), engines=[url], options=options).publish(on_progress=on_progress)
+"""
+
+
+@on(ONE)
+def test_broken_updates_of_a_server_with_quantised_layers(
+    server: Server, checkpoint: Checkpoints, python: WarmPython, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is refused by name, and what serves is as a cold start; then a good one is taken."""
+    setup, faulty = server.setup, faulty_ipc(monkeypatch)
+    files = [checkpoint(setup.family, seed, setup.dtype) / "model.safetensors" for seed in (0, 1)]
+    old, new = map(load_file, files)
+    options: dict[str, Any] = {"engines": [server.url], "bucket_size_bytes": 1 << 16}
+
+    def error(publisher: Publisher, version: int | None = None) -> WeightcastError:
+        with pytest.raises(PublishError) as refused:
+            publisher.publish(version)
+        (found,) = refused.value.failures.values()
+        assert server.version() == str(served)
+        assert not server.is_paused()
+        assert_serves(server, 0)
+        return found
+
+    sent = {name: tensor.clone() for name, tensor in old.items()}
+    with publisher_of(Source(sent), **options) as publisher:
+        report = publisher.publish()
+        served, last = report.version, report.num_buckets - 1
+        for name, tensor in sent.items():
+            tensor.copy_(new[name])
+        faulty.senders[-1].fault = Corrupt(last, HEADER_BYTES + 7)
+        assert f"bucket {last}" in str(error(publisher))
+        with pytest.raises(ValueError, match=f"version {served} is not above"):
+            publisher.publish(served)
+        with publisher_of(Source(sent), **options) as second:
+            assert "has held this engine since" in str(error(second))
+    name = next(name for name in new if name.endswith("down_proj.weight"))
+    for spoiled, said in (
+        (new | {name: new[name][:16]}, f"'{name}' has the shape [16, "),
+        ({n: t for n, t in new.items() if n != name}, f"missing tensor '{name}'"),
+        (new | {name: new[name].to(torch.int32)}, f"'{name}' is int32"),
+    ):
+        with publisher_of(Source(spoiled), **options) as publisher:
+            assert said in str(error(publisher))
+    assert python.run(_DIES, server.url, str(files[1])) == -signal.SIGKILL
+    assert_serves(server, 0)
+    with publisher_of(Source(new), takeover=True, **options) as publisher:
+        publisher.publish()
+    assert_serves(server, 1)
 
 
 def assert_serves(server: Server, seed: int) -> None:

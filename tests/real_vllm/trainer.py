@@ -6,14 +6,16 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from publishers import publisher_of
 
 from real_vllm.models import make_model, model_of
 from real_vllm.servers import Setup
-from weightcast import ModuleSource, PublishError, PublishReport, Region, TensorSpec, WeightcastError
+from weightcast import ModuleSource, PublishError, PublishReport, Region, TensorSpec, WeightcastError, registry
 from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions
+from weightcast.testing.faults import FaultyTransport
 
 IPC = "ipc://"
 GLOO = "gloo://127.0.0.1:0"
@@ -94,3 +96,15 @@ def checkpoint_tensors(model: Any) -> dict[str, torch.Tensor]:
     """A model's tensors by checkpoint name, tied names once; a dict to spoil."""
     held = ModuleSource(model).regions()
     return {name: pieces[0][1] for name, pieces in held.items()}
+
+
+TRANSPORT: object = None
+"""What the registry finds as `ipc` in a test with `faulty_ipc`."""
+
+
+def faulty_ipc(monkeypatch: pytest.MonkeyPatch) -> FaultyTransport:
+    """The transport of this process's publishers by `ipc://` until the test ends; engines have their own."""
+    faulty = FaultyTransport(registry.transport(IPC), IPC)
+    monkeypatch.setattr(f"{__name__}.TRANSPORT", faulty.transport())
+    monkeypatch.setitem(registry.TRANSPORTS, "ipc", f"{__name__}:TRANSPORT")
+    return faulty

@@ -26,6 +26,7 @@ from weightcast.checkpoint.live import CASTABLE
 from weightcast.errors import UnsupportedError, listed
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec
+from weightcast.integrations.plugin.draft import draft_remedies
 from weightcast.integrations.plugin.dry_run import DryRunOutcome
 from weightcast.serving.admission import dtype_remedies, misfit_error
 from weightcast.serving.install_map import RecordedMap
@@ -102,7 +103,9 @@ class ByReference:
         missing = (h.spec for name, h in self._held.items() if h.is_required and name not in offered)
         problems += [f"missing tensor {_shown(spec)}" for spec in missing]
         if problems:
-            raise misfit_error(problems, dtype_remedies(misfits, {held.spec.dtype for held in self._held.values()}))
+            remedies = dtype_remedies(misfits, {held.spec.dtype for held in self._held.values()})
+            offers = (name for record in manifest.tensors for name in record.names)
+            raise misfit_error(problems, [*remedies, *draft_remedies(offers, self._held)])
         return dataclasses.replace(self._accepted, names=frozenset(offered - self._tied.keys()))
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:

@@ -60,6 +60,18 @@ def with_draft(
     return ModelWithDraft(model, draft, names, (), replaced, loading)
 
 
+def draft_remedies(offered: Iterable[str], held: Iterable[str]) -> list[str]:
+    """Return what to do if, by the names of their tensors, only the source or only the engine has a draft model."""
+    is_offered, is_held = (any(name.startswith(PREFIX) for name in names) for names in (offered, held))
+    if is_offered and not is_held:
+        what = "this engine updates no draft model with a checkpoint of its own"
+        return [f"{what}: leave out the tensors named {PREFIX}*, or start the engine with that draft model"]
+    if is_held and not is_offered:
+        what = f"publish the draft model too, with {PREFIX!r} before each name"
+        return [f"{what}, or start the engine so that its draft model keeps its weights"]
+    return []
+
+
 class ModelWithDraft(nn.Module):
     """A `model` with its `draft` model, whose modules have the prefix "draft." before their names.
 
