@@ -76,7 +76,7 @@ class PluginEngine(ServedEngine, abc.ABC):
         """The label that this engine has last given the host."""
         self._installs: set[asyncio.Task[InstallAnswer]] = set()
         self._last_info: WeightInfo | None = None
-        """What `stale_reason` last saw."""
+        """The state that `stale_reason` was last answered from."""
 
     # --- the host's side: what goes wrong there may be any exception ---
 

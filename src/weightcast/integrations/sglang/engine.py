@@ -35,7 +35,8 @@ _GENERATION = (
     *("/generate", "/v1/", "/encode", "/classify", "/decisions", "/invocations", "/vertex_generate"),
     *("/api/chat", "/api/generate", "/rerank", "/score", "/systemone"),
 )
-_HEALTH = ("/health", "/health_generate", "/ping")
+_HEALTH = ("/health", "/health_generate", "/ready")
+"""Not /ping, which asks whether the server lives."""
 _CHANGING = ("/update_weights_from_", "/begin_weight_update", "/weights_checker")
 
 

@@ -31,7 +31,8 @@ _GENERATION = (
     *("/v1/", "/v2/", "/inference/", "/invocations", "/cohere/", "/generative_scoring"),
     *("/pooling", "/classify", "/score", "/rerank"),
 )
-_HEALTH = ("/health", "/ping")
+_HEALTH = ("/health",)
+"""Not /ping, which asks whether the server lives."""
 _CHANGING = ("/collective_rpc", "/weight_checker", "/sleep")
 _OPERATIONS = {
     "/init_weight_transfer_engine": "init",
