@@ -296,16 +296,18 @@ def test_ctrl_c_at_once_is_a_clean_end(checkpoints: dict[str, Path]) -> None:
 
 
 def test_a_token_guards_the_weight_routes(checkpoints: dict[str, Path], call: Call, tmp_path: Path) -> None:
-    """And on all addresses, a second line says so."""
+    """And on all addresses, a second line says so. Its health needs none, and may follow the version."""
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
-    options = ("--random-weights", "7", "--token-file", str(file), "--host", "0.0.0.0")
+    options = ("--random-weights", "7", "--token-file", str(file), "--host", "0.0.0.0", "--health-max-behind", "1")
     with serving(checkpoints["old"], *options, end=signal.SIGTERM) as url:
         assert call("inspect", url)[0] == exits.NEGATIVE
         assert call("inspect", url, "--token-file", file)[0] == exits.OK
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 503
         assert call("publish", checkpoints["new"], "--engine", url)[0] == exits.NEGATIVE
         assert call("verify", checkpoints["new"], "--engine", url, "--token-file", file)[0] == exits.NEGATIVE
         assert call("publish", checkpoints["new"], "--engine", url, "--token-file", file)[0] == exits.OK
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
         assert call("verify", checkpoints["new"], "--engine", url, "--token-file", file)[0] == exits.OK
 
 

@@ -72,6 +72,7 @@ def test_a_wrong_call_is_status_2(argv: list[str], capsys: pytest.CaptureFixture
         (["serve", "model", "--port", "65536"], "from 0 to 65535"),
         (["serve", "model", "--port", "-1"], "from 0 to 65535"),
         (["serve", "model", "--threads", "0"], "at least 1"),
+        (["serve", "model", "--health-max-behind", "-1"], "at least 0"),
         (["publish", "x", "--engine", NOBODY, "--bucket-size-mib", "0"], "at least 1"),
         (["publish", "x", "--engine", NOBODY, "--deadline", "nan"], "finite"),
         (["publish", "x", "--engine", NOBODY, "--deadline", "inf"], "finite"),

@@ -88,6 +88,19 @@ def test_what_publishes_took_and_what_engines_serve(engines: list[DirectEngine])
     assert values(registry) == {}, "closed"
 
 
+def test_an_engine_without_a_version_is_behind_by_all_of_them(engines: list[DirectEngine]) -> None:
+    registry = CollectorRegistry()
+    engines[1].engine.fail_after = 0
+    options: dict[str, Any] = {"on_failure": "report", "transport": "memory://"}
+    with publisher_of(TensorSource(TENSORS), engines=engines, metrics=registry, **options) as publisher:
+        for version in (0, 1):
+            publisher.publish(version)
+            found = values(registry)
+            assert found["weightcast_engine_version second"] == -1
+            assert found["weightcast_engine_behind_versions second"] == version + 1
+            assert found["weightcast_engine_behind_versions first"] == 0
+
+
 def test_the_page_has_all_of_them(engines: list[DirectEngine]) -> None:
     registry = CollectorRegistry()
     with publisher_of(TensorSource(TENSORS), transport="memory://", engines=engines, metrics=registry) as publisher:
@@ -249,23 +262,40 @@ def test_prometheus_parses_the_expressions(tmp_path: Path) -> None:
     assert f"{len(expressions)} rules found" in promtool("check", "rules", str(file))
 
 
+def scrape(registry: CollectorRegistry) -> dict[str, str]:
+    lines = generate_latest(registry).decode().splitlines()
+    return dict(line.rpartition(" ")[::2] for line in lines if line and not line.startswith("#"))
+
+
+def check_alerts(
+    folder: Path, series: list[dict[str, str]], raised: dict[str, dict[str, list[dict[str, str]]]]
+) -> None:
+    """`raised`: by time, the labels of all alerts that Prometheus must raise then, by name."""
+    text = (MONITORING / "alerts.yml").read_text()
+    tests = [
+        {"eval_time": when, "alertname": name, "exp_alerts": [{"exp_labels": labels} for labels in found.get(name, [])]}
+        for when, found in raised.items()
+        for name in re.findall(r"alert: (\w+)", text)
+    ]
+    # Annotations are compared, too; what they say is no matter here.
+    (folder / "alerts.yml").write_text(re.sub(r" {8}annotations:\n {10}summary: .*\n", "", text))
+    group = {"interval": "1m", "input_series": series, "alert_rule_test": tests}
+    (folder / "test.yml").write_text(json.dumps({"rule_files": ["alerts.yml"], "tests": [group]}))
+    assert "SUCCESS" in promtool("test", "rules", str(folder / "test.yml"))
+
+
 @needs_promtool
 def test_prometheus_raises_the_alerts(engines: list[DirectEngine], tmp_path: Path) -> None:
     """Of a publisher's own text: for 20 minutes all is well, then engines have failed and differed."""
     registry = CollectorRegistry()
     options: dict[str, Any] = {"verify": "installed", "on_failure": "report", "transport": "memory://"}
-
-    def scrape() -> dict[str, str]:
-        lines = generate_latest(registry).decode().splitlines()
-        return dict(line.rpartition(" ")[::2] for line in lines if line and not line.startswith("#"))
-
     with publisher_of(TensorSource(TENSORS), engines=engines, metrics=registry, **options) as publisher:
         publisher.publish(1)
-        well = scrape()
+        well = scrape(registry)
         engines[0].engine.spoilt = "t2"
         engines[1].engine.fail_after = 0
         report = publisher.publish(5)
-        ill = scrape()
+        ill = scrape(registry)
     failed = report.failures["second"].kind
     succeeded = "weightcast_last_success_timestamp_seconds"
     well[succeeded] = ill[succeeded] = "600"  # the time of Prometheus' test begins at 0
@@ -282,14 +312,23 @@ def test_prometheus_raises_the_alerts(engines: list[DirectEngine], tmp_path: Pat
         "39m": behind | {"WeightcastWrongWeights": [{}]},
         "50m": behind | {"WeightcastWrongWeights": [{}], "WeightcastNoVersionForAll": [{}]},
     }
-    tests = [
-        {"eval_time": when, "alertname": name, "exp_alerts": [{"exp_labels": labels} for labels in found.get(name, [])]}
-        for when, found in raised.items()
-        for name in ("WeightcastEngineBehind", "WeightcastNoVersionForAll", *first)
-    ]
-    # Annotations are compared, too; what they say is no matter here.
-    rules = re.sub(r" {8}annotations:\n {10}summary: .*\n", "", (MONITORING / "alerts.yml").read_text())
-    (tmp_path / "alerts.yml").write_text(rules)
-    group = {"interval": "1m", "input_series": series, "alert_rule_test": tests}
-    (tmp_path / "test.yml").write_text(json.dumps({"rule_files": ["alerts.yml"], "tests": [group]}))
-    assert "SUCCESS" in promtool("test", "rules", str(tmp_path / "test.yml"))
+    check_alerts(tmp_path, series, raised)
+
+
+@needs_promtool
+def test_prometheus_raises_an_alert_of_an_engine_that_never_had_a_version(
+    engines: list[DirectEngine], tmp_path: Path
+) -> None:
+    """Of a publisher's first version, and with engines that are scraped themselves."""
+    registry = CollectorRegistry()
+    engines[1].engine.fail_after = 0
+    options: dict[str, Any] = {"on_failure": "report", "transport": "memory://"}
+    with publisher_of(TensorSource(TENSORS), engines=engines, metrics=registry, **options) as publisher:
+        publisher.publish(0)
+        samples = scrape(registry) | {
+            'weightcast_engine_version{instance="first"}': "0",
+            'weightcast_engine_version{instance="second"}': "-1",
+            "weightcast_last_success_timestamp_seconds": "600",
+        }
+    series = [{"series": name, "values": f"{value}x20"} for name, value in samples.items() if "failures" not in name]
+    check_alerts(tmp_path, series, {"4m": {}, "6m": {"WeightcastEngineBehind": [{"engine": "second"}]}})

@@ -117,6 +117,29 @@ def test_an_install_asks_once_before_its_pause_and_nothing_after_it(cores: Cores
     assert [server.why_torn() for server in servers] == ["", ""]
 
 
+def test_a_probe_during_an_install_is_answered_as_before_it(cores: Cores, servers: list[ApiServer]) -> None:
+    engine, found = servers[0].engine, []
+
+    async def finish(version: int) -> None:
+        install = asyncio.ensure_future(engine.finish(version, "wait", ""))
+        while cores.pausing is None:
+            await asyncio.sleep(0)
+        found.append(await engine.stale_reason(0))
+        cores.pausing.set()
+        await install
+
+    with publisher(servers[0], 3.0) as it:
+        assert "no publisher's version" in servers[0].do(engine.stale_reason(0))
+        it.publish()
+        assert servers[0].do(engine.stale_reason(0)) == ""
+        cores.is_busy = True
+        servers[0].finish = lambda version: servers[0].do(finish(version))  # type: ignore[method-assign]
+        assert it.publish().version == 1
+        cores.is_busy = False
+        assert found == [""]
+        assert servers[0].do(engine.stale_reason(0)) == ""
+
+
 def test_each_server_knows_what_was_torn_through_another_and_heals_it(cores: Cores, servers: list[ApiServer]) -> None:
     with publisher(servers[0], 1.0) as it:
         it.publish()

@@ -22,6 +22,7 @@ from typing import Any, Self
 import httpx
 import pytest
 from ports import free_port
+from prometheus_client.parser import text_string_to_metric_families
 from warm_python import Forked, WarmPython
 
 START_SECONDS = 400.0
@@ -181,6 +182,12 @@ class ServerProcess(abc.ABC):
             return self._http.get(path, timeout=5).status_code == 200
         except httpx.HTTPError:
             return False
+
+    def metrics(self) -> dict[str, float]:
+        """weightcast's samples among its metrics, by name and labels."""
+        text = self._http.get("/metrics", follow_redirects=True).text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return {" ".join((s.name, *s.labels.values())): s.value for s in samples if s.name.startswith("weightcast_")}
 
     def log_lines(self, words: str) -> list[str]:
         """The lines of its log that have these words."""

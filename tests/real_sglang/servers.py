@@ -41,7 +41,7 @@ class Setup:
 
     `api_key`, `admin_key`: what its routes ask for, as SGLang takes them. `options`: further ones of its command line.
     `max_lora_rank`: above 0 it serves LoRA adapters. `speculation`: the method of a draft model, as of `drafts.Pair`;
-    `keeps_draft`: which is not updated.
+    `keeps_draft`: which is not updated. `max_behind`: what its health depends on.
     """
 
     family: str = "qwen3"
@@ -53,6 +53,7 @@ class Setup:
     max_lora_rank: int = 0
     speculation: str = ""
     keeps_draft: bool = False
+    max_behind: str = ""
     options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -60,6 +61,7 @@ class Setup:
         words += ["plugin" if self.plugin else "stock"]
         words += [f"lora{self.max_lora_rank}"] if self.max_lora_rank else []
         words += [self.speculation] * bool(self.speculation) + ["kept"] * self.keeps_draft
+        words += [f"behind{self.max_behind}"] if self.max_behind else []
         words += [option.lstrip("-") for option in self.options]
         return "-".join(words)
 
@@ -101,6 +103,7 @@ def child_environment(setup: Setup) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(STAND_INS), str(TESTS), os.environ.get("PYTHONPATH"))))
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
     environment.pop("WEIGHTCAST_TOKEN", None)
+    environment.pop("WEIGHTCAST_HEALTH_MAX_BEHIND", None)
     # SGLang loads those of its plugins that are named here, or all.
     plugins = ["weightcast", "weightcast-test-faults"] if setup.plugin else []
     if setup.max_lora_rank:
@@ -113,6 +116,8 @@ def child_environment(setup: Setup) -> dict[str, str]:
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(setup.tp))
     if setup.keeps_draft:
         environment["WEIGHTCAST_DRAFT"] = "keep"
+    if setup.max_behind:
+        environment["WEIGHTCAST_HEALTH_MAX_BEHIND"] = setup.max_behind
     if setup.token:
         environment["WEIGHTCAST_TOKEN"] = setup.token
     return environment

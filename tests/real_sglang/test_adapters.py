@@ -44,10 +44,12 @@ LORA_EXPERTS = Setup("qwen3-moe", max_lora_rank=16)
 @on(LORA, full=[LORA_TWO, LORA_BIASES])
 def test_answers_are_those_of_a_cold_start(server: Server, cold_with: Callable[..., Cold]) -> None:
     family, cold = server.setup.family, cold_with(server.setup)
+    num_pauses = server.metrics().get("weightcast_pause_seconds_count", 0)
     with publishing(server, AdapterOf(family, 0)) as (publisher, source):
         for seed in range(3):
             source.use(AdapterOf(family, seed))
             report = publisher.publish()
+            assert report.engines[server.url].pause_seconds == 0 < report.engines[server.url].install_seconds
             assert_costs_the_adapter_alone(report, source)
             version = report.version
             assert answer(server, "policy") == cold.adapted[seed]
@@ -58,6 +60,7 @@ def test_answers_are_those_of_a_cold_start(server: Server, cold_with: Callable[.
         info = server.get("/weight_info")
         assert [(v["number"], v["is_current"]) for v in info["adapters"]] == [(version - 1, False), (version, True)]
         assert not info["paused"]
+        assert server.metrics().get("weightcast_pause_seconds_count", 0) == num_pauses
     assert len({str(each) for each in (cold.alone, *cold.adapted)}) == 4
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 from real_engines.setups import on
 from real_vllm.models import make_model
 from real_vllm.oracle import PROMPT, Answer, joined
@@ -36,6 +35,7 @@ FAMILIES = [
         ("ernie-moe", torch.float32, 1),
     )
 ]
+GATED = Setup(token="its", max_behind="1")
 HALF = Setup(dtype=torch.bfloat16)
 ROUTER_BIAS = Setup("glm4-moe")
 """Router and experts have one bias for both."""
@@ -116,23 +116,48 @@ def test_an_install_is_one_line_of_the_servers_log(server: Server) -> None:
 
 @on(TWO)
 def test_updates_are_in_the_servers_own_metrics(server: Server) -> None:
-    def values() -> dict[str, float]:
-        text = httpx.get(f"{server.url}/metrics", follow_redirects=True).text
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        return {" ".join((s.name, *s.labels.values())): s.value for s in samples if s.name.startswith("weightcast_")}
-
     with trainer(server.setup, server.url) as it:
         it.publish(1)
-        before, report = values(), it.publish(0)
-    after = values()
-    assert (before["weightcast_weight_version"], after["weightcast_weight_version"]) == (
-        report.version - 1,
-        report.version,
-    )
+        before, report = server.metrics(), it.publish(0)
+    after = server.metrics()
+    served = [each["weightcast_engine_version"] for each in (before, after)]
+    assert served == [report.version - 1, report.version]
     assert after["weightcast_torn"] == 0
     stages = [f"weightcast_update_seconds_count {stage}" for stage in ("offer", "seal", "install")]
     for name in ("weightcast_pause_seconds_count", *stages):
         assert after[name] == before[name] + 1
+    assert after["weightcast_paused"] == 0
+    for path, paused in (("/pause", 1), ("/resume", 0)):
+        assert server.post(path).status_code == 200
+        assert server.metrics()["weightcast_paused"] == paused
+
+
+@on(GATED)
+def test_health_depends_on_the_version(server: Server) -> None:
+    """That of routers. It needs no token, and SGLang answers it where weightcast doesn't refuse."""
+
+    def health() -> set[tuple[int, str]]:
+        assert httpx.get(f"{server.url}/ping", trust_env=False).status_code == 200, "it lives"
+        paths = ("/health", "/health_generate", "/ready")
+        replies = [httpx.get(f"{server.url}{path}", trust_env=False, timeout=60) for path in paths]
+        return {(reply.status_code, reply.json()["error"]["message"] if reply.content else "") for reply in replies}
+
+    assert health() == {(503, "no publisher's version was installed yet")}
+    with trainer(server.setup, server.url) as it:
+        version = it.publish(1).version
+        assert health() == {(200, "")}
+        for behind in (1, 2):
+            with server.failing(Break(exchange="model.layers.1.input_layernorm")):
+                it.failure(0)
+            stale = f"version {version} is served, 2 behind {version + 2}; at most 1 is allowed"
+            assert health() == {(200, "") if behind == 1 else (503, stale)}
+        it.publish(0)
+        assert health() == {(200, "")}
+        it.publisher.remove_engine(server.url)
+        ((status, reason),) = health()
+        assert status == 503
+        assert "goes on without this engine" in reason
+        assert server.generate(PROMPT, 4).status_code == 200
 
 
 @on(HALF)

@@ -47,7 +47,7 @@ class Setup:
     `backend`: the weight transfer backend; None: a server that was started without one. `speculation`: vLLM's method of
     proposing tokens, "": it proposes none; `keeps_draft`: only its main model is updated. `max_adapters`: how many LoRA
     adapters it keeps, of which four fit in one batch; 0: it was started without LoRA. `ep`: its ranks share out the
-    experts. `quantization`: vLLM's name of how it quantises while it loads.
+    experts. `quantization`: vLLM's name of how it quantises while it loads. `max_behind`: what its health depends on.
     """
 
     family: str = "qwen3"
@@ -63,6 +63,7 @@ class Setup:
     ep: bool = False
     quantization: str = ""
     keeps_draft: bool = False
+    max_behind: str = ""
 
     def __str__(self) -> str:
         words = [self.family, str(self.dtype).removeprefix("torch."), f"tp{self.tp}", f"dp{self.dp}"]
@@ -72,6 +73,7 @@ class Setup:
         words += [f"pp{self.pp}"] if self.pp > 1 else []
         words += ["ep"] if self.ep else []
         words += [self.quantization] if self.quantization else []
+        words += [f"behind{self.max_behind}"] if self.max_behind else []
         return "-".join(words)
 
 
@@ -81,10 +83,13 @@ def child_environment(setup: Setup) -> dict[str, str]:
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
     environment.pop("VLLM_PLUGINS", None)
     environment.pop("WEIGHTCAST_TOKEN", None)
+    environment.pop("WEIGHTCAST_HEALTH_MAX_BEHIND", None)
     if setup.endpoints:
         environment["VLLM_PLUGINS"] = "weightcast"
     if setup.max_adapters and setup.backend is None:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if setup.max_behind:
+        environment["WEIGHTCAST_HEALTH_MAX_BEHIND"] = setup.max_behind
     if setup.token:
         environment["WEIGHTCAST_TOKEN"] = setup.token
     return environment
@@ -191,7 +196,7 @@ class Server(ServerProcess):
         return child_environment(self.setup)
 
     def is_healthy(self) -> bool:
-        return self._answers("/health")
+        return self._answers("/version" if self.setup.max_behind else "/health")
 
     # --- what a user does with it ---
 

@@ -42,10 +42,12 @@ LORA_BIASES = Setup("qwen2", dtype=torch.bfloat16, max_adapters=8)
 def test_answers_are_those_of_a_cold_start(server: Server, cold_answers: Any) -> None:
     expected, setup = cold_answers(server.setup), server.setup
     alone = answer(server, "tiny")
+    num_pauses = server.metrics().get("weightcast_pause_seconds_count", 0)
     with publishing(server, AdapterOf(setup.family, 0)) as (publisher, source):
         for seed in range(3):
             source.use(AdapterOf(setup.family, seed))
             report = publisher.publish()
+            assert report.engines[server.url].pause_seconds == 0 < report.engines[server.url].install_seconds
             assert_costs_the_adapter_alone(report, source)
             assert answer(server, "policy") == expected[seed]
             assert answer(server, f"policy@{report.version}") == expected[seed]
@@ -55,6 +57,7 @@ def test_answers_are_those_of_a_cold_start(server: Server, cold_answers: Any) ->
         info = server.get("/weight_info")
         assert [(v["number"], v["is_current"]) for v in info["adapters"]] == [(last - 1, False), (last, True)]
         assert not info["paused"]
+        assert server.metrics().get("weightcast_pause_seconds_count", 0) == num_pauses
         assert answer(server, f"policy@{last - 1}") == expected[1]
     assert len({str(each) for each in expected}) == 3
 

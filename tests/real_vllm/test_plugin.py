@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import httpx
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 from real_engines.setups import on
 
 from real_vllm.cold import assert_serves
@@ -20,6 +19,7 @@ from weightcast.errors import ControlError
 from weightcast.host.deadline import Deadline
 from weightcast.integrations.vllm import plugin
 
+GATED = Setup(token="its", max_behind="1")
 STOCK_TWO = Setup(tp=2, endpoints=False)
 
 
@@ -95,23 +95,48 @@ def test_an_install_is_one_line_of_the_servers_log(server: Server) -> None:
 
 @on(ONE)
 def test_updates_are_in_the_servers_own_metrics(server: Server) -> None:
-    def values() -> dict[str, float]:
-        text = httpx.get(f"{server.url}/metrics", follow_redirects=True).text
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        return {" ".join((s.name, *s.labels.values())): s.value for s in samples if s.name.startswith("weightcast_")}
-
     with trainer(server.setup, server.url) as it:
         it.publish(1)
-        before, report = values(), it.publish(0)
-    after = values()
-    assert (before["weightcast_weight_version"], after["weightcast_weight_version"]) == (
-        report.version - 1,
-        report.version,
-    )
+        before, report = server.metrics(), it.publish(0)
+    after = server.metrics()
+    served = [each["weightcast_engine_version"] for each in (before, after)]
+    assert served == [report.version - 1, report.version]
     assert after["weightcast_torn"] == 0
     stages = [f"weightcast_update_seconds_count {stage}" for stage in ("offer", "seal", "install")]
     for name in ("weightcast_pause_seconds_count", *stages):
         assert after[name] == before[name] + 1
+    assert after["weightcast_paused"] == 0
+    for path, paused in (("/pause", 1), ("/resume", 0)):
+        assert server.post(path).status_code == 200
+        assert server.metrics()["weightcast_paused"] == paused
+
+
+@on(GATED)
+def test_health_depends_on_the_version(server: Server) -> None:
+    """That of routers. It needs no token, and vLLM answers it where weightcast doesn't refuse."""
+
+    def health() -> tuple[int, str]:
+        assert httpx.get(f"{server.url}/ping", trust_env=False).status_code == 200, "it lives"
+        reply = httpx.get(f"{server.url}/health", trust_env=False)
+        return reply.status_code, reply.json()["error"]["message"] if reply.content else ""
+
+    assert health() == (503, "no publisher's version was installed yet")
+    assert_serves(server, 0)
+    with trainer(server.setup, server.url, undo=True) as it:
+        version = it.publish(1).version
+        assert health() == (200, "")
+        for behind in (1, 2):
+            server.call("test_fail_load", 9, -1)
+            it.failure(0)
+            stale = f"version {version} is served, 2 behind {version + 2}; at most 1 is allowed"
+            assert health() == ((200, "") if behind == 1 else (503, stale))
+        it.publish(0)
+        assert health() == (200, "")
+        it.publisher.remove_engine(server.url)
+        status, reason = health()
+        assert status == 503
+        assert "goes on without this engine" in reason
+        assert_serves(server, 0)
 
 
 def test_register_may_run_more_than_once() -> None:

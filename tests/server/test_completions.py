@@ -107,6 +107,18 @@ def test_stop_and_seed_reach_the_generator(http: httpx.Client) -> None:
     assert seeded[0] == seeded[1] != seeded[2]
 
 
+def test_the_body_that_routers_make_of_a_request_gives_the_same(http: httpx.Client) -> None:
+    """As sglang-router 0.3.2 and vllm-router 0.1.17 sent it for the other one."""
+    body = (
+        b'{"model":"tiny","prompt":"w5 w9 w17","temperature":0.0,"stream":false,"echo":false,'
+        b'"no_stop_trim":false,"ignore_eos":false,"skip_special_tokens":true,"return_hidden_states":false}'
+    )
+    routed = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    asked = http.post("/v1/completions", json={"model": "tiny", "prompt": "w5 w9 w17", "temperature": 0})
+    assert [routed.status_code, asked.status_code] == [200, 200], routed.text
+    assert routed.json()["choices"] == asked.json()["choices"]
+
+
 def test_models(http: httpx.Client) -> None:
     (model,) = http.get("/v1/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 256)
@@ -124,6 +136,9 @@ def test_models(http: httpx.Client) -> None:
         ({"prompt": "w5", "best_of": 3}, 400, "best_of is not supported"),
         ({"prompt": "w5", "logit_bias": {"5": 1}}, 400, "logit_bias is not supported"),
         ({"prompt": "w5", "presence_penalty": 0.5}, 400, "presence_penalty is not supported"),
+        ({"prompt": "w5", "no_stop_trim": True}, 400, "no_stop_trim is not supported"),
+        ({"prompt": "w5", "return_hidden_states": True}, 400, "return_hidden_states is not supported"),
+        ({"prompt": "w5", "skip_special_tokens": False}, 400, "skip_special_tokens is not supported"),
         ({"prompt": "w5", "top_k": 5}, 400, "unknown field `top_k`"),
         ({"prompt": "w5", "temperature": -1}, 400, "temperature is -1"),
         ({"prompt": "w5", "n": 0}, 400, "n is 0"),

@@ -200,6 +200,29 @@ def test_a_torn_engine_is_not_ready(url: str) -> None:
         assert ready(url) == (200, "1")
 
 
+def test_health_may_depend_on_the_version(url: str) -> None:
+    source = TensorSource(WEIGHT)
+    with EngineServer(ModuleEngine(nn.Linear(3, 2, bias=False)), port=0, health_max_behind=1, token="its") as gated:
+
+        def health() -> tuple[int, str]:
+            assert httpx.get(f"{url}/health", trust_env=False).is_success, "without the option"
+            reply = httpx.get(f"{gated.url}/health", trust_env=False)
+            return reply.status_code, "" if reply.is_success else reply.json()["error"]["message"]
+
+        assert health() == (503, "no publisher's version was installed yet")
+        with Publisher(source, engines=[gated.url], token="its") as publisher:
+            publisher.publish(4)
+            assert health() == (200, "")
+            publish_in_vain(publisher, source, 5)
+            assert health() == (200, "")
+            publish_in_vain(publisher, source, 6)
+            assert health() == (503, "version 4 is served, 2 behind 6; at most 1 is allowed")
+            publisher.publish(7)
+            assert health() == (200, "")
+            publisher.remove_engine(gated.url)
+            assert health()[0] == 503
+
+
 @pytest.mark.parametrize("wrong", ["-1", "one", "", "1.5"])
 def test_a_bound_that_is_no_number(url: str, wrong: str) -> None:
     status, message = ready(url, wrong)

@@ -226,7 +226,7 @@ def test_metrics_tell_versions_failures_and_completions(http: httpx.Client, serv
     server.gate.set_version(version(12))
     server.worker.pause("keep")
     lines = http.get("/metrics").text.splitlines()
-    assert "weightcast_weight_version 12.0" in lines
+    assert "weightcast_engine_version 12.0" in lines
     assert "weightcast_paused 1.0" in lines
     assert "weightcast_torn 0.0" in lines
     assert 'weightcast_weight_request_failures_total{kind="ManifestError"} 1.0' in lines

@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=values.integer(1), metavar="N", help="number of torch's threads (default: torch's)")
     random_help = "start with random weights, from config.json alone, until a version is published"
     add("--random-weights", type=int, nargs="?", const=0, metavar="SEED", help=random_help)
+    health_help = "GET /health is 503 until the engine serves a version at most N behind; default: it always answers"
+    add("--health-max-behind", type=values.integer(0), metavar="N", help=health_help)
     add("--enable-lora", action="store_true", help="take LoRA adapters, which requests name as their model")
     add(
         "--exit-with-parent",
@@ -125,6 +127,7 @@ def _serve(model: Any, tokenizer: Any, args: argparse.Namespace, token: str | No
             token=token,
             generator=generator,
             model_name=name,
+            health_max_behind=args.health_max_behind,
         )
 
         def announce() -> None:

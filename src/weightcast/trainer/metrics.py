@@ -121,18 +121,20 @@ class PublisherMetrics(Collector):
         """Yield what was counted, the versions that engines serve, and by how many numbers they are behind."""
         yield from self._own.collect()
         serves = GaugeMetricFamily(
-            "weightcast_engine_version", "Number of the version that an engine serves.", labels=["engine"]
+            "weightcast_engine_version",
+            "Number of the version that an engine serves; -1 while it has none of a publisher.",
+            labels=["engine"],
         )
         behind = GaugeMetricFamily(
             "weightcast_engine_behind_versions",
-            "The last version's number less that of the version that an engine serves.",
+            "The last version's number less that of the version that an engine serves, which is -1 if it has none.",
             labels=["engine"],
         )
         for engine in self._engines():
-            if engine.version is not None:
-                serves.add_metric([engine.name], engine.version)
-                if self._newest is not None:
-                    behind.add_metric([engine.name], self._newest - engine.version)
+            version = -1 if engine.version is None else engine.version
+            serves.add_metric([engine.name], version)
+            if self._newest is not None:
+                behind.add_metric([engine.name], self._newest - version)
         yield from (serves, behind)
 
     def describe(self) -> Iterator[Metric]:

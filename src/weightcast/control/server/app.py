@@ -43,8 +43,9 @@ class EngineServer:
 
     Both use one `gate`: the generator's if there is one, else a new one. Other code that runs the model wraps each use
     in `with server.step():`. `port=0` chooses a free port (see `url`, `port`). A `host` that other machines can reach
-    needs a `token`, otherwise ValueError is raised; with a token, weight routes require it as a bearer token. `close`
-    also closes the worker and the generator.
+    needs a `token`, otherwise ValueError is raised; with a token, weight routes require it as a bearer token.
+    `health_max_behind`: GET /health is 503 while the engine has no version, or one that is more numbers behind the last
+    that it was offered; None: it does not depend on the version. `close` also closes the worker and the generator.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class EngineServer:
         generator: TextGenerator | None = None,
         model_name: str = "weightcast",
         worker: Worker | None = None,
+        health_max_behind: int | None = None,
     ) -> None:
         _check_port(port)
         check_exposure(host, token)
@@ -68,6 +70,7 @@ class EngineServer:
         self.gate = gates[0] if gates else Gate()
         self.generator = generator
         self._host, self._port = host, port
+        self._health_max_behind = health_max_behind
         self._metrics = ServerMetrics(self.gate)
         self.worker = worker or Worker(engine, gate=self.gate, metrics=self._metrics)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="weightcast-control")
@@ -183,6 +186,9 @@ class EngineServer:
             return refusal(f"the engine has no whole version: {self.gate.torn}", "EngineTornError", 503)
         if self.generator is not None and not self.generator.is_alive:
             return refusal("the generator's thread has ended: restart the server", "ClosedError", 503)
+        bound = self._health_max_behind
+        if bound is not None and (reason := self.worker.info().stale_reason(bound)):
+            return refusal(reason, "not_ready", 503)
         return reply({"status": "ok"})
 
 

@@ -64,6 +64,9 @@ class CompletionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    no_stop_trim: bool = False
+    return_hidden_states: bool = False
+    skip_special_tokens: bool = True
 
     def check(self) -> None:
         """Raise ValueError for unsupported values."""
@@ -74,6 +77,9 @@ class CompletionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "logit_bias": self.logit_bias,
+            "no_stop_trim": self.no_stop_trim,
+            "return_hidden_states": self.return_hidden_states,
+            "skip_special_tokens": not self.skip_special_tokens,
         }
         unsupported = [name for name, value in asked.items() if value]
         if unsupported:

@@ -36,7 +36,7 @@ class ServerMetrics:
         self._completions = self._counter("completions", "Completions, by how they ended.", "finish_reason")
         self._tokens = self._counter("tokens", "Tokens of finished completions.", "kind")
         self.gauge(
-            "weight_version",
+            "engine_version",
             "Number of the version that serves; -1 before the first update.",
             lambda: -1.0 if (version := gate.version) is None else float(version.number),
         )

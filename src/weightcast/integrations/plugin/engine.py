@@ -75,6 +75,8 @@ class PluginEngine(ServedEngine, abc.ABC):
         self._own_label = ""
         """The label that this engine has last given the host."""
         self._installs: set[asyncio.Task[InstallAnswer]] = set()
+        self._last_info: WeightInfo | None = None
+        """The state that `stale_reason` was last answered from."""
 
     # --- the host's side: what goes wrong there may be any exception ---
 
@@ -147,9 +149,7 @@ class PluginEngine(ServedEngine, abc.ABC):
 
     async def _timed_install(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
         with observed(engine_metrics(), "install"):
-            answer = await self.install(number, mode, run)
-        engine_metrics().paused(answer.pause_seconds)
-        return answer
+            return await self.install(number, mode, run)
 
     async def call(self, call: rpc.RankCall) -> None:
         """Send a call to all ranks. Raises the first error of any rank."""
@@ -172,6 +172,7 @@ class PluginEngine(ServedEngine, abc.ABC):
                 label = "default"
         info = replies.info
         engine_metrics().serves(info)
+        engine_metrics().paused.set(paused)
         return msgspec.structs.replace(
             info,
             weight_version=label if info.torn or info.weight_version == "default" else info.weight_version,
@@ -179,6 +180,15 @@ class PluginEngine(ServedEngine, abc.ABC):
             world_size=len(replies.ranks),
             abilities=("install", *info.abilities),
         )
+
+    async def stale_reason(self, max_behind: int) -> str:
+        """Return why the engine should get no requests, or "": see `WeightInfo.stale_reason`.
+
+        During an install, which may take longer than a probe waits, it is what it was before.
+        """
+        if self._last_info is None or not self._installs:
+            self._last_info = await self.info()
+        return self._last_info.stale_reason(max_behind)
 
     async def why_torn(self) -> str:
         """Return why the engine must not generate, or "".
@@ -233,6 +243,8 @@ class PluginEngine(ServedEngine, abc.ABC):
         async with self._alone():
             await self._require_untorn(await self._in_time(self._replies(rpc.Ask())))
             await self._in_time(self._schedule())
+            # An engine that sleeps stays paused.
+            engine_metrics().paused.set(await self._in_time(self._is_stopped()))
 
     async def _require_untorn(self, replies: Replies) -> None:
         """Label the host with its ranks' version before it generates again. Raises EngineTornError."""
@@ -289,21 +301,22 @@ class PluginEngine(ServedEngine, abc.ABC):
                 text = str(exc) if isinstance(exc, InstallError) else f"{exc}; {after.torn}"
                 raise InstallError(text, torn=True) from exc
             await self._end_install(replies, goes_on)
-            return InstallAnswer(replies.info.weight_version, replies.info.run, time.perf_counter() - paused_at)
+            seconds = time.perf_counter() - paused_at
+            engine_metrics().pause_seconds.observe(seconds)
+            return InstallAnswer(replies.info.weight_version, replies.info.run, seconds)
 
     async def _install_adapter(self, before: Replies, number: int) -> InstallAnswer:
         """Add the sealed version of an adapter on all ranks, between two steps; requests that run keep theirs."""
-        holder, start = before.info.holder, time.perf_counter()
+        holder = before.info.holder
         try:
             replies = await self._install_everywhere(before, number)
         except WeightcastError:
             # No rank has another model than before: only the adapter is taken away again.
             (await self._replies(rpc.Settle(holder, number, keep=False))).raise_first()
             raise
-        seconds = time.perf_counter() - start
         with self._translated():
             await self._publish(replies)
-        return InstallAnswer(str(number), holder, seconds)
+        return InstallAnswer(str(number), holder, pause_seconds=0.0)
 
     async def _install_everywhere(self, before: Replies, number: int) -> Replies:
         """Install on all ranks. Several data-parallel engines keep the version only when all have installed it."""
@@ -326,6 +339,7 @@ class PluginEngine(ServedEngine, abc.ABC):
             await self._publish(replies)
             if goes_on:
                 await self._go_on()
+                engine_metrics().paused.set(False)
         self._mutex.in_doubt = False
 
     async def _publish(self, replies: Replies) -> None:
@@ -350,6 +364,7 @@ class PluginEngine(ServedEngine, abc.ABC):
         except PeerTimeoutError as exc:
             # The host goes on pausing; the next call resumes it.
             raise PeerTimeoutError(f"{exc}: its requests did not end; pause with mode=keep", peer=_PEER) from exc
+        engine_metrics().paused.set(True)
 
     async def _replies(self, call: rpc.RankCall) -> Replies:
         with self._translated():

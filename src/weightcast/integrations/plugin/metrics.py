@@ -23,13 +23,9 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         # Several API servers have an engine: the one that set the value last knows it best.
-        self._version = Gauge(
-            "weightcast_weight_version",
-            "Number of the version that serves; -1 before the first update.",
-            multiprocess_mode="mostrecent",
-        )
         self._torn = Gauge("weightcast_torn", "1 while the engine refuses to serve.", multiprocess_mode="mostrecent")
-        self._pause = Histogram(
+        self.paused = Gauge("weightcast_paused", "1 while generation is paused.", multiprocess_mode="mostrecent")
+        self.pause_seconds = Histogram(
             "weightcast_pause_seconds", "Seconds that an install paused the engine.", buckets=_BUCKETS
         )
         self.stage_seconds = Histogram(
@@ -40,9 +36,14 @@ class EngineMetrics:
         )
         self.stage_failures = Counter("weightcast_update_failures", "Stages of updates that failed.", ["stage"])
 
-    def paused(self, seconds: float) -> None:
-        """Note the pause of an install."""
-        self._pause.observe(seconds)
+    @functools.cached_property
+    def _version(self) -> Gauge:
+        """The gauge, which is shown from its creation on: as 0, a version's number, until it is set."""
+        return Gauge(
+            "weightcast_engine_version",
+            "Number of the version that serves; -1 before the first update.",
+            multiprocess_mode="mostrecent",
+        )
 
     def serves(self, info: WeightInfo) -> None:
         """Note what the engine's ranks say that they serve."""

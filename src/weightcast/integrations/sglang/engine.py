@@ -25,7 +25,7 @@ from weightcast.host.deadline import POLL_SECONDS
 from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.engine import PluginEngine
 from weightcast.integrations.plugin.replies import Replies
-from weightcast.integrations.plugin.routes import TornGuard, log
+from weightcast.integrations.plugin.routes import TornGuard, gate_health, log
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.sglang import internals
 from weightcast.integrations.sglang.registered_adapters import RegisteredAdapters
@@ -35,7 +35,8 @@ _GENERATION = (
     *("/generate", "/v1/", "/encode", "/classify", "/decisions", "/invocations", "/vertex_generate"),
     *("/api/chat", "/api/generate", "/rerank", "/score", "/systemone"),
 )
-
+_HEALTH = ("/health", "/health_generate", "/ready")
+"""Not /ping, which asks whether the server lives."""
 _CHANGING = ("/update_weights_from_", "/begin_weight_update", "/weights_checker")
 
 
@@ -43,7 +44,7 @@ def attach(app: FastAPI, manager: Any) -> None:
     """Add the routes to a server before it runs.
 
     Raises UnsupportedError if this SGLang lacks a name that they need, ValueError if they would require two different
-    keys.
+    keys, or if a variable of the environment has another value than a number.
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -54,6 +55,7 @@ def attach(app: FastAPI, manager: Any) -> None:
         endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(guarded(handler, token=token, on_error=log))
         app.add_api_route(path, endpoint, methods=[method])
     app.add_middleware(TornGuard, find=lambda: engine, generation=_GENERATION, changing=_CHANGING)
+    gate_health(app, lambda: engine, _HEALTH)
     manager.continue_generation = functools.partial(_continue, engine)
 
 

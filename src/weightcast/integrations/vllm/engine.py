@@ -10,6 +10,7 @@ from weightcast.control.worker_rpc import METHOD, Ask, RankCall, numbered, repli
 from weightcast.errors import UnsupportedError
 from weightcast.format.messages import Offer, PauseMode, UpdateInfo
 from weightcast.integrations.plugin.engine import PluginEngine
+from weightcast.integrations.plugin.metrics import engine_metrics
 from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.served_adapters import ServedAdapters
@@ -56,6 +57,7 @@ class VllmEngine(PluginEngine):
             return
         async with self._alone():
             await self._in_time(self._client.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+            engine_metrics().paused.set(True)
 
     @contextlib.asynccontextmanager
     async def waking(self, tags: Sequence[str]) -> AsyncIterator[None]:

@@ -22,7 +22,7 @@ from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 from weightcast.control.routes import Handler, error_reply, guarded, reply, weight_handlers
 from weightcast.errors import ClosedError, EngineTornError, WeightcastError
 from weightcast.integrations.plugin import TOKEN_VARIABLE
-from weightcast.integrations.plugin.routes import TornGuard, log, path_of
+from weightcast.integrations.plugin.routes import TornGuard, gate_health, log, path_of
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.engine import VllmEngine
 from weightcast.integrations.vllm.served_adapters import ServedAdapters
@@ -31,6 +31,8 @@ _GENERATION = (
     *("/v1/", "/v2/", "/inference/", "/invocations", "/cohere/", "/generative_scoring"),
     *("/pooling", "/classify", "/score", "/rerank"),
 )
+_HEALTH = ("/health",)
+"""Not /ping, which asks whether the server lives."""
 _CHANGING = ("/collective_rpc", "/weight_checker", "/sleep")
 _OPERATIONS = {
     "/init_weight_transfer_engine": "init",
@@ -60,6 +62,7 @@ class WeightcastRoutes:
             app.add_api_route(path, guarded(recorded, token=token, on_error=log), methods=[method])
         app.add_api_route("/v1/models", self._models, methods=["GET"])
         app.add_middleware(WakeGuard, find=self._require_engine)
+        gate_health(app, lambda: self._engine, _HEALTH)
         app.add_middleware(
             TornGuard,
             find=lambda: self._engine,
