@@ -66,9 +66,9 @@ def route(topk_ids: torch.Tensor, logical_to_physical_map: torch.Tensor, **other
 
 
 def rebalance(worker: Any, load: list[list[int]]) -> list[list[int]]:
-    """Move experts to the places that vLLM's policy chooses for this load of each, by layer; return the places' experts.
+    """Move experts to the places that vLLM's policy chooses for this load of each, by layer.
 
-    A part of `EplbState.rearrange`, which also measures how long that takes on a GPU.
+    Returns the expert of each place. A part of `EplbState.rearrange`, which also measures how long that takes on a GPU.
     """
     from vllm.distributed.eplb import eplb_state as eplb
     from vllm.distributed.parallel_state import get_ep_group

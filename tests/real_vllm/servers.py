@@ -102,6 +102,7 @@ MOE_REPLICAS = Setup("qwen3-moe", dp=2)
 PIPELINE = Setup("llama-tied", pp=2)
 EXPERTS = Setup("qwen3-moe", tp=2, ep=True)
 BALANCED = Setup("qwen3-moe", tp=2, ep=True, redundant=2)
+BALANCED_REPLICAS = Setup("qwen3-moe", dp=2, ep=True, redundant=2)
 EXPERT_REPLICAS = Setup("qwen3-moe", dp=2, ep=True)
 PLAIN = Setup(backend=None, endpoints=False)
 """Setups that many tests share; `PLAIN` knows nothing of weightcast. Data-parallel engines of a dense model don't know

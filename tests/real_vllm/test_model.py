@@ -749,7 +749,8 @@ def test_moving_experts_are_accepted_if_no_thread_copies_them(
     monkeypatch.setattr(config.parallel_config.eplb_config, "use_async", False)
     assert unsupported(offline) == []
     monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
-    assert unsupported(offline) == ["enable_eplb, enable_sleep_mode"]
+    monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", 2)
+    assert unsupported(offline) == ["enable_eplb, enable_sleep_mode", "enable_eplb, pipeline_parallel_size > 1"]
 
 
 @offline_on(DENSE)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
 
-from weightcast.errors import UnsupportedError
+from weightcast.errors import InstallError, UnsupportedError
 from weightcast.integrations.vllm import internals
 
 Places: TypeAlias = Sequence[Sequence[int]]
@@ -41,6 +41,12 @@ def expert_places(model: nn.Module) -> dict[nn.Module, Places]:
     return found
 
 
+def require_same_places(model: nn.Module, places: Mapping[nn.Module, Places]) -> None:
+    """Raise InstallError (torn) if vLLM has moved experts since they were at these places."""
+    if expert_places(model) != places:
+        raise InstallError("vLLM has moved experts between ranks during the install: publish again", torn=True)
+
+
 def at_places(loader: Callable[..., Any], places: Places | None) -> Callable[..., Any]:
     """Return a loader of a parameter that loads an expert to all of its places.
 
@@ -53,6 +59,7 @@ def at_places(loader: Callable[..., Any], places: Places | None) -> Callable[...
     def load(*args: Any, expert_id: int, **kwargs: Any) -> bool:
         # At vLLM's start expert i was at place i; redundant copies had the places after the last expert's.
         now = places[expert_id] if expert_id < len(places) else ()
-        return any([loader(*args, expert_id=place, **kwargs) for place in now])
+        are_loaded = [loader(*args, expert_id=place, **kwargs) for place in now]
+        return any(are_loaded)
 
     return load

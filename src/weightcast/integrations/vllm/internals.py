@@ -71,8 +71,8 @@ class Internals:
     with_layer: Annotated[Callable[[Tensor, nn.Module], Tensor], f"{_RELOAD}.sanitize:restore_layer_refs"]
     layer_info_type: Annotated[type, f"{_RELOAD}.types:LayerReloadingInfo"]
     experts_method: Annotated[type, f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"]
-    experts: Annotated[type, f"{_LAYERS}.fused_moe.routed_experts:RoutedExperts"]
-    experts_runner: Annotated[type, f"{_LAYERS}.fused_moe.runner.moe_runner:MoERunner"]
+    experts: Annotated[type[nn.Module], f"{_LAYERS}.fused_moe.routed_experts:RoutedExperts"]
+    experts_runner: Annotated[Any, f"{_LAYERS}.fused_moe.runner.moe_runner:MoERunner"]
     balanced_experts: Annotated[type, "vllm.distributed.eplb.eplb_state:EplbLayerState"]
     linear_method: Annotated[type, f"{_LAYERS}.linear:UnquantizedLinearMethod"]
     embedding_method: Annotated[type, f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod"]
@@ -197,6 +197,10 @@ def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
         "enable_eplb, enable_sleep_mode": (
             parallel.enable_eplb and config.enable_sleep_mode,
             "a sleep of level 2 also drops vLLM's record of where it has the experts",
+        ),
+        "enable_eplb, pipeline_parallel_size > 1": (
+            parallel.enable_eplb and parallel.pipeline_parallel_size > 1,
+            "not tried",
         ),
         "enable_elastic_ep": (parallel.enable_elastic_ep, "vLLM changes its number of ranks while it serves"),
         "cpu_offload_gb": (offload.uva.cpu_offload_gb > 0, "vLLM's own reload does not support it"),

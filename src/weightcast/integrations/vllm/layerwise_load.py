@@ -29,7 +29,7 @@ from weightcast.errors import InstallError, UnsupportedError
 from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin.dry_run import present, twin
 from weightcast.integrations.vllm import internals
-from weightcast.integrations.vllm.expert_places import Places, at_places, expert_places
+from weightcast.integrations.vllm.expert_places import Places, at_places, expert_places, require_same_places
 
 Tensors = dict[str, torch.Tensor]
 Packing = Callable[[str], AbstractContextManager[None]]
@@ -106,9 +106,8 @@ class Reload:
 
         Raises InstallError (torn) if vLLM has moved experts meanwhile.
         """
-        if expert_places(self._model) != self._places:
-            self.abort()
-            raise InstallError("vLLM has moved experts between ranks during the install: publish again", torn=True)
+        with on_failure(self.abort):
+            require_same_places(self._model, self._places)
         missing = [str(filling) for filling in self._fillings if not filling.is_done]
         if missing:
             self.abort()
@@ -143,9 +142,7 @@ class Filling:
     one.
     """
 
-    def __init__(
-        self, name: str, layer: nn.Module, num_calls: int, packing: Packing, places: Places | None
-    ) -> None:
+    def __init__(self, name: str, layer: nn.Module, num_calls: int, packing: Packing, places: Places | None) -> None:
         self._name = name
         self._packing = packing
         self._layer = layer

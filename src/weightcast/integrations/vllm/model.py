@@ -26,7 +26,7 @@ from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.plugin.model import LoaderEngine, Tensors
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.adapters import VllmAdapters
-from weightcast.integrations.vllm.expert_places import Places, at_places, expert_places
+from weightcast.integrations.vllm.expert_places import Places, at_places, expert_places, require_same_places
 from weightcast.integrations.vllm.layerwise_load import (
     Reload,
     has_packed_copy,
@@ -97,6 +97,16 @@ class VllmModel(LoaderEngine):
     def _prepare_dry_run(self) -> None:
         self._reload = Reload(self._model, self._vllm_config)
         self._reload.require_work_rounds()
+
+    def snapshot(self) -> Callable[[], None]:
+        """See `LoaderEngine.snapshot`. The undo raises InstallError (torn) if vLLM has moved experts meanwhile."""
+        restore, places = super().snapshot(), expert_places(self._model)
+
+        def put_back() -> None:
+            restore()
+            require_same_places(self._model, places)
+
+        return put_back
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         assert self.install_map is not None  # of the offer
