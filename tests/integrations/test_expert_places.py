@@ -53,6 +53,8 @@ def test_an_expert_is_loaded_to_all_its_places_and_redundant_ones_not_again() ->
     ]
     # Whether this rank, with places 0 to 2, has it.
     assert found == [True, False, True, False, False]
+    with pytest.raises(UnsupportedError, match="5 is none of the 5 places: start vLLM without EPLB"):
+        load("w13", "a shared expert", expert_id=5)
 
 
 def test_a_loader_that_does_not_say_which_expert_it_loads_fails() -> None:

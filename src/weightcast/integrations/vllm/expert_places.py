@@ -50,14 +50,19 @@ def require_same_places(model: nn.Module, places: Mapping[nn.Module, Places]) ->
 def at_places(loader: Callable[..., Any], places: Places | None) -> Callable[..., Any]:
     """Return a loader of a parameter that loads an expert to all of its places.
 
-    Returns `loader` itself for experts that stay where they are (None), and if it does not load single experts.
+    Returns `loader` itself for experts that stay where they are (None), and if it does not load single experts. It
+    raises UnsupportedError for an expert without a place, such as a shared one that vLLM has added to the others.
     """
     if places is None or "expert_id" not in inspect.signature(loader).parameters:
         return loader
 
+    num_places = sum(map(len, places))
+
     @functools.wraps(loader, assigned=())  # vLLM inspects its attributes and signature
     def load(*args: Any, expert_id: int, **kwargs: Any) -> bool:
         # At vLLM's start expert i was at place i; redundant copies had the places after the last expert's.
+        if expert_id >= num_places:
+            raise UnsupportedError(f"{expert_id} is none of the {num_places} places: start vLLM without EPLB")
         now = places[expert_id] if expert_id < len(places) else ()
         are_loaded = [loader(*args, expert_id=place, **kwargs) for place in now]
         return any(are_loaded)
