@@ -29,7 +29,12 @@ from weightcast.errors import InstallError, UnsupportedError
 from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin.dry_run import present, twin
 from weightcast.integrations.vllm import internals
-from weightcast.integrations.vllm.expert_places import Places, at_places, expert_places, require_same_places
+from weightcast.integrations.vllm.expert_placement import (
+    Placement,
+    expert_placements,
+    require_unmoved,
+    with_placement,
+)
 
 Tensors = dict[str, torch.Tensor]
 Packing = Callable[[str], AbstractContextManager[None]]
@@ -51,7 +56,7 @@ class Reload:
         self._packed = {name: layer for name, layer in model.named_modules() if is_packed(layer)}
         self._attention: list[Any] = [layer for layer in model.modules() if internals.require().is_attention(layer)]
         self._fillings: list[Filling] = []
-        self._places: dict[nn.Module, Places] = {}
+        self._placements: dict[nn.Module, Placement] = {}
         self._tied: list[Any] = []
         """Packed layers in host memory whose weight is an earlier layer's. Other shared tensors, such as a router's
         bias, are never packed."""
@@ -92,9 +97,11 @@ class Reload:
         """Prepare these layers to be filled. `calls`: number of calls of each layer's loaders."""
         # An unfinished reload of another client would go on with its buffered tensors.
         self.abort()
-        self._places = places = expert_places(self._model)
+        self._placements = placements = expert_placements(self._model)
         layers = ((name, self._packed[name], number) for name, number in calls.items())
-        self._fillings = [Filling(name, layer, number, packing, places.get(layer)) for name, layer, number in layers]
+        self._fillings = [
+            Filling(name, layer, number, packing, placements.get(layer)) for name, layer, number in layers
+        ]
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Have the model's loader take these tensors. Raises what it raises."""
@@ -107,7 +114,7 @@ class Reload:
         Raises InstallError (torn) if vLLM has moved experts meanwhile.
         """
         with on_failure(self.abort):
-            require_same_places(self._model, self._places)
+            require_unmoved(self._model, self._placements)
         missing = [str(filling) for filling in self._fillings if not filling.is_done]
         if missing:
             self.abort()
@@ -142,7 +149,9 @@ class Filling:
     one.
     """
 
-    def __init__(self, name: str, layer: nn.Module, num_calls: int, packing: Packing, places: Places | None) -> None:
+    def __init__(
+        self, name: str, layer: nn.Module, num_calls: int, packing: Packing, placement: Placement | None
+    ) -> None:
         self._name = name
         self._packing = packing
         self._layer = layer
@@ -157,7 +166,7 @@ class Filling:
                 del held[tensor_name]
             for tensor_name, tensor in made.items():
                 loader = self._loader(tensor_name, tensor.weight_loader)  # type: ignore[attr-defined]
-                tensor.weight_loader = at_places(loader, places)  # type: ignore[attr-defined]
+                tensor.weight_loader = with_placement(loader, placement)  # type: ignore[attr-defined]
             held.update(made)
 
     @property

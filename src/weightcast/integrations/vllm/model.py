@@ -26,7 +26,12 @@ from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.plugin.model import LoaderEngine, Tensors
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.adapters import VllmAdapters
-from weightcast.integrations.vllm.expert_places import Places, at_places, expert_places, require_same_places
+from weightcast.integrations.vllm.expert_placement import (
+    Placement,
+    expert_placements,
+    require_unmoved,
+    with_placement,
+)
 from weightcast.integrations.vllm.layerwise_load import (
     Reload,
     has_packed_copy,
@@ -100,11 +105,11 @@ class VllmModel(LoaderEngine):
 
     def snapshot(self) -> Callable[[], None]:
         """See `LoaderEngine.snapshot`. The undo raises InstallError (torn) if vLLM has moved experts meanwhile."""
-        restore, places = super().snapshot(), expert_places(self._model)
+        restore, placements = super().snapshot(), expert_placements(self._model)
 
         def put_back() -> None:
             restore()
-            require_same_places(self._model, places)
+            require_unmoved(self._model, placements)
 
         return put_back
 
@@ -140,7 +145,7 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
     """
     calls: Counter[str] = Counter()
     packed: dict[str, nn.Module] = {}
-    moving = expert_places(model)
+    moving = expert_placements(model)
 
     def form(layer: nn.Module, name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         if not name:  # the first layer of each run
@@ -187,12 +192,12 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
 
 
 def _checkpoint_form(
-    layer: nn.Module, name: str, calls: Counter[str], packed: dict[str, nn.Module], places: Places | None
+    layer: nn.Module, name: str, calls: Counter[str], packed: dict[str, nn.Module], placement: Placement | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the layer's parameters and buffers before packing, as recorded by vLLM at start-up.
 
     A layer that vLLM may pack is added to `packed`, and calls of its tensors' loaders are counted in `calls`, by name.
-    `places`: those of its experts, if vLLM may move them.
+    `placement`: of its experts, if vLLM may move them.
     """
     vllm = internals.require()
     if type(layer).__name__ in vllm.kept_modules:
@@ -209,7 +214,7 @@ def _checkpoint_form(
         packed[name] = layer
         for tensor in noted:
             counted = _counted(tensor.weight_loader, calls, name)  # type: ignore[attr-defined]
-            tensor.weight_loader = at_places(counted, places)  # type: ignore[attr-defined]
+            tensor.weight_loader = with_placement(counted, placement)  # type: ignore[attr-defined]
     return made
 
 
