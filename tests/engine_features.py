@@ -65,7 +65,11 @@ _SGLANG_QUANTISED = (
 _SGLANG_DRAFT_NOT_TRIED = (
     "not tried, unless the draft model keeps its weights: start SGLang with WEIGHTCAST_DRAFT=keep in its environment"
 )
-_MOVED = "{} moves experts between ranks while it serves"
+_ASYNC_EPLB = (
+    "a thread of vLLM copies experts during an install, and would put former ones back after it: start vLLM with "
+    "--eplb-config.use_async=false"
+)
+_MOVED = "not tried; SGLang moves experts between ranks while it serves"
 _OFFLOAD = "vLLM's own reload does not support it"
 _NOT_TRIED = "not tried"
 _OTHER_SLEEP = "only of cumem vLLM says whether the weights are asleep, of other modes whether anything is: use cumem"
@@ -111,15 +115,17 @@ FEATURES = [
         (Refused(_NOT_TRIED, "ep_size", 2), Refused(_NOT_TRIED, "moe_dp_size", 2)),
     ),
     Feature(
-        "EPLB; elastic expert parallelism",
+        "EPLB",
+        (Run("real_vllm/test_moved_experts.py", "BALANCED", "with routing by the tests: stock vLLM has it for GPUs"),),
+        (Refused(_MOVED, "enable_eplb", True),),
+    ),
+    Feature(
+        "asynchronous EPLB; elastic expert parallelism",
         (
-            Refused(_MOVED.format("vLLM"), "enable_eplb", True, "parallel_config"),
-            Refused(_MOVED.format("vLLM"), "enable_elastic_ep", True, "parallel_config"),
+            Refused(_ASYNC_EPLB, "enable_eplb", True, "parallel_config"),
+            Refused("vLLM changes its number of ranks while it serves", "enable_elastic_ep", True, "parallel_config"),
         ),
-        (
-            Refused(_MOVED.format("SGLang"), "enable_eplb", True),
-            Refused(_MOVED.format("SGLang"), "elastic_ep_backend", "mooncake"),
-        ),
+        (Refused(_MOVED, "elastic_ep_backend", "mooncake"),),
     ),
     Feature(
         "context parallelism; CPU offloading",

@@ -343,11 +343,11 @@ def _with_token(engine: Engine, token: str) -> Callable[[InitInfo], None]:
 
 
 def test_what_is_unsupported_is_refused_by_name_at_init() -> None:
-    engine = Engine(unsupported=("enable_eplb",))
+    engine = Engine(unsupported=("enable_elastic_ep",))
     with publisher(engine) as it:
         error = failure(it)
     assert isinstance(error, UnsupportedError)
-    assert "enable_eplb" in str(error)
+    assert "enable_elastic_ep" in str(error)
     engine.close()
 
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from real_vllm.balanced_on_cpus import balance_experts, rebalance
 from real_vllm.baseline.per_tensor import Workers
 from real_vllm.experts_on_cpus import add_collectives, read_expert_maps
 from real_vllm.packed_copy import pack_with_a_flipped_bit
 
 add_collectives()
 read_expert_maps()
+balance_experts()
 
 
 class Extension(Workers):
@@ -54,6 +56,10 @@ class Extension(Workers):
         if rank == _world_rank(self):
             head = self.model_runner.get_model().lm_head  # type: ignore[attr-defined]
             pack_with_a_flipped_bit(head, row=101, column=77, bit=0)
+
+    def test_rebalance(self, load: list[list[int]]) -> list[list[int]]:
+        """Move experts between ranks, as vLLM does for this load of each, by layer; the expert of each place then."""
+        return rebalance(self, load)
 
     def test_adapters(self) -> list[int]:
         """The ids of the adapters that vLLM's own manager has."""

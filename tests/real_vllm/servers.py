@@ -14,6 +14,7 @@ import httpx
 import torch
 from real_engines.process import REQUEST_SECONDS, ServerProcess, python_of
 
+from real_vllm import balanced_on_cpus
 from real_vllm.oracle import Answer, Ask
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class Setup:
     `backend`: the weight transfer backend; None: a server that was started without one. `speculation`: vLLM's method of
     proposing tokens, "": it proposes none; `keeps_draft`: only its main model is updated. `max_adapters`: how many LoRA
     adapters it keeps, of which four fit in one batch; 0: it was started without LoRA. `ep`: its ranks share out the
-    experts. `quantization`: vLLM's name of how it quantises while it loads. `max_behind`: what its health depends on.
+    experts, of which `redundant` have two places, and vLLM balances their load. `quantization`: vLLM's name of how it
+    quantises while it loads. `max_behind`: what its health depends on.
     """
 
     family: str = "qwen3"
@@ -64,6 +66,7 @@ class Setup:
     quantization: str = ""
     keeps_draft: bool = False
     max_behind: str = ""
+    redundant: int = 0
 
     def __str__(self) -> str:
         words = [self.family, str(self.dtype).removeprefix("torch."), f"tp{self.tp}", f"dp{self.dp}"]
@@ -72,6 +75,7 @@ class Setup:
         words += [f"lora{self.max_adapters}"] if self.max_adapters else []
         words += [f"pp{self.pp}"] if self.pp > 1 else []
         words += ["ep"] if self.ep else []
+        words += [f"redundant{self.redundant}"] if self.redundant else []
         words += [self.quantization] if self.quantization else []
         words += [f"behind{self.max_behind}"] if self.max_behind else []
         return "-".join(words)
@@ -102,6 +106,8 @@ REPLICAS = Setup(dp=2)
 MOE_REPLICAS = Setup("qwen3-moe", dp=2)
 PIPELINE = Setup("llama-tied", pp=2)
 EXPERTS = Setup("qwen3-moe", tp=2, ep=True)
+BALANCED = Setup("qwen3-moe", tp=2, ep=True, redundant=2)
+BALANCED_REPLICAS = Setup("qwen3-moe", dp=2, ep=True, redundant=2)
 EXPERT_REPLICAS = Setup("qwen3-moe", dp=2, ep=True)
 PLAIN = Setup(backend=None, endpoints=False)
 """Setups that many tests share; `PLAIN` knows nothing of weightcast. Data-parallel engines of a dense model don't know
@@ -181,6 +187,8 @@ class Server(ServerProcess):
             speculation |= alone.get(setup.speculation, {})
             speculation |= {} if self._draft is None else {"model": str(self._draft)}
             command += ["--speculative-config", json.dumps(speculation)]
+        if setup.redundant:
+            command += ["--additional-config", json.dumps({balanced_on_cpus.OPTION: setup.redundant})]
         if setup.keeps_draft:
             command += ["--additional-config", json.dumps({"weightcast": {"draft": "keep"}})]
         if setup.max_adapters:

@@ -740,6 +740,20 @@ def test_an_attention_that_drops_its_weights_is_refused(offline: Offline, monkey
 
 
 @offline_on(DENSE)
+def test_moving_experts_are_accepted_if_no_thread_copies_them(
+    offline: Offline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = offline.config
+    monkeypatch.setattr(config.parallel_config, "enable_eplb", True)
+    assert unsupported(offline) == ["enable_eplb, eplb_config.use_async"]
+    monkeypatch.setattr(config.parallel_config.eplb_config, "use_async", False)
+    assert unsupported(offline) == []
+    monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
+    monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", 2)
+    assert unsupported(offline) == ["enable_eplb, enable_sleep_mode", "enable_eplb, pipeline_parallel_size > 1"]
+
+
+@offline_on(DENSE)
 def test_experts_with_lora_are_refused_by_name(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM itself does not generate with these on a CPU."""
     monkeypatch.setattr(offline.config, "lora_config", lora())

@@ -64,6 +64,7 @@ _QUANTISED = (
     "not tried, since SGLang needs a GPU, AMX or Arm to serve them: start it from a checkpoint that is not quantised, "
     "or use vLLM"
 )
+_EXPERTS_MOVED = "not tried; SGLang moves experts between ranks while it serves"
 _OFF: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization": ((None,), _QUANTISED),
     "modelopt_quant": ((None,), _QUANTISED),
@@ -84,8 +85,8 @@ _OFF: dict[str, tuple[tuple[Any, ...], str]] = {
     "dcp_size": ((1,), _NOT_TRIED),
     "attn_cp_size": ((1,), _NOT_TRIED),
     "moe_dp_size": ((1,), _NOT_TRIED),
-    "enable_eplb": ((False,), "SGLang moves experts between ranks while it serves"),
-    "elastic_ep_backend": ((None,), "SGLang moves experts between ranks while it serves"),
+    "enable_eplb": ((False,), _EXPERTS_MOVED),
+    "elastic_ep_backend": ((None,), _EXPERTS_MOVED),
     "cpu_offload_gb": ((0,), _NOT_TRIED),
     "offload_group_size": ((-1, 0), _NOT_TRIED),
     "weight_cache_mode": (("off",), "SGLang's own update session refuses it"),

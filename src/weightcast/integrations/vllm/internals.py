@@ -33,6 +33,8 @@ _ATTRIBUTES = {
     ),
     "worker": (*HEARD, "get_draft_model"),
     "lora_manager": ("add_adapter", "remove_adapter", "_pin_lora_in_cpu_cache"),
+    "experts_runner": ("eplb_state",),
+    "balanced_experts": ("logical_to_physical_map", "logical_replica_count"),
 }
 """By name in `Internals`, the attributes that a class must have."""
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
@@ -69,6 +71,9 @@ class Internals:
     with_layer: Annotated[Callable[[Tensor, nn.Module], Tensor], f"{_RELOAD}.sanitize:restore_layer_refs"]
     layer_info_type: Annotated[type, f"{_RELOAD}.types:LayerReloadingInfo"]
     experts_method: Annotated[type, f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"]
+    experts: Annotated[type[nn.Module], f"{_LAYERS}.fused_moe.routed_experts:RoutedExperts"]
+    experts_runner: Annotated[Any, f"{_LAYERS}.fused_moe.runner.moe_runner:MoERunner"]
+    balanced_experts: Annotated[type, "vllm.distributed.eplb.eplb_state:EplbLayerState"]
     linear_method: Annotated[type, f"{_LAYERS}.linear:UnquantizedLinearMethod"]
     embedding_method: Annotated[type, f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod"]
     is_attention: Annotated[Callable[[nn.Module], bool], f"{_LAYERS}.attention:is_deferred_attention_layer"]
@@ -184,8 +189,20 @@ def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
         ),
         "prefill_context_parallel_size > 1": (parallel.prefill_context_parallel_size > 1, "not tried"),
         "decode_context_parallel_size > 1": (parallel.decode_context_parallel_size > 1, "not tried"),
-        "enable_eplb": (parallel.enable_eplb, "vLLM moves experts between ranks while it serves"),
-        "enable_elastic_ep": (parallel.enable_elastic_ep, "vLLM moves experts between ranks while it serves"),
+        "enable_eplb, eplb_config.use_async": (
+            parallel.enable_eplb and parallel.eplb_config.use_async,
+            "a thread of vLLM copies experts during an install, and would put former ones back after it: start vLLM "
+            "with --eplb-config.use_async=false",
+        ),
+        "enable_eplb, enable_sleep_mode": (
+            parallel.enable_eplb and config.enable_sleep_mode,
+            "a sleep of level 2 also drops vLLM's record of where it has the experts",
+        ),
+        "enable_eplb, pipeline_parallel_size > 1": (
+            parallel.enable_eplb and parallel.pipeline_parallel_size > 1,
+            "not tried",
+        ),
+        "enable_elastic_ep": (parallel.enable_elastic_ep, "vLLM changes its number of ranks while it serves"),
         "cpu_offload_gb": (offload.uva.cpu_offload_gb > 0, "vLLM's own reload does not support it"),
         "offload_group_size": (offload.prefetch.offload_group_size > 0, "vLLM's own reload does not support it"),
     }

@@ -17,6 +17,7 @@ Two faults of the stock reload on CPUs, where weights are packed for the CPU's k
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -28,6 +29,12 @@ from weightcast.errors import InstallError, UnsupportedError
 from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin.dry_run import present, twin
 from weightcast.integrations.vllm import internals
+from weightcast.integrations.vllm.expert_placement import (
+    Placement,
+    expert_placements,
+    require_unmoved,
+    with_placement,
+)
 
 Tensors = dict[str, torch.Tensor]
 Packing = Callable[[str], AbstractContextManager[None]]
@@ -49,6 +56,7 @@ class Reload:
         self._packed = {name: layer for name, layer in model.named_modules() if is_packed(layer)}
         self._attention: list[Any] = [layer for layer in model.modules() if internals.require().is_attention(layer)]
         self._fillings: list[Filling] = []
+        self._placements: dict[nn.Module, Placement] = {}
         self._tied: list[Any] = []
         """Packed layers in host memory whose weight is an earlier layer's. Other shared tensors, such as a router's
         bias, are never packed."""
@@ -89,7 +97,11 @@ class Reload:
         """Prepare these layers to be filled. `calls`: number of calls of each layer's loaders."""
         # An unfinished reload of another client would go on with its buffered tensors.
         self.abort()
-        self._fillings = [Filling(name, self._packed[name], number, packing) for name, number in calls.items()]
+        self._placements = placements = expert_placements(self._model)
+        layers = ((name, self._packed[name], number) for name, number in calls.items())
+        self._fillings = [
+            Filling(name, layer, number, packing, placements.get(layer)) for name, layer, number in layers
+        ]
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Have the model's loader take these tensors. Raises what it raises."""
@@ -97,7 +109,12 @@ class Reload:
             self._model.load_weights(tensors)
 
     def finish(self) -> list[str]:
-        """Finish the load. If layers lack calls of their loaders, abort it and return their descriptions."""
+        """Finish the load. If layers lack calls of their loaders, abort it and return their descriptions.
+
+        Raises InstallError (torn) if vLLM has moved experts meanwhile.
+        """
+        with on_failure(self.abort):
+            require_unmoved(self._model, self._placements)
         missing = [str(filling) for filling in self._fillings if not filling.is_done]
         if missing:
             self.abort()
@@ -132,7 +149,9 @@ class Filling:
     one.
     """
 
-    def __init__(self, name: str, layer: nn.Module, num_calls: int, packing: Packing) -> None:
+    def __init__(
+        self, name: str, layer: nn.Module, num_calls: int, packing: Packing, placement: Placement | None
+    ) -> None:
         self._name = name
         self._packing = packing
         self._layer = layer
@@ -146,7 +165,8 @@ class Filling:
             for tensor_name in present(held).keys() - internals.require().kept_tensors:
                 del held[tensor_name]
             for tensor_name, tensor in made.items():
-                tensor.weight_loader = self._loader(tensor_name, tensor.weight_loader)  # type: ignore[attr-defined]
+                loader = self._loader(tensor_name, tensor.weight_loader)  # type: ignore[attr-defined]
+                tensor.weight_loader = with_placement(loader, placement)  # type: ignore[attr-defined]
             held.update(made)
 
     @property
@@ -157,6 +177,7 @@ class Filling:
         return f"{self._name} ({self._num_done} of {self._num_calls} parts)"
 
     def _loader(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original, assigned=())
         def load(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             del param  # it may be the parameter without memory
             if self.is_done:

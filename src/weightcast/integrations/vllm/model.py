@@ -26,6 +26,12 @@ from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.plugin.model import LoaderEngine, Tensors
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.adapters import VllmAdapters
+from weightcast.integrations.vllm.expert_placement import (
+    Placement,
+    expert_placements,
+    require_unmoved,
+    with_placement,
+)
 from weightcast.integrations.vllm.layerwise_load import (
     Reload,
     has_packed_copy,
@@ -97,6 +103,16 @@ class VllmModel(LoaderEngine):
         self._reload = Reload(self._model, self._vllm_config)
         self._reload.require_work_rounds()
 
+    def snapshot(self) -> Callable[[], None]:
+        """See `LoaderEngine.snapshot`. The undo raises InstallError (torn) if vLLM has moved experts meanwhile."""
+        restore, placements = super().snapshot(), expert_placements(self._model)
+
+        def put_back() -> None:
+            restore()
+            require_unmoved(self._model, placements)
+
+        return put_back
+
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         assert self.install_map is not None  # of the offer
         self._reload.begin(calls, self.install_map.quantising)
@@ -129,11 +145,12 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
     """
     calls: Counter[str] = Counter()
     packed: dict[str, nn.Module] = {}
+    moving = expert_placements(model)
 
     def form(layer: nn.Module, name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         if not name:  # the first layer of each run
             calls.clear()
-        return _checkpoint_form(layer, name, calls, packed)
+        return _checkpoint_form(layer, name, calls, packed, moving.get(layer))
 
     with internals.require().current_config(vllm_config):
         outcome = loader_dry_run.dry_run(model, form, specs)
@@ -153,7 +170,9 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
         if target.loaded and name not in packed and getattr(layers[name], leaf, None) is None:
             gone.append(target.name)
         if name in packed and target.loaded:
-            if target.name not in packed_copies and name not in quantised and not has_plain_weights(packed[name]):
+            if packed[name] in moving:
+                reasons[target.name] = f"vLLM moves the experts of {name}"
+            elif target.name not in packed_copies and name not in quantised and not has_plain_weights(packed[name]):
                 reasons[target.name] = f"vLLM keeps {name} in another form than a checkpoint's"
             if name not in calls:
                 passed_by.append(target.name)
@@ -173,11 +192,12 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
 
 
 def _checkpoint_form(
-    layer: nn.Module, name: str, calls: Counter[str], packed: dict[str, nn.Module]
+    layer: nn.Module, name: str, calls: Counter[str], packed: dict[str, nn.Module], placement: Placement | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the layer's parameters and buffers before packing, as recorded by vLLM at start-up.
 
     A layer that vLLM may pack is added to `packed`, and calls of its tensors' loaders are counted in `calls`, by name.
+    `placement`: of its experts, if vLLM may move them.
     """
     vllm = internals.require()
     if type(layer).__name__ in vllm.kept_modules:
@@ -193,7 +213,8 @@ def _checkpoint_form(
     if any(made) and is_packed(layer):
         packed[name] = layer
         for tensor in noted:
-            tensor.weight_loader = _counted(tensor.weight_loader, calls, name)  # type: ignore[attr-defined]
+            counted = _counted(tensor.weight_loader, calls, name)  # type: ignore[attr-defined]
+            tensor.weight_loader = with_placement(counted, placement)  # type: ignore[attr-defined]
     return made
 
 

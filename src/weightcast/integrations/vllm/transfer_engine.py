@@ -113,7 +113,8 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             if model.adapters is not None:
                 # vLLM has removed all adapters, also those that running requests name.
                 model.adapters.put_back()
-            if not internals.updates_draft(self.vllm_config):  # vLLM does not reload that one
+            # vLLM reloads no draft model, and experts to where it has moved others.
+            if not (internals.updates_draft(self.vllm_config) or self.vllm_config.parallel_config.enable_eplb):
                 rank.changed(is_whole=True)
         else:
             rank.interrupt("vLLM resets the weights")
