@@ -12,8 +12,8 @@ from delta_code import decoded
 from golden.objects import delta_pair
 
 from weightcast.native import _core
-from weightcast.native.deltas import Changes, count_changed, decode, encode
-from weightcast.native.tables import CopyTable, chunk_lanes, digest, digest_of_lanes
+from weightcast.native.deltas import Changes, Pieces, count_changed, decode, encode, pieces_of
+from weightcast.native.tables import CopyTable, chunk_lanes, digest, digest_of_lanes, digest_words
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 CHUNK_WORDS = 1 << 20
@@ -35,14 +35,25 @@ def weights(num_words: int, density: float, seed: int = 0, most: int = 1) -> tup
     return base.view(torch.uint8), words.view(torch.uint8)
 
 
+def thirds(words: torch.Tensor) -> Pieces:
+    """Thirds of the words, the second one left out, from the middle of a tensor on."""
+    third, left = len(words) // 3, len(words) - len(words) // 3 * 2
+    parts = [(0, third, 5000), (third, 0, 7), (2 * third, left, 1 << 40)]
+    sums = [digest_words(words[at : at + n], first, (1,)) if n else (0, 0) for at, n, first in parts]
+    return pieces_of((*part, *each) for part, each in zip(parts, sums, strict=True))
+
+
 def require_round_trip(base: torch.Tensor, payload: torch.Tensor, word_bytes: int) -> list[torch.Tensor | None]:
     """By either codec and any number of threads, there and back again; the deltas."""
     former, found = base.clone(), []
     words = [each.clone().view(WORDS[word_bytes]).to(torch.int64) for each in (base, payload)]
+    pieces, pieces_after = (thirds(each.clone().view(WORDS[word_bytes])) for each in (base, payload))
     expected = (words[1] - words[0]).numpy()
     for by_classes in (False, True):
         delta, changed = encode(base, payload, word_bytes, by_classes=by_classes)
-        again, _ = encode(base.clone(), payload, word_bytes, by_classes=by_classes, advance=True, threads=3)
+        options = {"by_classes": by_classes, "advance": True, "pieces": pieces.copy(), "threads": 3}
+        again, _ = encode(base.clone(), payload, word_bytes, **options)
+        assert np.array_equal(options["pieces"], pieces_after)
         assert changed == count_changed(base, payload, word_bytes, threads=2) == np.count_nonzero(expected)
         assert (delta is None and again is None) or (again is not None and torch.equal(delta, again))
         found.append(delta)
@@ -288,6 +299,13 @@ def test_lengths_and_words_have_to_fit() -> None:
     ):
         with pytest.raises(ValueError, match=r"words|word_bytes is|the payload is|can.t be decoded"):
             refused()
+
+
+def test_rows_of_pieces_have_five_words() -> None:
+    base, payload = weights(1000, 0.2)
+    with pytest.raises(ValueError, match=r"48 bytes of rows of pieces at .*, expected 5 aligned elements of 8 bytes"):
+        encode(base, payload, 2, advance=True, pieces=np.zeros(6, np.uint64))
+    assert not torch.equal(base, payload)
 
 
 def test_changes_that_are_not_in_order_are_refused() -> None:

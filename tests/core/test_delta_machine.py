@@ -94,6 +94,8 @@ class Schedule:
             self.source,
             transport=url,
             delta="always",
+            verify=random.choice(["installed", None]),
+            verify_every=random.randrange(1, 4),
             undo=self.undo,
             bucket_size_bytes=4096,
             deadline_seconds=10.0,

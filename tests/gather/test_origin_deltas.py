@@ -164,8 +164,9 @@ def test_a_leader_without_room_for_a_base(ranks: Squad, rank: int, mode: str) ->
     publish(ranks, 3, 1)
 
 
-def test_every_origin_proves_what_it_has_encoded(ranks: Squad) -> None:
-    ranks.all("make", "stepped", "rows", hosts=4, verify="installed", is_provable=True, **DELTAS)
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+def test_every_origin_proves_what_it_has_encoded(ranks: Squad, cut: str) -> None:
+    ranks.all("make", "stepped", cut, hosts=4, verify="installed", is_provable=True, **DELTAS)
     for content in (1, 2, 3):
         publish(ranks, content, int(content > 1))
     ranks[0].ask("spoil_engine", "large")

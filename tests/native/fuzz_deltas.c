@@ -44,7 +44,23 @@ static pair a_pair(void) {
     return made;
 }
 
-/* With threads, vectors and advance as they come: the delta is the same. */
+/* Make rows of pieces with gaps between them, some without words, and their digests of these words. */
+static size_t some_pieces(const pair *of, const uint8_t *words, wc_piece_row *pieces, size_t most, uint64_t seed) {
+    size_t count = 0;
+    state = seed;
+    for (uint64_t at = drawn(3); count < most && at < of->num_words; count++) {
+        uint64_t left = of->num_words - at, taken = count + 1 < most ? drawn(left < 9000 ? left + 1 : 9000) : left;
+        pieces[count] = (wc_piece_row){at, taken, drawn(2) ? drawn(9000) : drawn(0) >> 20, {0, 0}};
+        wc_words_dim dim = {taken, of->width, 1};
+        if (taken)
+            wc_digest_words(some_vectors(), (uint64_t)(uintptr_t)(words + at * of->width), of->width,
+                            pieces[count].position, &dim, 1, &pieces[count].sums, 1);
+        at += taken + drawn(2) * drawn(40);
+    }
+    return count;
+}
+
+/* With threads, vectors and advance as they come: the delta is the same, and digests follow it. */
 static void encoded(pair *of) {
     uint64_t room = wc_encode_room(of->num_words, of->width), bytes = of->num_words * of->width;
     uint8_t *base = malloc(bytes + 1), *first = NULL;
@@ -58,10 +74,15 @@ static void encoded(pair *of) {
                            .by_classes = of->by_classes,
                            .advance = (int)drawn(2),
                            .out = malloc(room + 1)};
-        REQUIRE(all.out);
+        wc_piece_row pieces[20], expected[20];
+        uint64_t seed = state;
+        all.pieces = pieces;
+        all.num_pieces = some_pieces(of, of->base, pieces, 20, seed);
+        REQUIRE(all.out && all.num_pieces == some_pieces(of, of->words, expected, 20, seed));
         wc_encode(some_vectors(), &all, (int)drawn(5));
         REQUIRE(!atomic_load(&all.failed) && atomic_load(&all.changed) == of->changed);
         REQUIRE(!memcmp(base, all.advance ? of->words : of->base, bytes));
+        REQUIRE(!memcmp(pieces, expected, all.num_pieces * sizeof *pieces));
         REQUIRE(all.num_bytes % 8 == 0 && (!all.num_bytes || all.num_bytes < bytes));
         if (!again) {
             of->size = all.num_bytes;

@@ -10,7 +10,9 @@ and only while all of them receive a version, between their accepting its offer 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import mmap
 import os
 from collections.abc import Iterable
 
@@ -22,7 +24,7 @@ from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest
 from weightcast.native import deltas
 from weightcast.native.tables import MAX_THREADS, Lanes, added, chunk_lanes, digest_of_lanes
 
-_MAX_WORD_BYTES = 4
+MAX_WORD_BYTES = 4
 
 
 class PackedBase:
@@ -47,14 +49,16 @@ class PackedBase:
         self.own = frozenset(range(len(manifest.buckets)) if own is None else own)
         self.number, self.root = -1, ""
         sizes = [size if self.is_common or index in self.own else 0 for index, size in enumerate(manifest.buckets)]
-        whole = torch.empty(sum(sizes), dtype=torch.uint8) if common is None else common
+        whole = base_memory(sum(sizes)) if common is None else common
         ends = itertools.accumulate(sizes)
         self.payloads = [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         self.digests: list[Digest] = [b""] * len(sizes)
         self._lanes: dict[int, Lanes] = {}
         """By bucket to which a delta was added, its chunks' lanes, by which its digest follows the changes."""
-        self._word_bytes = word_sizes(manifest)
-        self.num_words = sum(size // word for size, word in zip(manifest.buckets, self._word_bytes, strict=True))
+        self.pieces: dict[int, deltas.Pieces] = {}
+        """By bucket, digests of parts of tensors, which follow the changes that `advance` finds."""
+        self.word_bytes = word_sizes(manifest)
+        self.num_words = sum(size // word for size, word in zip(manifest.buckets, self.word_bytes, strict=True))
 
     def begin(self) -> None:
         """Let the buckets become those of another version, one after the other."""
@@ -71,6 +75,7 @@ class PackedBase:
         if index in self.own:
             self.payloads[index].copy_(payload[: self.payloads[index].nbytes])
             self._lanes.pop(index, None)
+            self.pieces.pop(index, None)
         self.digests[index] = digest
 
     def advance(self, index: int, payload: torch.Tensor, digest: Digest) -> tuple[torch.Tensor, int]:
@@ -78,9 +83,9 @@ class PackedBase:
 
         That is a delta, or the bucket of this base where a delta would be no shorter.
         """
-        mine = self.payloads[index]
+        mine, pieces = self.payloads[index], self.pieces.get(index)
         delta, num_changed = deltas.encode(
-            mine, payload[: mine.nbytes], self._word_bytes[index], advance=True, threads=_num_threads()
+            *(mine, payload[: mine.nbytes], self.word_bytes[index]), advance=True, pieces=pieces, threads=_num_threads()
         )
         self.digests[index] = digest
         return mine if delta is None else delta, num_changed
@@ -88,7 +93,7 @@ class PackedBase:
     def unchanged(self, index: int) -> torch.Tensor:
         """Return what to send for a bucket that the new version has unchanged; see `advance`."""
         mine = self.payloads[index]
-        delta = deltas.without_changes(mine.nbytes // self._word_bytes[index])
+        delta = deltas.without_changes(mine.nbytes // self.word_bytes[index])
         return delta if delta.nbytes < mine.nbytes else mine
 
     def add(self, index: int, delta: torch.Tensor) -> deltas.ChangedWords:
@@ -100,14 +105,22 @@ class PackedBase:
         mine = self.payloads[index]
         if index not in self._lanes:
             self._lanes[index] = chunk_lanes(mine, threads=_num_threads())
-        changed = add_delta(mine, delta, self._word_bytes[index], self._lanes[index])
+        changed = add_delta(mine, delta, self.word_bytes[index], self._lanes[index])
         self.digests[index] = added(digest_of_lanes(self._lanes[index], mine.nbytes))
         return changed
 
 
+def base_memory(num_bytes: int) -> torch.Tensor:
+    """Return memory of this process, in huge pages where the kernel has them: changes are found and added faster."""
+    mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
 def word_sizes(manifest: Manifest) -> list[int]:
     """Return the size in bytes of the words of each bucket, as which deltas count them: of the smallest element."""
-    sizes = [_MAX_WORD_BYTES] * len(manifest.buckets)
+    sizes = [MAX_WORD_BYTES] * len(manifest.buckets)
     for record in manifest.tensors:
         for piece in record.pieces:
             sizes[piece.bucket] = min(sizes[piece.bucket], ITEMSIZE_BYTES[record.dtype])

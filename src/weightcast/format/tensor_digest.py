@@ -18,6 +18,7 @@ not part of it: compare them first.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator, Sequence
 
@@ -57,22 +58,27 @@ def tensor_digest(
         )
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not tensor.numel():
-        return _hex([0, 0])
+        return of_lanes([0, 0])
     if tensor.device.type == "cpu":
-        return _hex(digest_words(tensor, start_elements(region, shape), row_major(shape), threads=threads))
+        return of_lanes(digest_words(tensor, start_elements(region, shape), row_major(shape), threads=threads))
     blocks = _blocks(tensor, region.offsets, _MAX_DEVICE_ELEMENTS)
-    return _hex(torch.stack([_device_lanes(*block, shape) for block in blocks]).sum(dim=0).tolist())
+    return of_lanes(torch.stack([_device_lanes(*block, shape) for block in blocks]).sum(dim=0).tolist())
 
 
 def add(a: str, b: str) -> str:
     """The digest of two disjoint parts of a tensor together. Raises ValueError for what is not a digest."""
-    for digest in (a, b):
-        if re.fullmatch("[0-9a-fA-F]{32}", digest) is None:
-            raise ValueError(f"{digest!r} is not a tensor digest: expected 32 hex digits")
-    return _hex([int(a[at : at + 16], 16) + int(b[at : at + 16], 16) for at in (0, 16)])
+    return of_lanes([*map(operator.add, lanes_of(a), lanes_of(b))])
 
 
-def _hex(lanes: Sequence[int]) -> str:
+def lanes_of(digest: str) -> tuple[int, int]:
+    """The two lanes of a digest. Raises ValueError for what is not a digest."""
+    if re.fullmatch("[0-9a-fA-F]{32}", digest) is None:
+        raise ValueError(f"{digest!r} is not a tensor digest: expected 32 hex digits")
+    return int(digest[:16], 16), int(digest[16:], 16)
+
+
+def of_lanes(lanes: Sequence[int]) -> str:
+    """The digest of two lanes, each modulo 2**64."""
     return "".join(f"{lane % (1 << 64):016x}" for lane in lanes)
 
 

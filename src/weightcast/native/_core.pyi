@@ -77,13 +77,15 @@ def delta_encode(
     advance: bool,
     out: int,
     room: int,
+    pieces: Any,
     threads: int,
     /,
 ) -> tuple[int, int]:
     """Write a delta to `out`; return its size and the number of words that differ.
 
     The size is 0 if the delta would be no shorter than the words. With `out` 0 the words are only compared. `advance`:
-    write the new words into the base. Raises MemoryError; the base may then have some of the new words.
+    write the new words into the base. `pieces`: rows of `deltas.Pieces`, whose digests follow. Raises MemoryError; the
+    base and the digests may then have some of the new words.
     """
 
 def delta_encode_room(num_words: int, width: int, /) -> int:

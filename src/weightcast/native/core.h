@@ -19,6 +19,7 @@
 #define WC_STRIDED_WORDS (3 + 3 * WC_MAX_DIMS)
 #define WC_MAX_WORDS_DIMS 64 /* dims of a tensor */
 #define WC_MATRIX_WORDS 11
+#define WC_PIECE_WORDS 5
 
 /* A copy of `size` bytes. Target and source don't overlap. */
 typedef struct {
@@ -63,6 +64,12 @@ typedef struct {
     int64_t *differences;
     size_t count;
 } wc_changes;
+
+/* `count` words of a payload from `first` on, which are those of a tensor from `position` on, and their digest. */
+typedef struct {
+    uint64_t first, count, position;
+    wc_sums sums;
+} wc_piece_row;
 
 /* Append the words of a chunk that differ to `changes`, which have room; with `advance`, store them in the base. */
 typedef void wc_detect_call(uint8_t *base, const uint8_t *words, size_t num_words, size_t width, int advance,
@@ -138,6 +145,8 @@ int wc_bad_words(uint64_t address, uint64_t itemsize, const wc_words_dim *dims, 
 /* Add the digest of a tensor's elements to `sums`; `first` is the number of its first element in the global tensor. */
 void wc_digest_words(const wc_vectors *by, uint64_t address, size_t itemsize, uint64_t first, const wc_words_dim *dims,
                      size_t count, wc_sums *sums, int threads);
+/* Let the digests of pieces, in order, follow changes of the payload, whose positions count from its word `start`. */
+void wc_digest_changes(wc_piece_row *pieces, size_t count, uint64_t start, const wc_changes *changes);
 void wc_begin_words(void);
 /* Quantise a matrix by blocks, of which those at the edges are smaller. */
 void wc_quantise(const wc_vectors *by, const wc_matrix *matrix, int threads);

@@ -77,6 +77,7 @@ static void encode_chunk(const wc_vectors *by, wc_encoding *all, size_t chunk, w
     /* Don't advance the base yet if classes are still to be found in it. */
     by->detect(base, all->words + first * width, count, width, all->advance && !all->by_classes, changes);
     atomic_fetch_add_explicit(&all->changed, changes->count, memory_order_relaxed);
+    wc_digest_changes(all->pieces, all->num_pieces, first, changes);
     if (all->out) {
         uint8_t *to = all->out + num_chunks(all->num_words) * WC_DELTA_ROW_BYTES + chunk * place_bytes(width), *end = to;
         uint64_t dense = dense_bytes(count, width);

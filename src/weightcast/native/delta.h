@@ -42,6 +42,8 @@ typedef struct {
     size_t width; /* bytes of a word: 1, 2 or 4 */
     int by_classes, advance;
     uint8_t *out; /* NULL: only count the words that differ */
+    wc_piece_row *pieces;
+    size_t num_pieces;
     /* The results: the delta's size, 0 if it would be no shorter; the number of words that differ; 1 without memory. */
     uint64_t num_bytes;
     _Atomic uint64_t changed;

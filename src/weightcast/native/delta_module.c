@@ -28,29 +28,45 @@ static void acquired(PyThreadState *state) {
         PyEval_RestoreThread(state);
 }
 
+/* Return 1, with an exception, unless an array has `count` aligned elements of `size` bytes. */
+static int bad_array(const Py_buffer *array, const char *name, uint64_t count, size_t size) {
+    if ((uint64_t)array->len == count * size && !((uintptr_t)array->buf % size))
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%zd bytes of %s at %p, expected %llu aligned elements of %zu bytes", array->len, name,
+                 array->buf, (unsigned long long)count, size);
+    return 1;
+}
+
 static PyObject *encode(PyObject *self, PyObject *arguments) {
     (void)self;
     unsigned long long base, words, num_words, out, out_size;
     unsigned int width;
     int by_classes, advance, threads;
-    if (!PyArg_ParseTuple(arguments, "KKKIppKKi:delta_encode", &base, &words, &num_words, &width, &by_classes,
-                          &advance, &out, &out_size, &threads) ||
-        bad_words(num_words, width))
+    Py_buffer pieces;
+    if (!PyArg_ParseTuple(arguments, "KKKIppKKw*i:delta_encode", &base, &words, &num_words, &width, &by_classes,
+                          &advance, &out, &out_size, &pieces, &threads))
         return NULL;
-    if ((num_words && !(base && words)) || (out && out_size < wc_encode_room(num_words, width))) {
-        PyErr_SetString(PyExc_ValueError, "an address is 0, or the room for the delta is too small");
-        return NULL;
-    }
+    size_t num_pieces = (size_t)pieces.len / sizeof(wc_piece_row);
     wc_encoding all = {.base = (uint8_t *)(uintptr_t)base,
                        .words = (const uint8_t *)(uintptr_t)words,
                        .num_words = num_words,
                        .width = width,
                        .by_classes = by_classes,
                        .advance = advance,
-                       .out = (uint8_t *)(uintptr_t)out};
-    PyThreadState *state = released(num_words * width);
-    wc_encode(wc_native, &all, threads);
-    acquired(state);
+                       .out = (uint8_t *)(uintptr_t)out,
+                       .pieces = pieces.buf,
+                       .num_pieces = num_pieces};
+    if (bad_words(num_words, width) || bad_array(&pieces, "rows of pieces", num_pieces * WC_PIECE_WORDS, 8)) {
+    } else if ((num_words && !(base && words)) || (out && out_size < wc_encode_room(num_words, width))) {
+        PyErr_SetString(PyExc_ValueError, "an address is 0, or the room for the delta is too small");
+    } else {
+        PyThreadState *state = released(num_words * width);
+        wc_encode(wc_native, &all, threads);
+        acquired(state);
+    }
+    PyBuffer_Release(&pieces);
+    if (PyErr_Occurred())
+        return NULL;
     if (atomic_load(&all.failed))
         return PyErr_NoMemory();
     return Py_BuildValue("KK", (unsigned long long)all.num_bytes, (unsigned long long)atomic_load(&all.changed));
@@ -81,15 +97,6 @@ static PyObject *count(PyObject *self, PyObject *arguments) {
     if (PyErr_Occurred())
         return NULL;
     return wrong ? refused(wrong) : PyLong_FromUnsignedLongLong(found);
-}
-
-/* Return 1, with an exception, unless an array has `count` aligned elements of `size` bytes. */
-static int bad_array(const Py_buffer *array, const char *name, uint64_t count, size_t size) {
-    if ((uint64_t)array->len == count * size && !((uintptr_t)array->buf % size))
-        return 0;
-    PyErr_Format(PyExc_ValueError, "%zd bytes of %s at %p, expected %llu aligned elements of %zu bytes", array->len, name,
-                 array->buf, (unsigned long long)count, size);
-    return 1;
 }
 
 /* Get changes from two arrays; with `differences` of NULL, only their positions. Return 1, with an exception, if the

@@ -49,7 +49,8 @@ to another payload, gives weights that no trainer had.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -59,6 +60,9 @@ from weightcast.native.tables import Lanes, Rows, require_host_bytes
 
 _CHUNK_WORDS = 1 << 20
 _ROW_BYTES = 8
+
+Pieces: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+"""Rows of (first word, number of words, position of the first one in its tensor, the two lanes of their digest)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +122,11 @@ class ChangedWords:
         _core.delta_scatter(rows, self.num_words, self.word_bytes, self.positions, words, threads)
 
 
+def pieces_of(rows: Iterable[tuple[int, ...]]) -> Pieces:
+    """Return an array of such rows."""
+    return np.array([*rows], np.uint64).reshape(-1, 5)
+
+
 def encode(
     base: torch.Tensor,
     payload: torch.Tensor,
@@ -125,21 +134,22 @@ def encode(
     *,
     by_classes: bool = False,
     advance: bool = False,
+    pieces: Pieces | None = None,
     threads: int = 1,
 ) -> tuple[torch.Tensor | None, int]:
     """Return the delta from `base` to `payload`, or None if it would be no shorter, and the number of changed words.
 
     `by_classes` gives a shorter delta, but decoding needs the base and reads all of it. `advance` writes the new words
-    into the base. Memory besides the delta: for each thread 12 bytes for each change within 2**20 words, or 24 by
-    classes. Raises ValueError for payloads of different lengths, MemoryError; with `advance` some words of the base may
-    then be new.
+    into the base. The digests of `pieces`, which are in order, become those of the new words. Memory besides the delta:
+    for each thread 12 bytes for each change within 2**20 words, or 24 by classes. Raises ValueError for payloads of
+    different lengths, MemoryError; then some words of the base and some digests may be new.
     """
     num_words = _num_words(base, payload, word_bytes)
     # The kernel allocates pages of `out` only as far as the delta reaches.
     out = torch.empty(_core.delta_encode_room(num_words, word_bytes), dtype=torch.uint8)
     num_bytes, num_changed = _core.delta_encode(
         *(base.data_ptr(), payload.data_ptr(), num_words, word_bytes, by_classes, advance),
-        *(out.data_ptr(), out.nbytes, threads),
+        *(out.data_ptr(), out.nbytes, np.empty(0, np.uint64) if pieces is None else pieces, threads),
     )
     return out[:num_bytes].clone() if num_bytes else None, num_changed
 
@@ -153,7 +163,7 @@ def count_changed(base: torch.Tensor, payload: torch.Tensor, word_bytes: int, *,
     """Return the number of words that differ. Raises ValueError for payloads of different lengths, MemoryError."""
     num_words = _num_words(base, payload, word_bytes)
     words = base.data_ptr(), payload.data_ptr(), num_words, word_bytes
-    return _core.delta_encode(*words, False, False, 0, 0, threads)[1]
+    return _core.delta_encode(*words, False, False, 0, 0, np.empty(0, np.uint64), threads)[1]
 
 
 def decode(

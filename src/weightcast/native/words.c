@@ -167,6 +167,27 @@ static void add_parts(void *context, size_t first, size_t last) {
     atomic_fetch_add_explicit(&all->sums->high, sums[1], memory_order_relaxed);
 }
 
+void wc_digest_changes(wc_piece_row *pieces, size_t count, uint64_t start, const wc_changes *changes) {
+    const uint32_t *positions = changes->positions;
+    size_t i = 0;
+    for (wc_piece_row *piece = pieces; piece < pieces + count && i < changes->count; piece++) {
+        uint64_t sums[2] = {0, 0}, weights[2] = {0, 0}, known = UINT64_MAX;
+        while (i < changes->count && start + positions[i] < piece->first)
+            i++;
+        for (; i < changes->count && start + positions[i] - piece->first < piece->count; i++) {
+            uint64_t position = piece->position + (start + positions[i] - piece->first), column = position % BLOCK;
+            for (size_t lane = 0; lane < 2 && position / BLOCK != known; lane++)
+                weights[lane] = block_weight(lane, position / BLOCK);
+            known = position / BLOCK;
+            for (size_t lane = 0; lane < 2; lane++)
+                sums[lane] += (weights_up_to[lane][column + 1] - weights_up_to[lane][column]) * weights[lane] *
+                              (uint64_t)changes->differences[i];
+        }
+        atomic_fetch_add_explicit(&piece->sums.low, sums[0], memory_order_relaxed);
+        atomic_fetch_add_explicit(&piece->sums.high, sums[1], memory_order_relaxed);
+    }
+}
+
 int wc_bad_words(uint64_t address, uint64_t itemsize, const wc_words_dim *dims, size_t count, uint64_t *bytes) {
     uint64_t end = *bytes = itemsize;
     if (!address || !itemsize || itemsize > 16 || itemsize & (itemsize - 1) || count > WC_MAX_WORDS_DIMS)

@@ -88,10 +88,17 @@ class OriginBase(PackedBase):
             "out; the next publish sends all weights"
         )
 
-    def encode(self, index: int, payload: torch.Tensor, digest: Digest) -> None:
-        """Make the delta of the new version's bucket, and keep the bucket."""
+    def encode(self, index: int, payload: torch.Tensor, digest: Digest, sent: SentDigests | None) -> None:
+        """Make the delta of the new version's bucket, and keep the bucket. `sent` gets the digests of its tensors.
+
+        The first time that reads all of the bucket; from then on the digests follow the changes.
+        """
         self.encoded[index], num_changed = self.advance(index, payload, digest)
         self.num_changed += num_changed
+        if sent is not None:
+            sent.add(index, payload, self.pieces.get(index))
+            if index not in self.pieces:
+                self.pieces[index] = sent.pieces(index, self.word_bytes[index])
 
     def write(self, index: int, payload: torch.Tensor, buffer: BucketBuffer, version: WeightVersion) -> int:
         """Write a bucket of the base's version, raw or as its delta, and its header; return the bytes to send."""
@@ -227,7 +234,7 @@ class Deltas:
             return None
         start, of = time.perf_counter(), (base.number, base.root)
         self._scratch = scratch = scratch_of(manifest, self._scratch)
-        # With verify="installed" every bucket is packed, since its tensors are digested.
+        # With verify="installed" every bucket is packed and compared.
         unchanged = checked = base.unchanged_by(self._revisions)
         if fill.sent is None:
             checked = set(secrets.SystemRandom().sample(sorted(unchanged), -(-len(unchanged) // _SAMPLED)))
@@ -242,7 +249,7 @@ class Deltas:
             digest = fill.fill(index, scratch.payload, version)
             if index in checked:
                 base.require_unchanged(index, scratch.payload)
-            base.encode(index, scratch.payload, digest)
+            base.encode(index, scratch.payload, digest, fill.sent)
         others = fill.encoded() if isinstance(fill, OtherBases) else EncodedBuckets((), (), 0)
         payloads, base.digests[len(base.own) :] = base.encoded, others.digests
         sizes = (*(payload.nbytes for payload in payloads.values()), *others.sizes)
@@ -283,7 +290,7 @@ class KeepingFill:
     """Implements `Fill`: fills from another one, and keeps what was filled as the base."""
 
     def __init__(self, fill: Fill, base: OriginBase) -> None:
-        self.sent: SentDigests | None = None
+        self.sent = fill.sent
         self._fill = fill
         self._base = base
         base.begin()

@@ -65,7 +65,7 @@ _ALONE = (
 class Fill(Protocol):
     """Writes the raw payloads of buckets: a Packer or, with several trainer ranks, the PublishingRank.
 
-    `sent`: collects the digests of tensors of each bucket, for `verify="installed"`; else None.
+    `sent`: where the caller adds the digests of tensors of each filled bucket, with `verify="installed"`; else None.
     """
 
     sent: SentDigests | None
@@ -85,6 +85,8 @@ def pack(
 ) -> tuple[int, Digest]:
     """Fill bucket `index` and `finish` it, so that it can be sent. On a GPU the work is queued."""
     digest = fill.fill(index, buffer.payload, version)
+    if fill.sent is not None:
+        fill.sent.add(index, buffer.payload)
     return finish(digest, manifest, version, index, buffer), digest
 
 
@@ -154,10 +156,7 @@ class Packer:
 
     def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
         """See `PartPacker.fill`."""
-        digest = self._part.fill(index, payload)
-        if self.sent is not None:
-            self.sent.add(index, payload)
-        return digest
+        return self._part.fill(index, payload)
 
     def others(self) -> Sequence[Digest]:
         return ()

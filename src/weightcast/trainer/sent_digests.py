@@ -14,9 +14,11 @@ import torch
 
 from weightcast.errors import listed
 from weightcast.format.bucket import TORCH_DTYPES, Layout, narrow
-from weightcast.format.geometry import Region, common, relative
-from weightcast.format.manifest import TensorRecord
-from weightcast.format.tensor_digest import add, tensor_digest
+from weightcast.format.geometry import Region, common, is_run, relative, start_elements
+from weightcast.format.manifest import ITEMSIZE_BYTES, TensorRecord
+from weightcast.format.packed_base import MAX_WORD_BYTES
+from weightcast.format.tensor_digest import add, lanes_of, of_lanes, tensor_digest
+from weightcast.native.deltas import Pieces, pieces_of
 from weightcast.seams.source import Regions
 from weightcast.trainer.fleet import FleetMember
 
@@ -33,14 +35,31 @@ class SentDigests:
         self.by_bucket: dict[int, list[str]] = {}
         """By bucket, the digests of its pieces, computed on this or another trainer rank."""
 
-    def add(self, index: int, payload: torch.Tensor) -> None:
-        """Compute the digests of the packed bucket `index`, in place of former ones.
+    def add(self, index: int, payload: torch.Tensor, pieces: Pieces | None = None) -> None:
+        """Take the digests of the packed bucket `index`, in place of former ones: those of `pieces`, if they are given.
 
-        On a GPU this waits for the bucket.
+        `pieces`: see `pieces`; what has no words there is computed. On a GPU this waits for the bucket.
         """
-        views = zip(self._layout.entries[index], self._layout.views(index, payload), strict=True)
-        self.by_bucket[index] = [tensor_digest(view, e.piece.region, e.record.shape) for e, view in views]
-        self._layout.forget_views()  # views would keep the transport's memory alive
+        entries = self._layout.entries[index]
+        rows = [(0,) * 5] * len(entries) if pieces is None else pieces.tolist()
+        self.by_bucket[index] = [
+            of_lanes(lanes) if num_words else tensor_digest(entry.view(payload), entry.piece.region, entry.record.shape)
+            for entry, (_, num_words, _, *lanes) in zip(entries, rows, strict=True)
+        ]
+
+    def pieces(self, index: int, word_bytes: int) -> Pieces:
+        """Return the digests of bucket `index` as rows that follow changes of its words, which have so many bytes.
+
+        A piece that has words of another size, or is several runs of its tensor, has a row of no words.
+        """
+        rows = []
+        for entry, digest in zip(self._layout.entries[index], self.by_bucket[index], strict=True):
+            region, shape, itemsize = entry.piece.region, entry.record.shape, ITEMSIZE_BYTES[entry.record.dtype]
+            is_followed = min(itemsize, MAX_WORD_BYTES) == word_bytes and is_run(region, shape)
+            first, position = entry.piece.offset_bytes, start_elements(region, shape) * itemsize
+            words = (number // word_bytes for number in (first, is_followed * entry.num_bytes, position))
+            rows.append((*words, *lanes_of(digest)))
+        return pieces_of(rows)
 
     def by_name(self) -> dict[str, tuple[TensorRecord, str]]:
         """Return each tensor's record and digest, under each of its names."""

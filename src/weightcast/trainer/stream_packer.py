@@ -70,8 +70,6 @@ class StreamPacker:
         if self._num_filled == len(manifest.buckets):
             self._read_up_to(self._tensors, None)
             self._tensors, self._tensor = None, torch.empty(0)
-        if self.sent is not None:
-            self.sent.add(index, payload)
         return queued_digest(payload[: manifest.buckets[index]])
 
     def _read_up_to(self, tensors: Iterator[tuple[str, torch.Tensor]], wanted: TensorRecord | None) -> None:

@@ -172,10 +172,7 @@ class PublishingRank(Rank, Sender):
         bucket = self._next_bucket(payload)
         self._begin_round(index, bucket)
         self._pack(bucket, index, payload)
-        digest = self._digest_of(index, payload, self.group.exchange(records.Packed()))
-        if self.sent is not None:
-            self.sent.add(index, payload)
-        return digest
+        return self._digest_of(index, payload, self.group.exchange(records.Packed()))
 
     def others(self) -> list[bytes]:
         """Return the digests of the other origins' buckets. Called once all were sent."""
@@ -506,12 +503,13 @@ class FollowingRank(Rank):
             digest = self._digest_of(number, buffer.payload, packed)
             manifest, version = self._assignment.layout.manifest, WeightVersion(self.run, self.group.version)
             self._digests.append(as_bytes(digest).hex())
-            if self._proves:
-                self._sent.add(index, buffer.payload)
+            sent = self._sent if self._proves else None
             is_encoding = buffer is self._scratch
             if base is not None and is_encoding:
-                base.encode(index, buffer.payload, digest)
-            elif base is not None and self._keeps_base:
+                base.encode(index, buffer.payload, digest, sent)
+            elif sent is not None:
+                sent.add(index, buffer.payload)
+            if base is not None and self._keeps_base and not is_encoding:
                 base.keep(index, buffer.payload, digest)
             is_last = len(self._digests) == len(self._span)
             if base is not None and is_last and (is_encoding or self._keeps_base):
