@@ -510,6 +510,8 @@ def test_memory_of_a_reader_is_checked_before_it_reads(tmp_path: Path, monkeypat
     [
         ("ipc://", "file:///absolute"),
         ("file://relative", "file:///absolute"),
+        ("file:///mnt/a%00b", "file:///absolute"),
+        ("/mnt/a 100%", "write file:///mnt/a%20100%25"),
         ("file:///d?threads=2", "unknown option threads"),
         ("file:///d?num_slots=1", "num_slots"),
         ("file:///d?num_slots=5&max_slots=4", "num_slots"),
