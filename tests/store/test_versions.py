@@ -416,6 +416,18 @@ def test_rollback_by_number(tmp_path: Path) -> None:
         rollback(url(tmp_path / "elsewhere"), version=4)
 
 
+def test_a_former_runs_version_is_found_after_the_clock_went_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, run, seconds in ((1, RUN, 2000.0), (2, OTHER_RUN, 1000.0)):
+        with monkeypatch.context() as patched:
+            patched.setattr(writing, "time", SimpleNamespace(time=lambda seconds=seconds: seconds))
+            write(tmp_path, number, run=run)
+    reader = StoreReader(DirectoryAddress(tmp_path))
+    assert [stored.number for stored in reader.complete_versions()] == [2, 1]
+    assert StoreSource(url(tmp_path), version=1).version.run == RUN
+
+
 def test_versions_are_found_after_the_writers_clock_went_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched, sender_of(tmp_path, "?num_slots=3") as sender:
         for number, seconds in ((4, 2000.0), (5, 3000.0), (6, 1000.0)):
