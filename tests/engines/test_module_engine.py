@@ -340,19 +340,22 @@ def test_a_graph_over_the_old_weights_cannot_be_used_for_gradients() -> None:
         loss.backward()
 
 
-def test_parameters_made_in_inference_mode_are_written() -> None:
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_parameters_made_in_inference_mode_are_written(is_moved: bool) -> None:
     with torch.inference_mode():
         net = nn.Linear(3, 2)
+    if is_moved:
+        net.to(torch.bfloat16)
     engine = ModuleEngine(net)
     update = update_of(engine)
     restore = engine.snapshot()
-    before = bits(net.weight)
+    before = bits(net.weight.clone())
     copy_parts(engine, [("weight", None, update["weight"])])
     engine.load([("bias", update["bias"])])
     engine.commit(VERSION)
-    assert bits(net.weight) == bits(update["weight"])
+    assert bits(net.weight.clone()) == bits(update["weight"])
     restore()
-    assert bits(net.weight) == before
+    assert bits(net.weight.clone()) == before
 
 
 def test_a_meta_module_is_refused() -> None:

@@ -89,6 +89,16 @@ def test_regions_are_the_same_object_while_the_memory_is_the_same() -> None:
     assert source.specs() == specs
 
 
+def test_a_tensor_in_memory_that_a_former_one_has_left_is_published() -> None:
+    memory = torch.zeros(8)
+    former = torch.nn.Parameter(memory.view(8))
+    source = TensorSource({"a": former})
+    former.data = torch.full((8,), 5.0)  # as module.to() does; the memory is free for other tensors
+    source.replace({"a": memory.fill_(7.0)})
+    assert source.tensors["a"] is memory
+    assert source.regions()["a"][0][1].tolist() == [7.0] * 8
+
+
 def test_a_conjugate_or_negative_view_is_not_the_tensor_whose_memory_it_has() -> None:
     tensor, engine = torch.tensor([1 + 2j, 3 - 1j]), TensorSink()
     negative = tensor.conj().imag

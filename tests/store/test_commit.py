@@ -456,3 +456,20 @@ def test_a_store_that_holds_a_number_beyond_the_limit_says_how_to_go_on(tmp_path
     (tmp_path / "current.json").unlink()
     write(tmp_path, 2)
     assert number_held(tmp_path) == 2
+
+
+def test_a_version_that_its_writer_sealed_and_did_not_commit_is_never_found_later(tmp_path: Path) -> None:
+    write(tmp_path, 1, options="?num_slots=4")
+    ended = textwrap.dedent(f"""
+        import os, torch
+        from weightcast import Publisher, TensorSource
+        from weightcast.store.writing import StoreWriter
+        StoreWriter.commit = lambda self: os._exit(9)
+        source = TensorSource({{"a": torch.ones(4)}})
+        Publisher(source, transport={url(tmp_path, "?num_slots=4")!r}).publish(2)
+    """)
+    assert subprocess.run([sys.executable, "-c", ended], timeout=LONG_SECONDS).returncode == 9
+    write(tmp_path, 3, run=OTHER_RUN, options="?num_slots=4")
+    reader = StoreReader(DirectoryAddress(tmp_path))
+    assert [stored.number for stored in reader.complete_versions()] == [3, 1]
+    assert reader.pin_number(2) is None

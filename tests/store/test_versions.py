@@ -416,6 +416,18 @@ def test_rollback_by_number(tmp_path: Path) -> None:
         rollback(url(tmp_path / "elsewhere"), version=4)
 
 
+def test_a_former_runs_version_is_found_after_the_clock_went_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, run, seconds in ((1, RUN, 2000.0), (2, OTHER_RUN, 1000.0)):
+        with monkeypatch.context() as patched:
+            patched.setattr(writing, "time", SimpleNamespace(time=lambda seconds=seconds: seconds))
+            write(tmp_path, number, run=run)
+    reader = StoreReader(DirectoryAddress(tmp_path))
+    assert [stored.number for stored in reader.complete_versions()] == [2, 1]
+    assert StoreSource(url(tmp_path), version=1).version.run == RUN
+
+
 def test_versions_are_found_after_the_writers_clock_went_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched, sender_of(tmp_path, "?num_slots=3") as sender:
         for number, seconds in ((4, 2000.0), (5, 3000.0), (6, 1000.0)):
@@ -510,6 +522,8 @@ def test_memory_of_a_reader_is_checked_before_it_reads(tmp_path: Path, monkeypat
     [
         ("ipc://", "file:///absolute"),
         ("file://relative", "file:///absolute"),
+        ("file:///mnt/a%00b", "file:///absolute"),
+        ("/mnt/a 100%", "write file:///mnt/a%20100%25"),
         ("file:///d?threads=2", "unknown option threads"),
         ("file:///d?num_slots=1", "num_slots"),
         ("file:///d?num_slots=5&max_slots=4", "num_slots"),

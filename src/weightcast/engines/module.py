@@ -208,8 +208,9 @@ class ModuleEngine:
     def _finish_copies(self) -> None:
         # As torch's own copies do, so that a backward pass over the former weights raises. In parts, since the GIL is
         # held meanwhile.
-        for start in range(0, len(self.install_map.views), _VERSIONS_AT_ONCE):
-            increment_version(self.install_map.views[start : start + _VERSIONS_AT_ONCE])
+        with torch.inference_mode():  # for parameters made there, which `module.to` has moved outside of it
+            for start in range(0, len(self.install_map.views), _VERSIONS_AT_ONCE):
+                increment_version(self.install_map.views[start : start + _VERSIONS_AT_ONCE])
         for device in self.install_map.devices:
             if device.type == "cuda":
                 host_device.synchronize_stream(device)

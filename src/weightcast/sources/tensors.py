@@ -55,8 +55,9 @@ class TensorSource:
         # torch's conjugate and negative views have the memory of the tensor that they are of.
         read_as = [(tensor.is_conj(), tensor.is_neg()) for tensor in tensors.values()]
         lie_at = (list(tensors), places(list(tensors.values())), read_as) if have_memory else None
-        if lie_at is not None and lie_at == self._places:
-            return  # the former tensors keep this memory alive, so that equal addresses mean the same memory
+        formers = list(self.tensors.values())
+        if lie_at is not None and lie_at == self._places and places(formers) == lie_at[1]:
+            return  # the former tensors are still there, and keep this memory alive: it is the same memory
         unknown = [f"{name!r} is {t.dtype}" for name, t in tensors.items() if t.dtype not in DTYPE_NAMES]
         if unknown:
             raise ValueError(f"unsupported dtypes: {', '.join(unknown)}; supported: {', '.join(DTYPE_NAMES.values())}")

@@ -41,8 +41,9 @@ class StoreAddress:
             return ObjectStoreAddress.parsed(url, parts)
         if parts.scheme in ("store+http", "store+https"):
             return RemoteAddress.parsed(url, parts)
-        if parts.scheme != "file" or not parts.path.startswith("/") or parts.fragment:
-            known = f"file://{os.path.abspath(url)}" if url and not parts.scheme else "file:///absolute/directory"
+        if parts.scheme != "file" or not parts.path.startswith("/") or parts.fragment or "%00" in parts.path:
+            here = f"file://{urllib.parse.quote(os.path.abspath(url))}"
+            known = here if url and not parts.scheme else "file:///absolute/directory"
             raise ValueError(
                 f"{url!r} is not the URL of a store; write {known}, s3://bucket/prefix or store+https://HOST"
             )

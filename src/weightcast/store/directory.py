@@ -246,6 +246,10 @@ class DirectoryStorage:
             self._lock.close()
 
     def sweep(self) -> None:
+        with contextlib.suppress(IntegrityError):
+            left, newest = (read_record(self, name, Commit) for name in (files.NEXT, files.POINTER))
+            if left is not None and left != newest:  # its writer has ended after the seal, before the commit
+                self.remove(files.SEAL, left.newest.slot)
         self.remove(files.NEXT)
         for folder in (self._directory, *(files.slot_path(self._directory, number) for number in self._made_slots())):
             for name in (files.POINTER, files.NEXT, files.WRITER, files.MANIFEST, files.SEAL):

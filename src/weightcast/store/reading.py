@@ -178,10 +178,12 @@ class StoreReader:
         for slot in () if commit is None else self.storage.slot_numbers():
             with contextlib.suppress(IntegrityError):
                 sealed = read_record(self.storage, files.SEAL, Commit, slot)
-                if sealed is not None and commit and _is_committed(sealed.newest, commit.newest):
+                if sealed is not None and commit and _is_committed(sealed.newest, commit):
                     found.append(sealed.newest)
         found = [stored for stored in found if slots_of(self.storage, stored) is not None]
-        return sorted(found, key=lambda stored: stored.committed_at, reverse=True)
+        last = [] if commit is None else [commit.newest, commit.previous]
+        by_time = sorted(found, key=lambda stored: stored.committed_at, reverse=True)
+        return sorted(by_time, key=lambda stored: last.index(stored) if stored in last else len(last))
 
     def _pin(self, stored: Stored, *, must_hold: bool) -> PinnedVersion | None:
         """Pin a slot.
@@ -322,8 +324,11 @@ class PinnedVersion(ClosedOnExit):
             part.close()
 
 
-def _is_committed(stored: Stored, newest: Stored) -> bool:
-    """Return whether a sealed version is not later than the newest one. A run's clock may go back, its numbers grow."""
+def _is_committed(stored: Stored, commit: Commit) -> bool:
+    """Return whether a sealed version is not later than the newest one. A clock may go back, a run's numbers grow."""
+    newest = commit.newest
+    if stored == commit.previous:
+        return True
     if stored.run == newest.run:
         return stored.number <= newest.number
     return stored.committed_at <= newest.committed_at
