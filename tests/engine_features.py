@@ -73,7 +73,6 @@ _MOVED = "not tried; SGLang moves experts between ranks while it serves"
 _OFFLOAD = "vLLM's own reload does not support it"
 _NOT_TRIED = "not tried"
 _OTHER_SLEEP = "only of cumem vLLM says whether the weights are asleep, of other modes whether anything is: use cumem"
-_NO_GPU = "its torch_memory_saver needs a GPU, and none was there to try it: start SGLang without it"
 _SLEEP = ("model_config", "enable_sleep_mode")
 
 
@@ -187,8 +186,10 @@ FEATURES = [
         ),
         (Refused(_NOT_TRIED, "enable_lora_overlap_loading", True),),
     ),
-    Feature("quantised, with expert parallelism or LoRA", (COMBINED,)),
-    Feature("experts quantised while loading, with tensor parallelism", (SCALES_TOGETHER,)),
+    Feature(
+        "quantised, with expert parallelism or LoRA; experts quantised while loading, with tensor parallelism",
+        (COMBINED, SCALES_TOGETHER),
+    ),
     Feature("speculation by n-grams", (Run(_ACCEPTANCE, "SPECULATING"),)),
     Feature(
         "draft models: MTP layers, EAGLE heads, small models",
@@ -221,15 +222,20 @@ FEATURES = [
         (Refused(_OTHER_SLEEP, "sleep_mode_backend", "another", *_SLEEP),),
     ),
     Feature(
-        "memory saver; disaggregated prefill",
+        "memory saver",
         sglang=(
-            Refused(_NO_GPU, "enable_memory_saver", True),
-            Refused(_NOT_TRIED, "disaggregation_mode", "prefill"),
+            Run(
+                "real_sglang/test_memory_saver.py",
+                "SAVER",
+                "with a saver of the tests, under which weights lose their values: the real one is for GPUs. Refused: "
+                "with LoRA or a draft model",
+            ),
         ),
     ),
     Feature(
-        "shared weight cache; several tokenizer workers",
+        "disaggregated prefill; shared weight cache; several tokenizer workers",
         sglang=(
+            Refused(_NOT_TRIED, "disaggregation_mode", "prefill"),
             Refused("SGLang's own update session refuses it", "weight_cache_mode", "on"),
             Refused("the workers would not agree on a version", "tokenizer_worker_num", 2),
         ),

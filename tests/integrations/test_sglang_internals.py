@@ -14,6 +14,7 @@ from weightcast.integrations.sglang import internals
 from weightcast.integrations.sglang.engine import require_one_key
 
 PLAIN = {name: values[0] for name, (values, _) in internals._OFF.items()}
+PLAIN |= {"enable_memory_saver": False, "enable_weights_cpu_backup": False}
 MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2))
 
 
@@ -43,6 +44,16 @@ def test_the_table_has_every_refusal() -> None:
 @pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE", "STANDALONE"])
 def test_speculation_is_none_of_these(algorithm: str) -> None:
     assert internals.unsupported(arguments(speculative_algorithm=algorithm), runner_of(), runner_of()) == []
+
+
+def test_a_memory_saver_has_no_second_model() -> None:
+    saved = arguments(enable_memory_saver=True)
+    assert internals.unsupported(saved, runner_of()) == []
+    draft, kept = (
+        internals.unsupported(saved, runner_of(), runner_of()),
+        internals.unsupported(saved, runner_of(), keeps_draft=True),
+    )
+    assert draft == kept == ["enable_memory_saver with enable_lora or a draft model (not tried)"]
 
 
 def test_quantised_checkpoints_are_refused_without_an_option() -> None:

@@ -90,10 +90,6 @@ _OFF: dict[str, tuple[tuple[Any, ...], str]] = {
     "cpu_offload_gb": ((0,), _NOT_TRIED),
     "offload_group_size": ((-1, 0), _NOT_TRIED),
     "weight_cache_mode": (("off",), "SGLang's own update session refuses it"),
-    "enable_memory_saver": (
-        (False,),
-        "its torch_memory_saver needs a GPU, and none was there to try it: start SGLang without it",
-    ),
     "disaggregation_mode": (("null",), _NOT_TRIED),
     "tokenizer_worker_num": ((1,), "the workers would not agree on a version"),
 }
@@ -198,7 +194,7 @@ def unsupported(options: Any, runner: Any, draft: Any = None, *, keeps_draft: bo
     `options`: SGLang's, `resolved`. `runner`: SGLang's ModelRunner. `draft`: that of a draft model that is updated with
     it. `keeps_draft`: there is a draft model, and it keeps its weights.
     """
-    require(options, *_OFF)
+    require(options, *_OFF, "enable_memory_saver", "enable_weights_cpu_backup")
     found = {name: getattr(options, name) for name in _OFF}
     # A checkpoint's own quantisation is not among the options.
     found["quantization"] = found["quantization"] or runner.model_config.quantization
@@ -216,6 +212,8 @@ def unsupported(options: Any, runner: Any, draft: Any = None, *, keeps_draft: bo
             features.append(f"a mixture of experts with LoRA ({_NOT_TRIED})")
         if draft is not None:
             features.append(f"a draft model with enable_lora ({_DRAFT_NOT_TRIED})")
+    if options.enable_memory_saver and (runner.lora_manager is not None or draft is not None or keeps_draft):
+        features.append(f"enable_memory_saver with enable_lora or a draft model ({_NOT_TRIED})")
     if any(getattr(layer, "use_intel_amx_backend", False) for layer in layers):
         features.append("weights packed for AMX, which SGLang can't unpack")
     derived = (getattr(layer, "_derived_weight_cache_error", None) for layer in layers)

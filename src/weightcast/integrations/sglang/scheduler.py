@@ -65,26 +65,31 @@ def loads(manager: Any, *args: Any, **kwargs: Any) -> None:
 
     This holds also if the load fails, since it may have written some of them.
     """
-    _interrupt(manager, "SGLang loads weights by itself", changes=True)
+    _interrupt(manager, "SGLang loads weights by itself")
 
 
 def checks(manager: Any, request: Any) -> None:
     """Called before SGLang's weight checker, which may overwrite the weights."""
     if request.action == "reset_tensors":
-        _interrupt(manager, "SGLang resets the weights", changes=True)
+        _interrupt(manager, "SGLang resets the weights")
 
 
-def releases(manager: Any, *args: Any, **kwargs: Any) -> None:
-    """Called before SGLang releases memory. When it is resumed, buffers have their values of this moment."""
-    _interrupt(manager, "its memory is released", changes=False)
+def releases(manager: Any, request: Any) -> None:
+    """Called before SGLang releases memory. When it is resumed, buffers have their values of this moment.
+
+    Parameters have them only if SGLang keeps a copy of them in host memory.
+    """
+    rank = getattr(manager.scheduler, _RANK, None)
+    if isinstance(rank, SchedulerRank):
+        are_weights = not request.tags or "weights" in request.tags
+        rank.interrupt("its memory is released", loses_weights=are_weights and rank.drops_weights)
 
 
-def _interrupt(manager: Any, reason: str, *, changes: bool) -> None:
+def _interrupt(manager: Any, reason: str) -> None:
     rank = getattr(manager.scheduler, _RANK, None)
     if isinstance(rank, SchedulerRank):
         rank.interrupt(reason)
-        if changes:
-            rank.changed(is_whole=False)
+        rank.changed(is_whole=False)
 
 
 class SchedulerRank:
@@ -111,6 +116,8 @@ class SchedulerRank:
                 logger.warning("only the main model is updated: the draft model keeps the weights of SGLang's start")
         options = internals.resolved(scheduler.server_args)
         unsupported = internals.unsupported(options, runner, draft, keeps_draft=keeps_draft)
+        # Parameters without a copy in host memory have no values once their memory was released.
+        self.drops_weights = options.enable_memory_saver and not options.enable_weights_cpu_backup
         self._rank = RankWorker(
             SglangModel(
                 runner,
