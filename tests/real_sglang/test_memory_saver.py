@@ -13,6 +13,7 @@ from real_vllm.oracle import PROMPT
 from real_vllm.trainer import GLOO, trainer
 
 from real_sglang.faults import Break
+from real_sglang.oracle import assert_serves
 from real_sglang.servers import Server, Setup
 from real_sglang.test_transactional_faults import assert_as_before
 
@@ -83,6 +84,18 @@ def test_a_released_cache_keeps_the_weights(server: Server) -> None:
         release(server, "kv_cache")
         resume(server, "kv_cache")
         assert_as_before(server, 1, version)
+
+
+@on(SAVER)
+def test_weights_that_others_load_are_left_to_them(server: Server) -> None:
+    """A server that finds weightcast beside it, and that no publisher updates, serves as without it."""
+    load = {"model_path": str(server.folder)}
+    assert server.post("/update_weights_from_disk", load).status_code == 200
+    release(server)
+    resume(server)
+    assert server.generate(PROMPT, 4).status_code == 200
+    assert server.post("/update_weights_from_disk", load).status_code == 200
+    assert_serves(server, 0)
 
 
 @pytest.mark.full

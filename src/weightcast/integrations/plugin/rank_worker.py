@@ -163,17 +163,19 @@ class RankWorker:
 
     # --- what the host does by itself ---
 
-    def interrupt(self, reason: str, *, loses_weights: bool = False) -> None:
+    def interrupt(self, reason: str, *, loses_weights: bool = False, others_load: bool = False) -> None:
         """Abort a streaming update, since the host is about to free the weights' memory, or to write to it.
 
-        `loses_weights`: the rank is torn from then on, until a complete update or `changed`. Never raises.
+        `loses_weights`: the rank is torn from then on, until a complete update or `changed`. `others_load`: unless it
+        has no publisher's version, since another client loads its weights then. Never raises.
         """
         with Attempt():
             self._worker.abort_streaming(UpdateAbortedError(reason))
         if loses_weights:
-            self._gate.tear(f"{reason}; publish a complete update to heal this engine")
             if isinstance(self._worker.engine, LoaderEngine):
                 self._worker.engine.weights_lost()
+            if not others_load or self._gate.version is not None:
+                self._gate.tear(f"{reason}; publish a complete update to heal this engine")
 
     def changed(self, *, is_whole: bool) -> None:
         """Note that the host has changed the weights by itself, so that they are of no version of ours.

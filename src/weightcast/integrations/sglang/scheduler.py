@@ -75,14 +75,11 @@ def checks(manager: Any, request: Any) -> None:
 
 
 def releases(manager: Any, request: Any) -> None:
-    """Called before SGLang releases memory. When it is resumed, buffers have their values of this moment.
-
-    Parameters have them only if SGLang keeps a copy of them in host memory.
-    """
+    """Called before SGLang releases memory. When it is resumed, buffers have their values of this moment."""
     rank = getattr(manager.scheduler, _RANK, None)
     if isinstance(rank, SchedulerRank):
         are_weights = not request.tags or "weights" in request.tags
-        rank.interrupt("its memory is released", loses_weights=are_weights and rank.drops_weights)
+        rank.interrupt("its memory is released", loses_weights=are_weights and rank.drops_weights, others_load=True)
 
 
 def _interrupt(manager: Any, reason: str) -> None:
