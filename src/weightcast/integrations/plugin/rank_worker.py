@@ -166,8 +166,8 @@ class RankWorker:
     def interrupt(self, reason: str, *, loses_weights: bool = False, others_load: bool = False) -> None:
         """Abort a streaming update, since the host is about to free the weights' memory, or to write to it.
 
-        `loses_weights`: the rank is torn from then on, until a complete update or `changed`. `others_load`: unless it
-        has no publisher's version, since another client loads its weights then. Never raises.
+        `loses_weights`: the rank is torn from then on, until a complete update or `changed`. `others_load`: not a rank
+        without a publisher's version, whose weights another client may load. Never raises.
         """
         with Attempt():
             self._worker.abort_streaming(UpdateAbortedError(reason))
