@@ -163,11 +163,3 @@ def environment() -> Iterator[None]:
         patch.setenv("AWS_REGION", "us-east-1")
         patch.setenv("NO_PROXY", "127.0.0.1")
         yield
-
-
-def warm_up(endpoint: str) -> None:
-    """Start obstore's threads and their descriptors, which stay until the process ends: no leak of any test."""
-    import obstore
-    from obstore.store import S3Store
-
-    obstore.list_with_delimiter(S3Store(BUCKET, config={"endpoint": endpoint}, client_options={"allow_http": True}))

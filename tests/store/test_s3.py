@@ -17,7 +17,7 @@ import torch
 from core.direct import RecordingEngine, fleet
 from safetensors.torch import load_file
 from server.stock_vllm import StockVllm
-from store.object_server import BUCKET, ObjectServer, Proxy, Request, environment, warm_up
+from store.object_server import BUCKET, ObjectServer, Proxy, Request, environment
 from store.store_kit import (
     LONG_SECONDS,
     OTHER_RUN,
@@ -61,7 +61,6 @@ Options = Callable[..., str]
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectServer]:
     with environment(), contextlib.closing(ObjectServer()) as server:
-        warm_up(f"http://127.0.0.1:{server.port}")
         yield server
 
 

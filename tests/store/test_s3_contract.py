@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from store.object_server import BUCKET, ObjectServer, environment, warm_up
+from store.object_server import BUCKET, ObjectServer, environment
 
 from weightcast.testing import VersionedTransportContract
 from weightcast.testing.payloads import PAYLOADS, Payload
@@ -18,9 +18,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
     with environment(), contextlib.closing(ObjectServer()) as server:
-        url = f"http://127.0.0.1:{server.port}"
-        warm_up(url)
-        yield url
+        yield f"http://127.0.0.1:{server.port}"
 
 
 class TestS3(VersionedTransportContract):

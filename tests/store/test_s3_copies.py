@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from publishers import publisher_of
-from store.object_server import BUCKET, ObjectServer, Proxy, Request, environment, warm_up
+from store.object_server import BUCKET, ObjectServer, Proxy, Request, environment
 from store.remote_kit import PATIENCE_SECONDS, StoreThread, copying, ended, number_served
 from store.store_kit import RUN, manifest_of, model, send, url, write
 
@@ -32,7 +32,6 @@ NUM_BUCKETS = len(manifest_of(model(0)).buckets)
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectServer]:
     with environment(), contextlib.closing(ObjectServer()) as server:
-        warm_up(f"http://127.0.0.1:{server.port}")
         yield server
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
-from store.object_server import BUCKET, ObjectServer, Proxy, Request, Spoil, environment, warm_up
+from store.object_server import BUCKET, ObjectServer, Proxy, Request, Spoil, environment
 from store.store_kit import LONG_SECONDS, RUN, Holder, number_in
 from store.test_s3 import number_held, publish, slots, write
 
@@ -38,7 +38,6 @@ _numbers = itertools.count()
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectServer]:
     with environment(), contextlib.closing(ObjectServer()) as server:
-        warm_up(f"http://127.0.0.1:{server.port}")
         yield server
 
 
