@@ -26,7 +26,7 @@ static size_t grain(size_t chunks, int threads) {
 /* Allocate room for the changes of `chunks` chunks. Pages that stay unused cost no memory. */
 static int make_scratch(uint64_t num_words, size_t chunks, wc_changes *made) {
     size_t count = chunks * (num_words < WC_DELTA_WORDS ? (size_t)num_words : WC_DELTA_WORDS);
-    made->differences = malloc(count * (sizeof *made->differences + sizeof *made->positions));
+    made->differences = malloc(count * sizeof *made->differences + (count + WC_DETECT_SLACK) * sizeof *made->positions);
     made->positions = made->differences ? (uint32_t *)(made->differences + count) : NULL;
     made->count = 0;
     return made->differences != NULL;

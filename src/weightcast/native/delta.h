@@ -6,7 +6,8 @@
 
 #define WC_DELTA_WORDS ((size_t)1 << 20) /* words of a chunk */
 #define WC_DELTA_ROW_BYTES 8             /* row of a delta's table, one for each chunk */
-#define WC_CODE_SLACK 8 /* bytes after a code that a writer may overwrite */
+#define WC_CODE_SLACK 8                  /* bytes after a code that a writer may overwrite */
+#define WC_DETECT_SLACK 4                /* positions after those of the changes that detection may overwrite */
 
 /* Kinds of chunks, as in the table. */
 enum { WC_UNCHANGED, WC_GAPS, WC_CLASSES, WC_DENSE, WC_NUM_CODES };
