@@ -55,7 +55,10 @@ def store_of(directory: Path, options: str = "full_every=3") -> str:
     return f"{directory.as_uri()}?{options}"
 
 
-@pytest.mark.parametrize("options", ["full_every=3", "full_every=3&num_threads=3", "full_every=2&num_slots=3"])
+@pytest.mark.parametrize(
+    "options",
+    ["full_every=3", "full_every=3&num_threads=3", "full_every=2&num_slots=3", "full_every=3&by_classes=1"],
+)
 def test_every_version_can_be_read(tmp_path: Path, options: str) -> None:
     url, engine = store_of(tmp_path, options), RecordingEngine()
     with writing(url) as (publisher, weights):
@@ -83,6 +86,27 @@ def test_a_delta_takes_little_space(tmp_path: Path) -> None:
         folder = tmp_path / "slots" / str(stored.slot)
         sizes[number] = sum(path.stat().st_blocks * 512 for path in folder.glob("data.*"))
     assert max(sizes[4], sizes[5]) < sizes[3] / 4
+
+
+def test_deltas_by_classes_are_shorter(tmp_path: Path) -> None:
+    """Small weights change more often, as in training; what is read is right with both codecs."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(400_000, generator=generator).bfloat16()
+    is_changed = torch.rand(400_000, generator=generator) < 0.002 / first.float().abs()
+    second = (first.view(torch.int16) + is_changed.short()).view(torch.bfloat16)
+    lengths = []
+    for by_classes in (0, 1):
+        weights, store = {"w": first.clone()}, tmp_path / str(by_classes)
+        url = store_of(store, f"full_every=2&by_classes={by_classes}")
+        with publisher_of(TensorSource(weights), transport=url) as publisher:
+            publisher.publish()
+            weights["w"].copy_(second)
+            publisher.publish()
+        assert torch.equal(StoreSource(url).regions()["w"][0][1], second)
+        with pinned(DirectoryAddress(store)) as version:
+            assert version.stored.base is not None
+            lengths.append(len(version.read_stored(0)))
+    assert lengths[1] < 0.9 * lengths[0]
 
 
 def test_engines_of_a_publisher_read_chains(tmp_path: Path) -> None:

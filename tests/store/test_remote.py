@@ -332,7 +332,7 @@ def test_deltas_stay_deltas_where_the_base_is(tmp_path: Path, is_push: bool, ful
     there, here = tmp_path / "far", tmp_path / "near"
     source, target = (here, there) if is_push else (there, here)
     options = f"?full_every={full_every}"
-    sender = StoreSender(url(source, "?full_every=4"), run=RUN, deadline_seconds=SHORT_SECONDS)
+    sender = StoreSender(url(source, "?full_every=4&by_classes=1"), run=RUN, deadline_seconds=SHORT_SECONDS)
     tensors = {f"t{i}": torch.arange(60_000, dtype=torch.int32) for i in range(4)}
     manifest = manifest_of(tensors)
     served = url(there, options if is_push else "")

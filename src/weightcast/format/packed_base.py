@@ -78,14 +78,20 @@ class PackedBase:
             self.pieces.pop(index, None)
         self.digests[index] = digest
 
-    def advance(self, index: int, payload: torch.Tensor, digest: Digest) -> tuple[torch.Tensor, int]:
+    def advance(
+        self, index: int, payload: torch.Tensor, digest: Digest, *, by_classes: bool = False
+    ) -> tuple[torch.Tensor, int]:
         """Copy the new version's bucket, and return what to send in its place, and the number of changed words.
 
-        That is a delta, or the bucket of this base where a delta would be no shorter.
+        That is a delta, or the bucket of this base where a delta would be no shorter. `by_classes`: its codec.
         """
         mine, pieces = self.payloads[index], self.pieces.get(index)
         delta, num_changed = deltas.encode(
-            *(mine, payload[: mine.nbytes], self.word_bytes[index]), advance=True, pieces=pieces, threads=_num_threads()
+            *(mine, payload[: mine.nbytes], self.word_bytes[index]),
+            by_classes=by_classes,
+            advance=True,
+            pieces=pieces,
+            threads=_num_threads(),
         )
         self.digests[index] = digest
         return mine if delta is None else delta, num_changed
@@ -134,9 +140,9 @@ def add_delta(
 
     Raises IntegrityError, with nothing changed, for a delta that is damaged.
     """
-    threads = _num_threads()
+    threads, num_words = _num_threads(), payload.nbytes // word_bytes
     try:
-        changes = deltas.decode(delta, payload.nbytes // word_bytes, word_bytes, threads=threads)
+        changes = deltas.decode(delta, num_words, word_bytes, base=payload, threads=threads)
     except ValueError as exc:
         raise IntegrityError(f"a bucket's delta is damaged: {exc}; publish again") from exc
     return changes.apply(payload, lanes=lanes, threads=threads)

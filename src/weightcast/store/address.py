@@ -23,13 +23,15 @@ class StoreAddress:
     """Options of every store.
 
     `full_every`: with n above 1, every n-th version is full, and each other one is a delta on the one before.
-    `num_slots`: number of versions that are kept before the oldest is overwritten or removed, by default 2, or twice
-    `full_every`. `num_threads`: number of buckets that are written and read concurrently, up to `MAX_BUFFERS`.
+    `by_classes`: such deltas are written in the shorter codec, which takes more time at both ends. `num_slots`: number
+    of versions that are kept before the oldest is overwritten or removed, by default 2, or twice `full_every`.
+    `num_threads`: number of buckets that are written and read concurrently, up to `MAX_BUFFERS`.
     """
 
     num_slots: int = 2
     num_threads: int = 1
     full_every: int = 1
+    by_classes: bool = False
 
     @staticmethod
     def parse(url: str) -> StoreAddress:
@@ -64,8 +66,8 @@ class DirectoryAddress(StoreAddress):
 
     @classmethod
     def parsed(cls, url: str, parts: urllib.parse.SplitResult) -> DirectoryAddress:
-        options = _options(url, parts, "num_slots", "max_slots", "num_threads", "fsync", "full_every")
-        num_slots, full_every, num_threads = _common(url, options, default_num_threads=1)
+        options = _options(url, parts, "num_slots", "max_slots", "num_threads", "fsync", "full_every", "by_classes")
+        num_slots, full_every, by_classes, num_threads = _common(url, options, default_num_threads=1)
         max_slots, fsync = int(options.get("max_slots", max(num_slots + 2, 4))), int(options.get("fsync", 0))
         if not num_slots <= max_slots <= MAX_SLOTS:
             raise ValueError(f"{url!r}: 2 <= num_slots <= max_slots <= {MAX_SLOTS} must hold")
@@ -78,6 +80,7 @@ class DirectoryAddress(StoreAddress):
             num_threads=num_threads,
             fsync=bool(fsync),
             full_every=full_every,
+            by_classes=by_classes,
         )
 
 
@@ -103,9 +106,9 @@ class ObjectStoreAddress(StoreAddress):
                 f"{url!r} is not the URL of a store; write s3://bucket/prefix, with the server's address, if it is not "
                 "Amazon's, in ?endpoint=https://HOST:PORT, and the keys in AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
             )
-        known = ("num_slots", "num_threads", "full_every", "keep_seconds")
+        known = ("num_slots", "num_threads", "full_every", "by_classes", "keep_seconds")
         options = _options(url, parts, *known, texts=("endpoint", "region", "host"))
-        num_slots, full_every, num_threads = _common(url, options, default_num_threads=3)
+        num_slots, full_every, by_classes, num_threads = _common(url, options, default_num_threads=3)
         endpoint, keep_seconds = options.get("endpoint", ""), int(options.get("keep_seconds", 300))
         if endpoint and not endpoint.startswith(("http://", "https://")):
             raise ValueError(f"{url!r}: endpoint must be a URL, such as https://HOST:PORT")
@@ -117,6 +120,7 @@ class ObjectStoreAddress(StoreAddress):
             num_slots=num_slots,
             num_threads=num_threads,
             full_every=full_every,
+            by_classes=by_classes,
             endpoint=endpoint,
             region=options.get("region", ""),
             keep_seconds=keep_seconds,
@@ -144,7 +148,7 @@ class RemoteAddress(StoreAddress):
                 "the server's token in ?token_file="
             )
         options = _options(url, parts, "num_threads", texts=("token_file", "ca_file"))
-        _, _, num_threads = _common(url, options, default_num_threads=4)
+        *_, num_threads = _common(url, options, default_num_threads=4)
         server = f"{parts.scheme.removeprefix('store+')}://{parts.netloc}{parts.path.rstrip('/')}"
         token_file, ca_file = (options.get(name, "") for name in ("token_file", "ca_file"))
         return cls(server, num_threads=num_threads, token_file=token_file, ca_file=ca_file)
@@ -176,9 +180,9 @@ def _options(url: str, parts: urllib.parse.SplitResult, *numbers: str, texts: tu
     return options
 
 
-def _common(url: str, options: dict[str, str], *, default_num_threads: int) -> tuple[int, int, int]:
-    """Return `num_slots`, `full_every` and `num_threads`, checked. Raises ValueError."""
-    full_every = int(options.get("full_every", 1))
+def _common(url: str, options: dict[str, str], *, default_num_threads: int) -> tuple[int, int, bool, int]:
+    """Return `num_slots`, `full_every`, `by_classes` and `num_threads`, checked. Raises ValueError."""
+    full_every, by_classes = int(options.get("full_every", 1)), int(options.get("by_classes", 0))
     num_slots = int(options.get("num_slots", max(2, 2 * full_every)))
     num_threads = int(options.get("num_threads", default_num_threads))
     if not 2 <= num_slots <= MAX_SLOTS:
@@ -188,6 +192,8 @@ def _common(url: str, options: dict[str, str], *, default_num_threads: int) -> t
             f"{url!r}: full_every must be from 1 to {num_slots - 1}, below num_slots: a version that is a delta needs "
             "all versions back to the last full one"
         )
+    if by_classes not in (0, 1) or by_classes >= full_every:
+        raise ValueError(f"{url!r}: by_classes must be 0 or 1, and 1 only with full_every above 1")
     if not 1 <= num_threads <= MAX_THREADS:
         raise ValueError(f"{url!r}: num_threads must be from 1 to {MAX_THREADS}")
-    return num_slots, full_every, num_threads
+    return num_slots, full_every, bool(by_classes), num_threads

@@ -292,7 +292,7 @@ class StoreSender(_BufferedSender[StoreWriter]):
         if self._delta_of is None:
             base.keep(index, payload, digest)
             return super()._stored(index, buffer, num_bytes)
-        delta, _ = base.advance(index, payload, digest)
+        delta, _ = base.advance(index, payload, digest, by_classes=self._address.by_classes)
         if delta.nbytes + HEADER_BYTES > raw_bytes:
             return super()._stored(index, buffer, num_bytes)
         stored = torch.empty(2 * HEADER_BYTES + delta.nbytes, dtype=torch.uint8)
