@@ -2,7 +2,7 @@
 #include "blocks.h"
 #include "delta.h"
 
-enum { GRAIN = 1 << 14, AHEAD = 64 }; /* changes */
+enum { GRAIN = 1 << 14, AHEAD = 128 }; /* changes */
 
 typedef struct {
     uint8_t *payload;
@@ -19,23 +19,28 @@ size_t wc_bad_change(const wc_changes *changes, uint64_t num_words) {
     return changes->count;
 }
 
-/* Let the lanes of a chunk be those with this word at byte `at`, before it is written there. */
+/* Let the lanes of a chunk be those with this word at byte `at`, before it is written there: wc_product with one of its
+   factors changed. */
 WC_INLINE void move_lanes(const applying *all, uint64_t at, size_t width, uint32_t word) {
-    uint64_t *lanes = all->lanes + 2 * (at / WC_CHUNK_BYTES), key = at % WC_CHUNK_BYTES / 8, before;
-    uint64_t shift = 8 * (at % 8), ones = UINT64_MAX >> (64 - 8 * width);
-    memcpy(&before, all->payload + at / 8 * 8, 8);
-    uint64_t after = (before & ~(ones << shift)) | (word & ones) << shift;
-    for (size_t lane = 0; lane < 2; lane++)
-        lanes[lane] += wc_product(after, wc_keys[lane][key]) - wc_product(before, wc_keys[lane][key]);
+    uint64_t *lanes = all->lanes + 2 * (at / WC_CHUNK_BYTES), half = at / 4 * 4, key = half % WC_CHUNK_BYTES;
+    uint32_t shift = 8 * (at % 4), ones = UINT32_MAX >> (32 - 8 * width) << shift;
+    uint32_t before = wc_word(all->payload + half, 4), after = (before & ~ones) | (word << shift & ones);
+    uint32_t other = wc_word(all->payload + (half ^ 4), 4);
+    for (size_t lane = 0; lane < 2; lane++) {
+        const uint8_t *keys = (const uint8_t *)wc_keys[lane];
+        uint32_t added = wc_word(keys + key, 4), factor = other + wc_word(keys + (key ^ 4), 4);
+        lanes[lane] += ((uint64_t)(after + added) - (before + added)) * factor;
+    }
 }
 
 WC_INLINE void add_all(const applying *all, size_t first, size_t last, size_t width) {
     const uint32_t *positions = all->changes->positions;
     const int64_t *differences = all->changes->differences;
+    size_t count = all->changes->count;
     uint8_t *payload = all->payload;
     for (size_t i = first; i < last; i++) {
         uint8_t *at = payload + positions[i] * (uint64_t)width;
-        __builtin_prefetch(payload + positions[i + AHEAD < last ? i + AHEAD : i] * (uint64_t)width, 1);
+        __builtin_prefetch(payload + positions[i + AHEAD < count ? i + AHEAD : i] * (uint64_t)width, 1);
         uint32_t former = wc_word(at, width), word = former + (uint32_t)differences[i];
         if (all->lanes)
             move_lanes(all, positions[i] * (uint64_t)width, width, word);
