@@ -344,7 +344,7 @@ def test_packing_fills_and_digests_in_one_pass() -> None:
     for threads, table in itertools.product(THREADS, tables):
         payload.fill_(0xAA)
         targets[1].copy_(sources[1])
-        part = table.run(threads=threads)
+        part = table.run(payload, threads=threads)
         for target, source in zip(targets, sources, strict=True):
             assert torch.equal(target, source.to(target.dtype))
         assert all(not payload[start:end].any() for start, end in gaps)
