@@ -190,12 +190,12 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     def tensors(self) -> tuple[TensorRecord, ...]:
         """The tensors with their pieces. Of a manifest from a peer only after `check`."""
         forms = [(form.dtype, form.shape, whole(form.shape)) for form in self.forms]
-        records = []
-        for row in zip(self.names, self.form_numbers, self.bucket_numbers, self.offsets_bytes, strict=True):
-            name, (dtype, shape, region) = row[0], forms[row[1]]
-            pieces = (Piece(row[2], row[3], region),) if row[2] >= 0 else self.pieces.get(name, ())
-            aliases, group = self.aliases.get(name, ()), self.groups.get(name, "")
-            records.append(TensorRecord(name, dtype, shape, aliases, group, pieces))
+        aliases, groups, records = self.aliases, self.groups, list[TensorRecord]()
+        rows = zip(self.names, self.form_numbers, self.bucket_numbers, self.offsets_bytes, strict=True)
+        for name, form, bucket, start in rows:
+            dtype, shape, region = forms[form]
+            pieces = (Piece(bucket, start, region),) if bucket >= 0 else self.pieces.get(name, ())
+            records.append(TensorRecord(name, dtype, shape, aliases.get(name, ()), groups.get(name, ""), pieces))
         return tuple(records)
 
     @functools.cached_property

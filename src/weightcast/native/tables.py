@@ -8,7 +8,7 @@ thousands of tensors in one call.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,6 +32,7 @@ Lanes: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 """Of each chunk of a payload, [number of chunks, 2]: the payload's digest follows from them alone."""
 Sums: TypeAlias = tuple[int, int]
 """The digest's two words over some chunks of a payload or all of them. The sums of parts add up to the whole's."""
+_TENSORS_AT_ONCE = 1024
 _TYPES = {torch.Tensor, torch.nn.Parameter}
 
 same_members = _core.same_members
@@ -133,7 +134,7 @@ class CopyTable:
     """Copies between tensors of one shape and dtype in host memory, contiguous or with up to three strided dims.
 
     `others` are the numbers of the pairs that the caller has to copy with torch: casts, broadcasts, other devices,
-    complex numbers, memory that overlaps.
+    complex numbers, memory that overlaps. `places`: see the function; of the targets.
     """
 
     def __init__(
@@ -155,10 +156,11 @@ class CopyTable:
         self._tensors = [payloads or side for side, payloads in sides]
         views: list[Sequence[Any]] = [side for side, payloads in sides if not payloads]
         with torch._C.DisableTorchFunctionSubclass():
-            plain, strided, kinds = _core.pairs(list(targets), list(sources), _PIECE_BYTES)
+            plain, strided, kinds, self.places = _core.pairs(list(targets), list(sources), _PIECE_BYTES)
             is_other = np.frombuffer(kinds, np.uint8) > 1
             for tensors in views:
-                is_other |= np.fromiter(map(torch.Tensor.is_neg, tensors), bool, len(tensors))
+                for part in _parts(tensors):
+                    is_other[part] |= [*map(torch.Tensor.is_neg, tensors[part])]
         for tensors in views:
             if not {*map(type, tensors)} <= _TYPES:
                 # A tensor subclass may report another device than that of its memory.
@@ -269,10 +271,17 @@ def _kept(found: bytes, num_words: int, is_other: np.ndarray[Any, Any]) -> tuple
 
 def _bounds(tensors: Sequence[Any]) -> Rows:
     """Return the first address of each tensor's storage, and the first one behind it."""
-    # By loops in Python, between the steps of which other threads run.
-    storages = [torch.Tensor.untyped_storage(tensor) for tensor in tensors]
-    starts, sizes = [storage.data_ptr() for storage in storages], [storage.nbytes() for storage in storages]
-    return np.stack([np.array(starts, np.int64), np.array(sizes, np.int64)], axis=1).cumsum(axis=1)
+    bounds = np.empty((len(tensors), 2), np.int64)
+    for part in _parts(tensors):
+        storages = [*map(torch.Tensor.untyped_storage, tensors[part])]
+        bounds[part, 0] = [*map(torch.UntypedStorage.data_ptr, storages)]
+        bounds[part, 1] = [*map(torch.UntypedStorage.nbytes, storages)]
+    return bounds.cumsum(axis=1)
+
+
+def _parts(tensors: Sequence[Any]) -> Iterator[slice]:
+    """Yield slices that are small enough for calls that hold the GIL for all of their tensors."""
+    return (slice(first, first + _TENSORS_AT_ONCE) for first in range(0, len(tensors), _TENSORS_AT_ONCE))
 
 
 def _require_inside(starts: Rows, sizes: Rows, bounds: Rows, what: str) -> None:

@@ -96,7 +96,6 @@ class Part:
         self.to_prove: list[Named] = []
         self.blocks: list[Block] = []
         self.sources: list[torch.Tensor | int] = []
-        self._start = 0 if payload is None else payload.data_ptr()
         self.payloads = [] if payload is None or not payload.is_cpu else [payload]
         """The payload, if it is in host memory. Then a source may be an address in it."""
         self._install_map = install_map
@@ -114,17 +113,17 @@ class Part:
                 self.to_prove.append((name, tensor))
         self.rest.append((name, tensor))
 
-    def add_stored(self, named: Sequence[tuple[str, Entry]]) -> None:
-        """Add tensors by name, which the payload has as these entries."""
+    def add_stored(self, entries: Sequence[Entry]) -> None:
+        """Add tensors that the payload has as these entries, under the records' names."""
         assert self.payload is not None
-        found = self._install_map
-        as_is: Iterable[bool] = itertools.repeat(False)
+        names, start = [entry.record.name for entry in entries], self.payload.data_ptr()
+        found, as_is = self._install_map, [False] * len(entries)
         if found is not None and self.payloads:
-            as_is = found.are_copied_as_is([(name, TORCH_DTYPES[entry.record.dtype]) for name, entry in named])
-        for (name, entry), is_as_is in zip(named, as_is, strict=False):
+            as_is = found.are_copied_as_is(names, [TORCH_DTYPES[entry.record.dtype] for entry in entries])
+        for name, entry, is_as_is in zip(names, entries, as_is, strict=True):
             if is_as_is and name in self._copied:
                 self.blocks.append((name, None))
-                self.sources.append(self._start + entry.piece.offset_bytes)
+                self.sources.append(start + entry.piece.offset_bytes)
             else:
                 self.add(name, entry.view(self.payload))
 
@@ -199,9 +198,10 @@ class Install:
         self.layout = layout
         self.manifest_digest = manifest_digest
         self.engine = engine
-        self.device = device_of_weights(engine)
         self.specs = specs
         self._map = engine.install_map if uses_map and isinstance(engine, Mapped) else None
+        has_devices = self._map is not None and self._map.devices is not None
+        self.device = device_of_weights(self._map if has_devices else engine)
         self._revision = 0 if self._map is None else self._map.revision
         self.copied = frozenset[str]() if self._map is None else frozenset(self._map.proven)
         records = layout.manifest.tensors
@@ -213,6 +213,7 @@ class Install:
             for record in records if held else ():
                 found = dict.fromkeys(held[name] for name in record.names if name in held)
                 self._other_names[record.name] = tuple(found) or (record.name,)
+            self._other_names = {n: names for n, names in self._other_names.items() if names != (n,)}
         """By record name, the names under which a record is loaded: one for each of the engine's tensors, without specs
         all. A record that is missing is loaded under its own name."""
         self.served: WeightVersion | None = None
@@ -295,14 +296,14 @@ class Install:
     @functools.cached_property
     def installed_bytes(self) -> int:
         """Bytes that this rank installs; a tensor that the engine's loader gets counts with all its bytes."""
-        copied, num_bytes = list[str](), 0
-        for record in self.layout.manifest.tensors:
-            for name in self._names(record):
-                if name in self.copied:
-                    copied.append(name)
-                else:
-                    num_bytes += record.num_bytes
-        return num_bytes if self._map is None else num_bytes + self._map.target_bytes(copied)
+        records = self.layout.manifest.tensors
+        names = [record.name for record in records if record.name not in self._other_names]
+        names += itertools.chain.from_iterable(self._other_names.values())
+        copied = names if self.copied.issuperset(names) else [name for name in names if name in self.copied]
+        num_bytes = 0 if self._map is None else self._map.target_bytes(copied)
+        if len(copied) < len(names):
+            num_bytes += sum(r.num_bytes for r in records for name in self._names(r) if name not in self.copied)
+        return num_bytes
 
     def assembly(self, *, is_staged: bool) -> Assembly:
         """Return a new assembly, for one update."""
@@ -419,8 +420,11 @@ class Install:
         part = self._parts.get(index)
         if part is None or part.payload is not payload:
             part = self._parts[index] = Part(self._map, self.copied, payload)
-            cut, entries = self._cut, self.layout.entries[index]
-            part.add_stored([(n, e) for e in entries if e.record.name not in cut for n in self._names(e.record)])
+            entries = [entry for entry in self.layout.entries[index] if entry.record.name not in self._cut]
+            part.add_stored([entry for entry in entries if entry.record.name not in self._other_names])
+            for entry in entries if self._other_names else ():
+                for name in self._other_names.get(entry.record.name, ()):
+                    part.add(name, entry.view(payload))
             for name, entry in self._copied_pieces[index]:
                 part.add(name, entry.view(payload), entry.piece.region)
         return part
@@ -465,8 +469,8 @@ def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -
     return tensor
 
 
-def device_of_weights(engine: Engine) -> torch.device:
-    """Return the first GPU among the engine's devices, else the CPU."""
+def device_of_weights(engine: Engine | InstallMap | None) -> torch.device:
+    """Return the first GPU among the engine's devices, or those of its map, else the CPU."""
     # Not by isinstance(engine, OnDevice): before Python 3.12 that evaluates the property, which searches the model.
     devices: Collection[torch.device] = getattr(engine, "devices", ())
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
