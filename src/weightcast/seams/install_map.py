@@ -33,8 +33,8 @@ class InstallMap:
     revision = 0
     """Grows whenever copies that were prepared by this map, or the set of copied tensors, are out of date."""
 
-    devices: Collection[torch.device] | None = None
-    """All devices that have live tensors, as the engine's `specs` or `bind` has found them; None if these don't."""
+    devices: Collection[torch.device] = ()
+    """All devices that have live tensors, as the engine's `specs` has found them; empty if it has not."""
 
     also_loaded: Collection[str] = frozenset()
     """Names whose tensors `load` gets even if they are copied."""

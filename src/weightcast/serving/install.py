@@ -113,11 +113,10 @@ class Part:
                 self.to_prove.append((name, tensor))
         self.rest.append((name, tensor))
 
-    def add_stored(self, entries: Sequence[Entry]) -> None:
-        """Add tensors that the payload has as these entries, under the records' names."""
+    def add_stored(self, names: Sequence[str], entries: Sequence[Entry]) -> None:
+        """Add tensors of these names, which the payload has as these entries."""
         assert self.payload is not None
-        names, start = [entry.record.name for entry in entries], self.payload.data_ptr()
-        found, as_is = self._install_map, [False] * len(entries)
+        start, found, as_is = self.payload.data_ptr(), self._install_map, [False] * len(entries)
         if found is not None and self.payloads:
             as_is = found.are_copied_as_is(names, [TORCH_DTYPES[entry.record.dtype] for entry in entries])
         for name, entry, is_as_is in zip(names, entries, as_is, strict=True):
@@ -200,8 +199,7 @@ class Install:
         self.engine = engine
         self.specs = specs
         self._map = engine.install_map if uses_map and isinstance(engine, Mapped) else None
-        has_devices = self._map is not None and self._map.devices is not None
-        self.device = device_of_weights(self._map if has_devices else engine)
+        self.device = device_of_weights(engine if self._map is None or not self._map.devices else self._map)
         self._revision = 0 if self._map is None else self._map.revision
         self.copied = frozenset[str]() if self._map is None else frozenset(self._map.proven)
         records = layout.manifest.tensors
@@ -420,11 +418,14 @@ class Install:
         part = self._parts.get(index)
         if part is None or part.payload is not payload:
             part = self._parts[index] = Part(self._map, self.copied, payload)
-            entries = [entry for entry in self.layout.entries[index] if entry.record.name not in self._cut]
-            part.add_stored([entry for entry in entries if entry.record.name not in self._other_names])
-            for entry in entries if self._other_names else ():
-                for name in self._other_names.get(entry.record.name, ()):
-                    part.add(name, entry.view(payload))
+            entries = self.layout.entries[index]
+            if self._cut:
+                entries = [entry for entry in entries if entry.record.name not in self._cut]
+            names = [entry.record.name for entry in entries]
+            if self._other_names:
+                names = [name for entry in entries for name in self._names(entry.record)]
+                entries = [entry for entry in entries for _ in self._names(entry.record)]
+            part.add_stored(names, entries)
             for name, entry in self._copied_pieces[index]:
                 part.add(name, entry.view(payload), entry.piece.region)
         return part
@@ -469,7 +470,7 @@ def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -
     return tensor
 
 
-def device_of_weights(engine: Engine | InstallMap | None) -> torch.device:
+def device_of_weights(engine: Engine | InstallMap) -> torch.device:
     """Return the first GPU among the engine's devices, or those of its map, else the CPU."""
     # Not by isinstance(engine, OnDevice): before Python 3.12 that evaluates the property, which searches the model.
     devices: Collection[torch.device] = getattr(engine, "devices", ())
