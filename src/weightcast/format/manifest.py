@@ -198,6 +198,13 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
             records.append(TensorRecord(name, dtype, shape, aliases.get(name, ()), groups.get(name, ""), pieces))
         return tuple(records)
 
+    def whole_tensors(self) -> list[list[int]]:
+        """Return by bucket, in order of offset, the numbers of the tensors of which all is there in one piece."""
+        buckets = np.array(self.bucket_numbers, np.int64)
+        order = np.lexsort((np.array(self.offsets_bytes, np.int64), buckets))
+        ends = np.searchsorted(buckets[order], np.arange(len(self.buckets) + 1)).tolist()
+        return [order[first:end].tolist() for first, end in itertools.pairwise(ends)]
+
     @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes of tensor data, without padding and headers."""
