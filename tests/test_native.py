@@ -228,6 +228,12 @@ def test_a_table_that_would_reach_outside_of_a_storage_is_refused(shape: tuple[i
         CopyTable(tensors[:1], tensors[1:])
 
 
+def test_a_table_has_the_places_of_its_targets() -> None:
+    sources = [torch.zeros(4), torch.zeros(3, 5).t(), torch.zeros(()), torch.zeros(0, 2), torch.zeros(4).bfloat16()]
+    targets = [torch.zeros(source.shape) for source in sources] + [torch.zeros(3, device="meta")]
+    assert CopyTable(targets, [*sources, torch.zeros(3)]).places == places(targets)
+
+
 def test_as_many_sources_as_targets() -> None:
     with pytest.raises(ValueError, match="there are 1 targets and 2 sources"):
         CopyTable([torch.zeros(1)], [torch.zeros(1), torch.zeros(1)])
@@ -344,12 +350,35 @@ def test_packing_fills_and_digests_in_one_pass() -> None:
     for threads, table in itertools.product(THREADS, tables):
         payload.fill_(0xAA)
         targets[1].copy_(sources[1])
-        part = table.run(threads=threads)
+        part = table.run(payload, threads=threads)
         for target, source in zip(targets, sources, strict=True):
             assert torch.equal(target, source.to(target.dtype))
         assert all(not payload[start:end].any() for start, end in gaps)
         assert (payload[170_000:200_192] == 0xAA).all()
         assert added(part, digest(payload, table.missing)) == nh_128(bytes(payload.tolist()))
+
+
+def test_a_table_without_views_fills_any_payload_of_its_size() -> None:
+    size, rows = 100_000, torch.randn(40, 30)
+    sources = [noise(50_000), rows.t(), torch.randn(100, dtype=torch.complex64).conj(), noise(40_000)]
+    starts, gaps = [0, 50_176, 56_064, 60_000], [(50_000, 50_176), (54_976, 56_064), (56_864, 60_000)]
+    table = PackTable(torch.empty(size, dtype=torch.uint8, device="meta"), starts, sources, gaps)
+    assert table.others == [2]
+    for fill in (1, 2):
+        payload = torch.full((size + 64,), fill, dtype=torch.uint8)[64:]
+        payload[56_064:56_864].view(torch.complex64).copy_(sources[2])
+        part = table.run(payload, threads=3)
+        for start, source in zip(starts, sources, strict=True):
+            assert torch.equal(payload[start : start + source.nbytes].view(source.dtype).view(source.shape), source)
+        assert not any(payload[start:end].any() for start, end in gaps)
+        assert added(part, digest(payload, table.missing)) == nh_128(bytes(payload.tolist()))
+    for other in (size - 8, size + 8):
+        with pytest.raises(ValueError, match=f"the payload has {other} bytes, expected {size}"):
+            table.run(torch.zeros(other, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"expected contiguous torch\.uint8 in host memory"):
+        table.run(torch.empty(size, dtype=torch.uint8, device="meta"))
+    with pytest.raises(ValueError, match="reaches outside of the payload, which has 64"):
+        PackTable(torch.empty(64, dtype=torch.uint8, device="meta"), [33], [noise(32)])
 
 
 @pytest.mark.parametrize("gaps", [[(8, 32)], [(0, 8)], [(40, 70)], [(36, 38), (37, 40)]])

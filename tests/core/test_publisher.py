@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from weightcast.errors import (
     ClosedError,
     ControlError,
     EngineBusyError,
+    IncompatibleWeightsError,
     InsufficientMemoryError,
     PeerDiedError,
     PeerTimeoutError,
@@ -32,8 +34,10 @@ from weightcast.errors import (
 from weightcast.format.messages import Offer
 from weightcast.host import memory as host_memory
 from weightcast.host.deadline import Deadline
+from weightcast.native.tables import PackTable
 from weightcast.seams.client import EngineClient
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, Background
+from weightcast.trainer import packer
 from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -332,6 +336,94 @@ def test_a_publisher_that_was_prepared_publishes_from_that_memory(install: str) 
         report = publisher.publish()
         assert report.ok
         assert 0.0 < report.seconds.memory < report.seconds.send
+
+
+class Mixed(torch.nn.Module):
+    """Tensors that are packed as bytes, with strides, and by casts to bfloat16; of many buckets of 4 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = torch.nn.ParameterList(torch.randn(30, 40) for _ in range(6))
+        self.columns = torch.nn.Parameter(torch.randn(40, 30).t())
+        self.small = torch.nn.Parameter(torch.randn(500).bfloat16())
+        self.register_buffer("steps", torch.arange(700))
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_prepared_publish_sends_the_values_of_its_time(
+    dtype: torch.dtype | None, install: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables for packing are made by `prepare`, where no tensor of a bucket is cast, and not again."""
+    made = list[PackTable]()
+
+    class Counted(PackTable):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(packer, "PackTable", Counted)
+    model, served = Mixed(), Mixed() if dtype is None else Mixed().to(dtype)
+    source = weightcast.ModuleSource(model, dtype=dtype)
+    with fleet(source, weightcast.ModuleEngine(served), install=install) as (publisher, _):
+        publisher.prepare()
+        num_prepared = len(made)
+        for number in range(3):
+            with torch.no_grad():
+                for tensor in model.state_dict().values():
+                    tensor.add_(number + 1)
+            report = publisher.publish()
+            expected = model if dtype is None else copy.deepcopy(model).to(dtype)
+            for (name, found), wanted in zip(served.state_dict().items(), expected.state_dict().values(), strict=True):
+                assert torch.equal(found, wanted), name
+        assert len(made) == report.num_buckets
+        assert 0 < num_prepared < len(made) if dtype else num_prepared == len(made)
+        publisher.release()
+        assert publisher.publish().ok
+        assert len(made) == report.num_buckets
+
+
+MOVES: dict[str, Callable[[torch.nn.Linear], object]] = {
+    "other memory": lambda layer: setattr(layer.weight, "data", torch.randn(64, 64)),
+    "another parameter": lambda layer: setattr(layer, "weight", torch.nn.Parameter(torch.randn(64, 64))),
+    "of another tensor": lambda layer: torch.utils.swap_tensors(layer.weight, torch.nn.Parameter(torch.randn(64, 64))),
+    "its storage set": lambda layer: layer.weight.set_(torch.randn(64 * 64).untyped_storage(), 0, (64, 64)),
+    "transposed": lambda layer: setattr(layer.weight, "data", layer.weight.data.t()),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_tensor_that_moves_between_prepare_and_publish_is_seen(move: str) -> None:
+    model, served = (torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))) for _ in range(2))
+    with fleet(weightcast.ModuleSource(model), weightcast.ModuleEngine(served)) as (publisher, _):
+        publisher.prepare()
+        former = model[3].weight.data
+        with torch.no_grad():
+            MOVES[move](cast(torch.nn.Linear, model[3]))
+        if move != "transposed":
+            former.fill_(float("nan"))  # a publish from the former memory would send this
+        wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert not wanted["3.weight"].isnan().any()
+        assert publisher.publish().ok
+        for name, found in served.state_dict().items():
+            assert torch.equal(found, wanted[name]), name
+
+
+def test_memory_that_goes_between_prepare_and_publish_is_not_read() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
+    with fleet(weightcast.ModuleSource(model), RecordingEngine()) as (publisher, _):
+        publisher.prepare()
+        model[3].weight.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=r"'3\.weight' .*its storage was freed, so load the weights back first"):
+            publisher.publish()
+    for move in (lambda tensor: tensor.untyped_storage().resize_(0), lambda tensor: tensor.set_(torch.randn(40, 40))):
+        with fleet(TensorSource(tensors), RecordingEngine()) as (publisher, _):
+            publisher.prepare()
+            move(tensors["t7"])
+            with pytest.raises(IncompatibleWeightsError, match=r"'t7': found a view at .*, expected it at"):
+                publisher.publish()
+        tensors["t7"] = torch.randn(40, 40)
 
 
 @pytest.mark.parametrize("transport", ["memory://", "ipc://"])

@@ -247,6 +247,11 @@ class _ModuleMap(InstallMap):
         self.look()
         return self.specs == self._own_specs
 
+    def are_copied_as_is(self, names: Sequence[str], dtypes: Sequence[torch.dtype]) -> list[bool]:
+        if any(device.type != "cpu" for device in self.devices):
+            return super().are_copied_as_is(names, dtypes)
+        return [self._dtypes.get(name) is dtype for name, dtype in zip(names, dtypes, strict=True)]
+
     def look(self) -> None:
         """Look up every tensor of the module. Raises ValueError for tensors that can't be written to."""
         self._checkpoint.refresh()
@@ -274,6 +279,7 @@ class _ModuleMap(InstallMap):
         self.views = list(self.live.values())
         self.shapes = [spec.shape for spec in self.specs]
         self.dtypes = [view.dtype for view in self.views]
+        self._dtypes = dict(zip(self.live, self.dtypes, strict=True))
         self.devices = list(dict.fromkeys(view.device for view in self.views))
         self._by_name = {name: number for number, spec in enumerate(self.specs) for name in spec.names}
 

@@ -8,6 +8,7 @@ payload and kept; packing a bucket takes a few calls however many tensors it has
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -174,18 +175,23 @@ class Layout:
     """The buckets of a manifest as tensors: entries of each bucket in order of offset, and views of any buffer."""
 
     def __init__(self, manifest: Manifest) -> None:
-        unknown = sorted({t.dtype for t in manifest.tensors} - TORCH_DTYPES.keys())
+        unknown = sorted({form.dtype for form in manifest.forms} - TORCH_DTYPES.keys())
         if unknown:
             raise ValueError(f"this torch {torch.__version__} has no dtype {', '.join(unknown)}: use a newer one")
         self.manifest = manifest
-        self.entries: list[list[Entry]] = [[] for _ in manifest.buckets]
-        for index, record in enumerate(manifest.tensors):
-            for piece in record.pieces:
-                self.entries[piece.bucket].append(Entry(index, record, piece))
-        for entries in self.entries:
-            entries.sort(key=_offset_of)
         self._views: list[tuple[torch.Tensor, list[torch.Tensor]] | None] = [None] * len(manifest.buckets)
         self._gaps: dict[int, list[tuple[int, int]]] = {}
+
+    @functools.cached_property
+    def entries(self) -> list[list[Entry]]:
+        """The entries of each bucket, in order of offset."""
+        found: list[list[Entry]] = [[] for _ in self.manifest.buckets]
+        for index, record in enumerate(self.manifest.tensors):
+            for piece in record.pieces:
+                found[piece.bucket].append(Entry(index, record, piece))
+        for entries in found:
+            entries.sort(key=_offset_of)
+        return found
 
     def views(self, index: int, payload: torch.Tensor) -> list[torch.Tensor]:
         """One view for each entry of bucket `index`, of its region's shape and dtype, into `payload`.

@@ -190,13 +190,20 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     def tensors(self) -> tuple[TensorRecord, ...]:
         """The tensors with their pieces. Of a manifest from a peer only after `check`."""
         forms = [(form.dtype, form.shape, whole(form.shape)) for form in self.forms]
-        records = []
-        for row in zip(self.names, self.form_numbers, self.bucket_numbers, self.offsets_bytes, strict=True):
-            name, (dtype, shape, region) = row[0], forms[row[1]]
-            pieces = (Piece(row[2], row[3], region),) if row[2] >= 0 else self.pieces.get(name, ())
-            aliases, group = self.aliases.get(name, ()), self.groups.get(name, "")
-            records.append(TensorRecord(name, dtype, shape, aliases, group, pieces))
+        aliases, groups, records = self.aliases, self.groups, list[TensorRecord]()
+        rows = zip(self.names, self.form_numbers, self.bucket_numbers, self.offsets_bytes, strict=True)
+        for name, form, bucket, start in rows:
+            dtype, shape, region = forms[form]
+            pieces = (Piece(bucket, start, region),) if bucket >= 0 else self.pieces.get(name, ())
+            records.append(TensorRecord(name, dtype, shape, aliases.get(name, ()), groups.get(name, ""), pieces))
         return tuple(records)
+
+    def whole_tensors(self) -> list[list[int]]:
+        """Return by bucket, in order of offset, the numbers of the tensors of which all is there in one piece."""
+        buckets = np.array(self.bucket_numbers, np.int64)
+        order = np.lexsort((np.array(self.offsets_bytes, np.int64), buckets))
+        ends = np.searchsorted(buckets[order], np.arange(len(self.buckets) + 1)).tolist()
+        return [order[first:end].tolist() for first, end in itertools.pairwise(ends)]
 
     @functools.cached_property
     def num_bytes(self) -> int:

@@ -66,7 +66,7 @@ class PreparedCopies:
         others = [(targets[number], _tensor_at(sources[number], targets[number], payloads)) for number in table.others]
         if any(not tensor.data_ptr() and tensor.nbytes for tensor in itertools.chain.from_iterable(others)):
             raise RuntimeError("a tensor to copy has no memory, since its storage was freed: load it back first")
-        self._targets, self._places = list(targets), places(targets)
+        self._targets, self._places = list(targets), table.places
         # By address, since most sources are views of a few buckets.
         tensors = [tensor for tensor in payloads or sources if isinstance(tensor, torch.Tensor)]
         self._storages = {storage.data_ptr(): storage for storage in set(map(torch.Tensor.untyped_storage, tensors))}

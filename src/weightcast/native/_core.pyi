@@ -57,8 +57,9 @@ def populate(address: int, size: int, /) -> bool:
 def places(tensors: list[Any], /) -> bytes:
     """Return the address, dtype, device, number of dims, sizes and strides of each tensor, as bytes to compare."""
 
-def pairs(targets: list[Any], sources: list[Any], piece_bytes: int, /) -> tuple[bytes, bytes, bytes]:
-    """Return rows for `copy` and for `copy_strided`, each followed by the number of its pair, and a kind per pair.
+def pairs(targets: list[Any], sources: list[Any], piece_bytes: int, /) -> tuple[bytes, bytes, bytes, bytes]:
+    """Return rows for `copy` and for `copy_strided`, each followed by the number of its pair, a kind per pair, and the
+    `places` of the targets.
 
     One of a pair may be the address of a contiguous tensor of the other one's shape and dtype in host memory. Kinds: 0,
     copied as bytes; 1, copied with strides; 2, not a copy that this module can make. A row has at most about

@@ -8,7 +8,7 @@ thousands of tensors in one call.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,6 +22,8 @@ MAX_THREADS = _core.MAX_THREADS
 _PIECE_BYTES = 1 << 20
 """Largest size of a row, so that threads end at about the same time."""
 _COPY_WORDS, _STRIDED_WORDS = 3, 12
+_IN_PLACE = -1
+"""Source of a row whose bytes are in the payload already."""
 
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Chunks: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
@@ -30,6 +32,7 @@ Lanes: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 """Of each chunk of a payload, [number of chunks, 2]: the payload's digest follows from them alone."""
 Sums: TypeAlias = tuple[int, int]
 """The digest's two words over some chunks of a payload or all of them. The sums of parts add up to the whole's."""
+_TENSORS_AT_ONCE = 1024
 _TYPES = {torch.Tensor, torch.nn.Parameter}
 
 same_members = _core.same_members
@@ -131,7 +134,7 @@ class CopyTable:
     """Copies between tensors of one shape and dtype in host memory, contiguous or with up to three strided dims.
 
     `others` are the numbers of the pairs that the caller has to copy with torch: casts, broadcasts, other devices,
-    complex numbers, memory that overlaps.
+    complex numbers, memory that overlaps. `places`: see the function; of the targets.
     """
 
     def __init__(
@@ -153,10 +156,11 @@ class CopyTable:
         self._tensors = [payloads or side for side, payloads in sides]
         views: list[Sequence[Any]] = [side for side, payloads in sides if not payloads]
         with torch._C.DisableTorchFunctionSubclass():
-            plain, strided, kinds = _core.pairs(list(targets), list(sources), _PIECE_BYTES)
+            plain, strided, kinds, self.places = _core.pairs(list(targets), list(sources), _PIECE_BYTES)
             is_other = np.frombuffer(kinds, np.uint8) > 1
             for tensors in views:
-                is_other |= np.fromiter(map(torch.Tensor.is_neg, tensors), bool, len(tensors))
+                for part in _parts(tensors):
+                    is_other[part] |= [*map(torch.Tensor.is_neg, tensors[part])]
         for tensors in views:
             if not {*map(type, tensors)} <= _TYPES:
                 # A tensor subclass may report another device than that of its memory.
@@ -195,7 +199,7 @@ class CopyTable:
 
 
 class PackTable:
-    """Fills a payload from tensors, and digests it in the same pass.
+    """Fills payloads of one size from tensors, and digests each in the same pass.
 
     `others` are the numbers of the pairs that the caller has to copy before each run; see `CopyTable`. `missing` marks
     the chunks that a run does not digest: those that the pairs don't fill completely, and those in targets that are not
@@ -211,24 +215,27 @@ class PackTable:
     ) -> None:
         """Make a table for targets that are views of `payload` and don't overlap. A target that is a number stands for
         a contiguous tensor of its source's shape and dtype from that byte on. `gaps` are bytes to fill with zeros.
+        If all targets are numbers, the payload may be on the meta device: only its size counts. It is not kept.
 
         Raises ValueError for a tensor that reaches outside of its storage, or a target outside of the payload.
         """
-        require_host_bytes(payload)
+        if not payload.is_meta:
+            require_host_bytes(payload)
         start = payload.data_ptr()
         into = [start + target if isinstance(target, int) else target for target in targets]
-        self._payload, self._copies = payload, CopyTable(into, sources, targets_in=[payload])
-        self.others = self._copies.others
-        rows = [self._copies.rows - np.array([start, 0, 0])]
+        copies = CopyTable(into, sources, targets_in=[payload])
+        self._sources, self._num_bytes, self.others = sources, payload.nbytes, copies.others
+        rows = [copies.rows - np.array([start, 0, 0])]
+        self._strided = copies.strided - np.array([start] + [0] * (_STRIDED_WORDS - 1))
         # Pairs that are copied otherwise are in the payload already when this runs.
-        strided = {*self._copies.strided_pairs.tolist(), *self.others}
+        strided = {*copies.strided_pairs.tolist(), *self.others}
         runs = list[tuple[int, int]]()
         for target, source in ((into[number], sources[number]) for number in strided):
             if isinstance(target, int):
                 runs.append((target, source.nbytes))
             elif target.is_contiguous():
                 runs.append((target.data_ptr(), target.nbytes))
-        rows.append(np.array([(at - start, at, size) for at, size in runs if size], np.int64).reshape(-1, 3))
+        rows.append(np.array([(at - start, _IN_PLACE, size) for at, size in runs if size], np.int64).reshape(-1, 3))
         rows.append(np.array([(at, 0, end - at) for at, end in gaps], np.int64).reshape(-1, 3))
         found = np.concatenate(rows)
         found = found[np.argsort(found[:, 0], kind="stable")]
@@ -236,13 +243,24 @@ class PackTable:
         if len(found) and (spans[0, 0] < 0 or spans[-1, 1] > payload.nbytes or (spans[:-1, 1] > spans[1:, 0]).any()):
             raise ValueError(f"targets and gaps overlap, or reach outside of the payload of {payload.nbytes} bytes")
         self._rows = np.ascontiguousarray(found)
+        self._in_place = np.flatnonzero(found[:, 1] == _IN_PLACE)
         self.missing = unfilled_chunks(spans, payload.nbytes)
 
-    def run(self, *, threads: int = 1, cached: bool = False) -> Sums:
-        """Fill the payload, and digest all chunks but the missing ones. `cached`: it will be read again soon."""
-        _core.copy_strided(self._copies.strided, threads, True)
-        payload = self._payload
-        return _core.copy_and_digest(payload.data_ptr(), payload.nbytes, self._rows, threads, cached)
+    def run(self, payload: torch.Tensor, *, threads: int = 1, cached: bool = False) -> Sums:
+        """Fill a payload, and digest all chunks but the missing ones. `cached`: it will be read again soon.
+
+        Raises ValueError for one of another size.
+        """
+        require_host_bytes(payload)
+        if payload.nbytes != self._num_bytes:
+            raise ValueError(f"the payload has {payload.nbytes} bytes, expected {self._num_bytes}")
+        start, rows = payload.data_ptr(), self._rows
+        if len(self._strided):
+            _core.copy_strided(self._strided + np.array([start] + [0] * (_STRIDED_WORDS - 1)), threads, True)
+        if len(self._in_place):
+            rows = rows.copy()
+            rows[self._in_place, 1] = start + rows[self._in_place, 0]
+        return _core.copy_and_digest(start, payload.nbytes, rows, threads, cached)
 
 
 def _kept(found: bytes, num_words: int, is_other: np.ndarray[Any, Any]) -> tuple[Rows, Rows]:
@@ -253,10 +271,17 @@ def _kept(found: bytes, num_words: int, is_other: np.ndarray[Any, Any]) -> tuple
 
 def _bounds(tensors: Sequence[Any]) -> Rows:
     """Return the first address of each tensor's storage, and the first one behind it."""
-    # By loops in Python, between the steps of which other threads run.
-    storages = [torch.Tensor.untyped_storage(tensor) for tensor in tensors]
-    starts, sizes = [storage.data_ptr() for storage in storages], [storage.nbytes() for storage in storages]
-    return np.stack([np.array(starts, np.int64), np.array(sizes, np.int64)], axis=1).cumsum(axis=1)
+    bounds = np.empty((len(tensors), 2), np.int64)
+    for part in _parts(tensors):
+        storages = [*map(torch.Tensor.untyped_storage, tensors[part])]
+        bounds[part, 0] = [*map(torch.UntypedStorage.data_ptr, storages)]
+        bounds[part, 1] = [*map(torch.UntypedStorage.nbytes, storages)]
+    return bounds.cumsum(axis=1)
+
+
+def _parts(tensors: Sequence[Any]) -> Iterator[slice]:
+    """Yield slices that are small enough for calls that hold the GIL for all of their tensors."""
+    return (slice(first, first + _TENSORS_AT_ONCE) for first in range(0, len(tensors), _TENSORS_AT_ONCE))
 
 
 def _require_inside(starts: Rows, sizes: Rows, bounds: Rows, what: str) -> None:

@@ -192,6 +192,12 @@ static void give_way(Py_ssize_t number) {
     }
 }
 
+static int append_place(growing *all, const place *found) {
+    uint64_t head[4] = {found->address, found->dtype, found->device, (uint64_t)found->ndim};
+    size_t size = sizeof(int64_t) * (size_t)found->ndim;
+    return append(all, head, sizeof head) || append(all, found->sizes, size) || append(all, found->strides, size);
+}
+
 PyObject *wc_places(PyObject *self, PyObject *tensors) {
     (void)self;
     if (!PyList_Check(tensors))
@@ -201,11 +207,7 @@ PyObject *wc_places(PyObject *self, PyObject *tensors) {
     place found;
     for (Py_ssize_t i = 0; i < PyList_Size(tensors); i++) {
         PyObject *tensor = PyList_GetItem(tensors, i);
-        if (!tensor || read_kept(tensor, &last, &found))
-            break;
-        uint64_t head[4] = {found.address, found.dtype, found.device, (uint64_t)found.ndim};
-        size_t size = sizeof(int64_t) * (size_t)found.ndim;
-        if (append(&rows, head, sizeof head) || append(&rows, found.sizes, size) || append(&rows, found.strides, size))
+        if (!tensor || read_kept(tensor, &last, &found) || append_place(&rows, &found))
             break;
         give_way(i);
     }
@@ -314,7 +316,7 @@ PyObject *wc_pairs(PyObject *self, PyObject *arguments) {
         return NULL;
     if (!PyList_Check(targets) || !PyList_Check(sources) || PyList_Size(targets) != PyList_Size(sources) || !piece)
         return PyErr_Format(PyExc_ValueError, "expected two lists of tensors of one length, and a positive piece size");
-    growing plain = {0}, strided = {0}, kinds = {0};
+    growing plain = {0}, strided = {0}, kinds = {0}, places = {0};
     asked last_target = {0}, last_source = {0};
     place target, source;
     for (Py_ssize_t i = 0; i < PyList_Size(targets); i++) {
@@ -334,15 +336,16 @@ PyObject *wc_pairs(PyObject *self, PyObject *arguments) {
             break;
         int kind = append_pair(&target, &source, piece, (uint64_t)i, &plain, &strided);
         uint8_t said = (uint8_t)kind;
-        if (kind < 0 || append(&kinds, &said, 1))
+        if (kind < 0 || append(&kinds, &said, 1) || append_place(&places, &target))
             break;
         give_way(i);
     }
-    PyObject *first = taken(&plain), *second = taken(&strided), *third = taken(&kinds);
-    PyObject *made = first && second && third ? PyTuple_Pack(3, first, second, third) : NULL;
+    PyObject *first = taken(&plain), *second = taken(&strided), *third = taken(&kinds), *fourth = taken(&places);
+    PyObject *made = first && second && third && fourth ? PyTuple_Pack(4, first, second, third, fourth) : NULL;
     Py_XDECREF(first);
     Py_XDECREF(second);
     Py_XDECREF(third);
+    Py_XDECREF(fourth);
     return made;
 }
 

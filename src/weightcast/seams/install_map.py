@@ -33,6 +33,9 @@ class InstallMap:
     revision = 0
     """Grows whenever copies that were prepared by this map, or the set of copied tensors, are out of date."""
 
+    devices: Collection[torch.device] = ()
+    """All devices that have live tensors, as the engine's `specs` has found them; empty if it has not."""
+
     also_loaded: Collection[str] = frozenset()
     """Names whose tensors `load` gets even if they are copied."""
 
@@ -66,7 +69,7 @@ class InstallMap:
 
     def target_bytes(self, names: Iterable[str]) -> int:
         """Return the size of this rank's parts of these tensors, in the live parameters' dtypes."""
-        return sum(self._live[name].nbytes for name in names)
+        return sum([self._live[name].nbytes for name in names])
 
     def source_blocks(self, name: str, tensor: torch.Tensor, piece: Region | None = None) -> list[torch.Tensor]:
         """Return views of a contiguous tensor's blocks that this rank needs, in the order of `target_blocks`.
@@ -75,12 +78,12 @@ class InstallMap:
         """
         return [tensor]
 
-    def are_copied_as_is(self, tensors: Sequence[tuple[str, torch.dtype]]) -> list[bool]:
+    def are_copied_as_is(self, names: Sequence[str], dtypes: Sequence[torch.dtype]) -> list[bool]:
         """Return, for each tensor of this name and dtype, whether it is only copied, all of it, to one live tensor of
         its shape and dtype in host memory. That takes its address, and no `source_blocks`: override both or none.
         """
         known, loaded = self._live, self.also_loaded
-        live = ((name, known.get(name), dtype) for name, dtype in tensors)
+        live = zip(names, map(known.get, names), dtypes, strict=True)
         return [t is not None and t.dtype is dtype and t.is_cpu and name not in loaded for name, t, dtype in live]
 
     def target_blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:

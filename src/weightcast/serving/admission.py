@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from weightcast.checkpoint.live import CASTABLE
@@ -26,7 +25,6 @@ from weightcast.seams.transport import Portion
 from weightcast.serving.install import Install
 
 logger = logging.getLogger(__name__)
-_form_of = operator.attrgetter("name", "shape", "dtype", "aliases")
 
 
 def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[TensorSpec] | None) -> Install:
@@ -34,7 +32,7 @@ def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[Tenso
 
     Raises IncompatibleWeightsError, whose `problems` name every tensor that does not fit, or UnsupportedError.
     """
-    if specs is not None:
+    if specs is not None and not _are_equal(manifest, specs):
         can_cast = engine.can_cast if isinstance(engine, Casting) else None
         require_fit(manifest.tensors, specs, can_cast=can_cast)
     if isinstance(engine, Validating):
@@ -109,6 +107,16 @@ def require_engine(engine: object) -> None:
         raise TypeError(f"{type(engine).__name__} is not an engine: {remedy}")
 
 
+def _are_equal(manifest: Manifest, specs: Sequence[TensorSpec]) -> bool:
+    """Return whether these are the manifest's tensors, in its order, as nearly always."""
+    if [spec.name for spec in specs] != [*manifest.names]:
+        return False
+    if {spec.name: spec.aliases for spec in specs if spec.aliases} != manifest.aliases:
+        return False
+    forms = map(manifest.forms.__getitem__, manifest.form_numbers)
+    return all(s.dtype == form.dtype and s.shape == form.shape for s, form in zip(specs, forms, strict=True))
+
+
 def require_fit(
     offered: Sequence[TensorSpec],
     held: Sequence[TensorSpec],
@@ -178,8 +186,6 @@ def compare_specs(
     `can_cast(offered, held)` returns True.
     """
     offers, targets = tuple(offered), tuple(held)
-    if len(offers) == len(targets) and all(_form_of(a) == _form_of(b) for a, b in zip(offers, targets, strict=True)):
-        return []  # as nearly always: the engine's tensors, in its order
     by_name = {name: target for target in targets for name in target.names}
     covered: dict[str, TensorSpec] = {}
     problems: list[str] = []

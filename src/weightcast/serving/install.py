@@ -20,7 +20,7 @@ import torch
 from weightcast.errors import InstallError
 from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow
 from weightcast.format.geometry import Region, is_run, row_major, start_elements
-from weightcast.format.manifest import TensorRecord, TensorSpec, WeightVersion
+from weightcast.format.manifest import Manifest, TensorRecord, TensorSpec, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
 from weightcast.host.copy import PreparedCopies, copy_all
@@ -29,8 +29,8 @@ from weightcast.seams.engine import Engine
 from weightcast.seams.install_map import InstallMap, Mapped
 
 Named: TypeAlias = tuple[str, torch.Tensor]
-Block: TypeAlias = tuple[str, Region | None]
-"""A tensor's name, and the piece of it; None stands for the whole tensor."""
+Block: TypeAlias = str | tuple[str, Region | None]
+"""A tensor's name, or its name and a piece of it; None stands for the whole tensor."""
 Changed: TypeAlias = tuple[torch.Tensor, ChangedWords]
 """The payload of a bucket, and what changed in it."""
 
@@ -76,7 +76,8 @@ class BlockCopies:
         revision, copies = self._prepared or (-1, None)
         is_known = copies is not None and revision == self._install_map.revision
         if copies is None or not is_known or not copies.are_in_place(targets=not is_bound):
-            targets = [t for name, piece in self._blocks for t in self._install_map.target_blocks(name, piece)]
+            find = self._install_map.target_blocks
+            targets = [t for each in self._blocks for t in (find(each) if isinstance(each, str) else find(*each))]
             copies = PreparedCopies(targets, self._sources, self._payloads)
             self._prepared = self._install_map.revision, copies
         return copies
@@ -96,7 +97,6 @@ class Part:
         self.to_prove: list[Named] = []
         self.blocks: list[Block] = []
         self.sources: list[torch.Tensor | int] = []
-        self._start = 0 if payload is None else payload.data_ptr()
         self.payloads = [] if payload is None or not payload.is_cpu else [payload]
         """The payload, if it is in host memory. Then a source may be an address in it."""
         self._install_map = install_map
@@ -114,19 +114,25 @@ class Part:
                 self.to_prove.append((name, tensor))
         self.rest.append((name, tensor))
 
-    def add_stored(self, named: Sequence[tuple[str, Entry]]) -> None:
-        """Add tensors by name, which the payload has as these entries."""
-        assert self.payload is not None
-        found = self._install_map
-        as_is: Iterable[bool] = itertools.repeat(False)
-        if found is not None and self.payloads:
-            as_is = found.are_copied_as_is([(name, TORCH_DTYPES[entry.record.dtype]) for name, entry in named])
-        for (name, entry), is_as_is in zip(named, as_is, strict=False):
-            if is_as_is and name in self._copied:
-                self.blocks.append((name, None))
-                self.sources.append(self._start + entry.piece.offset_bytes)
-            else:
-                self.add(name, entry.view(self.payload))
+    def add_stored(self, manifest: Manifest, numbers: Sequence[int], others: Collection[str]) -> list[str]:
+        """Add those of the tensors that the payload has whole, given by their numbers, that are copied from there to
+        one live tensor, except `others`. Return their names.
+        """
+        if self._install_map is None or self.payload is None or not self.payloads:
+            return []
+        if others:
+            numbers = [number for number in numbers if manifest.names[number] not in others]
+        dtypes = [TORCH_DTYPES[form.dtype] for form in manifest.forms]
+        names = [manifest.names[number] for number in numbers]
+        as_is = self._install_map.are_copied_as_is(names, [dtypes[manifest.form_numbers[n]] for n in numbers])
+        if not self._copied.issuperset(names):
+            as_is = [is_as_is and name in self._copied for name, is_as_is in zip(names, as_is, strict=True)]
+        if not all(as_is):
+            names, numbers = [*itertools.compress(names, as_is)], [*itertools.compress(numbers, as_is)]
+        start = self.payload.data_ptr()
+        self.blocks += names
+        self.sources += [start + manifest.offsets_bytes[number] for number in numbers]
+        return names
 
     @functools.cached_property
     def copies(self) -> BlockCopies:
@@ -199,36 +205,39 @@ class Install:
         self.layout = layout
         self.manifest_digest = manifest_digest
         self.engine = engine
-        self.device = device_of_weights(engine)
         self.specs = specs
         self._map = engine.install_map if uses_map and isinstance(engine, Mapped) else None
+        self.device = device_of_weights(engine if self._map is None or not self._map.devices else self._map)
         self._revision = 0 if self._map is None else self._map.revision
         self.copied = frozenset[str]() if self._map is None else frozenset(self._map.proven)
-        records = layout.manifest.tensors
-        self._other_names = {record.name: record.names for record in records if record.aliases}
+        manifest = layout.manifest
+        self._other_names = {name: (name, *others) for name, others in manifest.aliases.items()}
         if specs is not None:
             held = {name: spec.name for spec in specs if spec.aliases for name in spec.aliases}
             if self._other_names:
                 held |= {spec.name: spec.name for spec in specs}
-            for record in records if held else ():
+            for record in manifest.tensors if held else ():
                 found = dict.fromkeys(held[name] for name in record.names if name in held)
                 self._other_names[record.name] = tuple(found) or (record.name,)
+            self._other_names = {n: names for n, names in self._other_names.items() if names != (n,)}
         """By record name, the names under which a record is loaded: one for each of the engine's tensors, without specs
         all. A record that is missing is loaded under its own name."""
         self.served: WeightVersion | None = None
         """The version that an install by this object has put into the live tensors, where nothing was written since."""
         self._parts: dict[int, Part] = {}
         self._staged: tuple[list[Part], BlockCopies] | None = None
+        self._whole = manifest.whole_tensors()
         self._without_elements = [
             (record, torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype]))
-            for record in records
+            for record in (manifest.tensors if sum(map(len, self._whole)) < len(manifest.names) else ())
             if not record.pieces
         ]
-        spanning = _spanning_groups(records)
-        self._cut = {r.name for r in records if len(r.pieces) > 1 or (r.group and r.group in spanning)}
+        spanning = _spanning_groups(manifest.tensors if manifest.groups else ())
+        self._cut = {name for name, pieces in manifest.pieces.items() if len(pieces) > 1}
+        self._cut |= {name for name, group in manifest.groups.items() if group in spanning}
         """Names of the tensors that no single bucket has, or of whose load group it has only a part."""
-        self._copied_pieces: list[list[tuple[str, Entry]]] = [[] for _ in layout.entries]
-        self._joined: list[list[Entry]] = [[] for _ in layout.entries]
+        self._copied_pieces: list[list[tuple[str, Entry]]] = [[] for _ in manifest.buckets]
+        self._joined: list[list[Entry]] = [[] for _ in manifest.buckets]
         self._num_joined = collections.Counter[str]()
         origins: dict[str, set[int]] = {}
         for index, entries in enumerate(layout.entries if self._cut else ()):
@@ -244,7 +253,9 @@ class Install:
                     origins.setdefault(entry.record.name, set()).add(layout.manifest.bucket_origins[index])
         straddling = {name for name, found in origins.items() if len(found) > 1}
         self._num_straddling = len(straddling)
-        self.straddling_bytes = sum(r.num_bytes for r in (records if straddling else ()) if r.name in straddling)
+        self.straddling_bytes = sum(
+            r.num_bytes for r in (manifest.tensors if straddling else ()) if r.name in straddling
+        )
         """Extra memory of a staged update for tensors with pieces from several origins."""
         self.has_lent_views = True
         """True if the engine's loader got views of the last version's buckets, and so may have changed these.
@@ -295,14 +306,15 @@ class Install:
     @functools.cached_property
     def installed_bytes(self) -> int:
         """Bytes that this rank installs; a tensor that the engine's loader gets counts with all its bytes."""
-        copied, num_bytes = list[str](), 0
-        for record in self.layout.manifest.tensors:
-            for name in self._names(record):
-                if name in self.copied:
-                    copied.append(name)
-                else:
-                    num_bytes += record.num_bytes
-        return num_bytes if self._map is None else num_bytes + self._map.target_bytes(copied)
+        names: Sequence[str] = self.layout.manifest.names
+        if self._other_names:
+            names = [name for record in self.layout.manifest.tensors for name in self._names(record)]
+        copied = names if self.copied.issuperset(names) else [name for name in names if name in self.copied]
+        num_bytes = 0 if self._map is None else self._map.target_bytes(copied)
+        if len(copied) < len(names):
+            loaded = ((r, name) for r in self.layout.manifest.tensors for name in self._names(r))
+            num_bytes += sum(record.num_bytes for record, name in loaded if name not in self.copied)
+        return num_bytes
 
     def assembly(self, *, is_staged: bool) -> Assembly:
         """Return a new assembly, for one update."""
@@ -419,8 +431,13 @@ class Install:
         part = self._parts.get(index)
         if part is None or part.payload is not payload:
             part = self._parts[index] = Part(self._map, self.copied, payload)
-            cut, entries = self._cut, self.layout.entries[index]
-            part.add_stored([(n, e) for e in entries if e.record.name not in cut for n in self._names(e.record)])
+            stored = part.add_stored(self.layout.manifest, self._whole[index], self._cut | self._other_names.keys())
+            if len(stored) < len(self._whole[index]) or self.layout.manifest.pieces:
+                known = self._cut.union(stored)
+                for entry in self.layout.entries[index]:
+                    if entry.record.name not in known:
+                        for name in self._names(entry.record):
+                            part.add(name, entry.view(payload))
             for name, entry in self._copied_pieces[index]:
                 part.add(name, entry.view(payload), entry.piece.region)
         return part
@@ -465,8 +482,8 @@ def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -
     return tensor
 
 
-def device_of_weights(engine: Engine) -> torch.device:
-    """Return the first GPU among the engine's devices, else the CPU."""
+def device_of_weights(engine: Engine | InstallMap) -> torch.device:
+    """Return the first GPU among the engine's devices, or those of its map, else the CPU."""
     # Not by isinstance(engine, OnDevice): before Python 3.12 that evaluates the property, which searches the model.
     devices: Collection[torch.device] = getattr(engine, "devices", ())
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

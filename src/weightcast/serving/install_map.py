@@ -229,8 +229,8 @@ class RecordedMap(InstallMap):
         taken = (common(region, piece) for region, _ in self._regions[name])
         return [narrow(tensor, relative(region, piece)) for region in taken if region is not None]
 
-    def are_copied_as_is(self, tensors: Sequence[tuple[str, torch.dtype]]) -> list[bool]:
-        return [False] * len(tensors)  # a parameter may be moved to a GPU
+    def are_copied_as_is(self, names: Sequence[str], dtypes: Sequence[torch.dtype]) -> list[bool]:
+        return [False] * len(names)  # a parameter may be moved to a GPU
 
     def target_blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
         found = self._blocks.get((name, piece))

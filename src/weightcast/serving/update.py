@@ -418,7 +418,7 @@ class Update:
     def describe(self, install_seconds: float) -> str:
         """Return the log line of an install: version, seconds, sizes."""
         of = f"version {self.version.number} of run {self.version.run[:8]}"
-        num_tensors, num_bytes = len(self._manifest.tensors), self._manifest.num_bytes
+        num_tensors, num_bytes = len(self._manifest.names), self._manifest.num_bytes
         tensors = f"{num_tensors} tensor{'s' * (num_tensors != 1)}, {num_bytes:,} bytes"
         whole = time.perf_counter() - self.offered_at
         return f"installed {of} in {install_seconds:.3f} s: {tensors}, {whole:.3f} s after its offer"

@@ -158,6 +158,10 @@ class Packer:
         """See `PartPacker.fill`."""
         return self._part.fill(index, payload)
 
+    def prepare(self) -> None:
+        """Prepare the first `fill` of each bucket in host memory."""
+        self._part.prepare()
+
     def others(self) -> Sequence[Digest]:
         return ()
 
@@ -242,21 +246,31 @@ class PartPacker:
         self._sources: dict[int, list[torch.Tensor]] = {}
         self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """By bucket, for those that torch fills: the payload, and the views to copy to."""
-        self._tables: dict[int, tuple[torch.Tensor, PackTable, PreparedCopies | None]] = {}
-        """By bucket: the payload, the pack table that was made for it, and the copies that come before, if any."""
+        self._tables: dict[int, PackTable] = {}
+        """By bucket in host memory."""
+        self._others: dict[int, tuple[torch.Tensor, PreparedCopies]] = {}
+        """By bucket: the payload, and the copies into it that come before its table."""
         self._fused: dict[int, tuple[torch.Tensor, CopyAndDigest]] = {}
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """Take over new views of the same regions. Other dims may be split in two than before (see `Held`)."""
         self._shards = shards
         self._sources.clear()
+        self._tables.clear()
         self.forget_views()
 
     def forget_views(self) -> None:
         """Drop every view of a bucket."""
         self._targets.clear()
-        self._tables.clear()
+        self._others.clear()
         self._fused.clear()
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Make the tables of all buckets in host memory that need no views of these."""
+        for index, num_bytes in enumerate(self._layout.manifest.buckets):
+            if not self._viewed(index):
+                self._make_table(index, torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
 
     @torch.no_grad()
     def pack(self, index: int, payload: torch.Tensor) -> tuple[Sums, Chunks]:
@@ -264,27 +278,33 @@ class PartPacker:
 
         Returns the partial digest of the chunks that it fills alone, and the marks of the other chunks.
         """
-        known = self._tables.get(index)
-        if known is None or known[0] is not payload:
-            cuts, sources = self.slices.of(index), self.sources(index)
-            targets: list[torch.Tensor | int] = [cut.start for cut in cuts]
-            viewed = [
-                number
-                for number, (cut, source) in enumerate(zip(cuts, sources, strict=True))
-                if not cut.is_run or source.dtype is not TORCH_DTYPES[cut.dtype]
-            ]
-            for number, view in zip(viewed, self._views(index, payload, viewed), strict=True):
-                targets[number] = view
-            raw = payload[: self._layout.manifest.buckets[index]]
-            table = PackTable(raw, targets, sources, self._layout.gaps(index))
-            others = None
-            if table.others:
-                others = PreparedCopies(self._views(index, payload, table.others), [sources[k] for k in table.others])
-            known = self._tables[index] = payload, table, others
-        _, table, others = known
-        if others is not None:
-            others.run()
-        return table.run(cached=self._layout.manifest.buckets[index] <= _CACHED_BYTES), table.missing
+        raw = payload[: self._layout.manifest.buckets[index]]
+        if index not in self._tables:
+            self._make_table(index, raw)
+        table = self._tables[index]
+        if table.others:
+            others = self._others.get(index)
+            if others is None or others[0] is not payload:
+                sources = self.sources(index)
+                copies = PreparedCopies(self._views(index, payload, table.others), [sources[k] for k in table.others])
+                others = self._others[index] = payload, copies
+            others[1].run()
+        return table.run(raw, cached=raw.nbytes <= _CACHED_BYTES), table.missing
+
+    def _make_table(self, index: int, raw: torch.Tensor) -> None:
+        targets: list[torch.Tensor | int] = [cut.start for cut in self.slices.of(index)]
+        viewed = self._viewed(index)
+        for number, view in zip(viewed, self._views(index, raw, viewed), strict=True):
+            targets[number] = view
+        self._tables[index] = PackTable(raw, targets, self.sources(index), self._layout.gaps(index))
+
+    def _viewed(self, index: int) -> list[int]:
+        """Return the numbers of the slices that are not copied as they are to one run of bytes."""
+        return [
+            number
+            for number, (cut, source) in enumerate(zip(self.slices.of(index), self.sources(index), strict=True))
+            if not cut.is_run or source.dtype is not TORCH_DTYPES[cut.dtype]
+        ]
 
     @torch.no_grad()
     def fill(self, index: int, payload: torch.Tensor) -> Digest:

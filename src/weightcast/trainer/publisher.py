@@ -59,7 +59,7 @@ from weightcast.trainer.engine_dtypes import EngineDtypes
 from weightcast.trainer.finite import require_finite
 from weightcast.trainer.fleet import EngineState, Fleet, FleetMember
 from weightcast.trainer.options import Adapter, PublishOptions
-from weightcast.trainer.packer import PackPlan, held_shards
+from weightcast.trainer.packer import Packer, PackPlan, held_shards
 from weightcast.trainer.publish_run import (
     Connections,
     OnProgress,
@@ -368,6 +368,9 @@ class Publisher(ClosedOnExit):
                 if self._engine_dtypes is None and not has_brought:
                     manifest = inputs.pack_plan.layout.manifest
                     inputs.connections.sender.prepare(manifest, staged=self._options.install == "staged")
+                    packer = inputs.pack_plan.packer(inputs.regions)
+                    if isinstance(packer, Packer) and inputs.connections.device.type == "cpu":
+                        packer.prepare()
 
     def publish(
         self,
