@@ -66,6 +66,31 @@ def test_a_wrong_call_is_status_2(argv: list[str], capsys: pytest.CaptureFixture
     assert "usage: weightcast" in capsys.readouterr().err
 
 
+def test_a_wrong_option_is_answered_with_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["status", "--engine", NOBODY])
+    assert ended.value.code == exits.USAGE
+    said = capsys.readouterr().err
+    assert said.startswith("usage: weightcast status ")
+    assert "unrecognized arguments: --engine" in said
+
+
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "table"])
+def test_a_reader_of_the_output_that_has_ended_is_no_traceback(tmp_path: Path, as_json: bool) -> None:
+    save_file({"a": torch.ones(4)}, tmp_path / "model.safetensors")
+    reader, writer = os.pipe()
+    os.close(reader)
+    argv = [sys.executable, "-m", "weightcast.cli", "inspect", str(tmp_path), *["--json"] * as_json]
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    ended = subprocess.run(
+        argv, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=buffered
+    )
+    os.close(writer)
+    assert ended.returncode == exits.NEGATIVE
+    assert "Traceback" not in ended.stderr
+    assert "Exception ignored" not in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

@@ -12,7 +12,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations, prune
 
+from weightcast import LocalEngine, Publisher
 from weightcast.engines.module import ModuleEngine
+from weightcast.engines.tensors import TensorSink
 from weightcast.format.bucket import DTYPE_NAMES, Layout
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import WeightVersion
@@ -54,6 +56,20 @@ def test_the_same_objects_come_back_while_nothing_changes() -> None:
         net[0].weight.add_(1)
     assert source.specs() is specs
     assert source.regions() is regions
+
+
+@pytest.mark.parametrize("way", ["a new buffer", "its data"])
+def test_a_conjugate_view_of_the_former_tensor_is_another_one(way: str) -> None:
+    net, engine = nn.Module(), TensorSink()
+    net.register_buffer("phases", torch.tensor([1 + 2j, 3 - 1j]))
+    with Publisher(ModuleSource(net), engines=[LocalEngine(engine)]) as publisher:
+        for expected in ([1 + 2j, 3 - 1j], [1 - 2j, 3 + 1j], [1 + 2j, 3 - 1j]):
+            publisher.publish()
+            assert engine.held["phases"].tolist() == expected
+            if way == "its data":
+                net.phases.data = net.phases.data.conj()
+            else:
+                net.phases = net.phases.conj()
 
 
 def scaled(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 from store.object_server import BUCKET, ObjectServer, Proxy, Request, Spoil, environment
-from store.store_kit import LONG_SECONDS, RUN, Holder, number_in
+from store.store_kit import LONG_SECONDS, OTHER_RUN, RUN, Holder, number_in
 from store.test_s3 import number_held, publish, slots, write
 
 from weightcast.errors import IntegrityError, PeerError, StaleVersionError, WeightcastError
@@ -222,6 +222,43 @@ def test_a_commit_that_arrives_long_after_it_was_given_up(wire: Wire) -> None:
     write(wire.straight, 3)
     kept[0]()
     assert number_held(wire.straight) == 3, "its condition does not hold any more"
+
+
+@pytest.mark.parametrize("next_run", [RUN, OTHER_RUN], ids=["the same publisher", "another one"])
+def test_a_version_that_was_not_committed_is_never_found_later(wire: Wire, next_run: str) -> None:
+    with contextlib.closing(StoreSender(wire.through, run=RUN, deadline_seconds=DEADLINE_SECONDS)) as sender:
+        publish(sender, 1)
+        with wire.spoilt("PUT", OBJECTS["pointer"], cut_before), pytest.raises(PeerError, match="not be replaced"):
+            publish(sender, 2)
+        sender.abort("unknown")
+        if next_run == RUN:
+            publish(sender, 3)
+    if next_run == OTHER_RUN:
+        write(wire.straight, 3, run=next_run)
+    assert [stored.number for stored in versions(wire)] == [3, 1]
+
+
+def test_a_version_whose_commit_was_taken_for_lost_is_found_later(wire: Wire) -> None:
+    with contextlib.closing(StoreSender(wire.through, run=RUN, deadline_seconds=DEADLINE_SECONDS)) as sender:
+        publish(sender, 1)
+
+        is_done = False
+
+        def lose(request: Request) -> bool:
+            nonlocal is_done
+            if not request.key.endswith("/current.json") or not (is_done or request.command == "PUT"):
+                return False
+            is_done = True
+            return cut_after(request)
+
+        wire.proxy.spoil = lose
+        with pytest.raises(PeerError):
+            publish(sender, 2)
+        wire.proxy.spoil = lambda request: False
+        sender.abort("unknown")
+        assert number_held(wire.straight) == 2
+        publish(sender, 3)
+    assert [stored.number for stored in versions(wire)] == [3, 2, 1]
 
 
 def test_a_bucket_that_arrives_when_others_have_published(wire: Wire) -> None:

@@ -345,6 +345,11 @@ def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.device, address, *geometry, tensor.is_conj(), tensor.is_neg())
 
 
+def lazy_views(tensors: Iterable[torch.Tensor]) -> list[tuple[bool, bool]]:
+    """Return of each tensor whether torch conjugates, and whether it negates, the values in its memory."""
+    return [(tensor.is_conj(), tensor.is_neg()) for tensor in tensors]
+
+
 def memory_keys(tensors: Iterable[torch.Tensor]) -> list[Hashable]:
     """Return a key for each tensor, equal for those of equal memory and geometry.
 
@@ -512,7 +517,7 @@ class LiveCheckpoint:
                 parts.append((number, *_part_key(view, owner)))
             else:
                 memory.append(view)
-        keys = places(memory), parts
+        keys = places(memory), lazy_views(memory), parts
         changed = keys != self._keys or specs != self.specs
         if specs != self.specs:
             self.specs = specs
@@ -568,9 +573,13 @@ class TensorChangeDetector:
         self._sharded = [(tensor, local) for tensor, local in zip(tensors, locals_, strict=True) if local is not tensor]
         self._locals = locals_
         self._places = places(locals_)
+        self._complex = [tensor for tensor in locals_ if tensor.is_complex()]
+        self._lazy = lazy_views(self._complex)
 
     def has_changed(self) -> bool:
         if self._members.have_changed() or places(self._locals) != self._places:
+            return True
+        if self._complex and lazy_views(self._complex) != self._lazy:
             return True
         return bool(self._sharded) and any(sharding.local_tensor(t) is not local for t, local in self._sharded)
 

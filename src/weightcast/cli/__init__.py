@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -62,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(argv)
     except (Exception, KeyboardInterrupt) as exc:
         status = exits.status_of(exc)
+        if isinstance(exc, BrokenPipeError):
+            # The reader of stdout has ended, as in `weightcast ... | head -1`; Python would write the rest as it exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if "--debug" in argv:
             traceback.print_exc()
         elif status is None:
@@ -94,5 +98,7 @@ def _run(argv: Sequence[str]) -> int:
                 command: Subcommand = importlib.import_module(f"weightcast.cli.{name.replace('-', '_')}")
             subparser.epilog = f"{command.EPILOG.strip()}\n\nexit status:\n{exits.TABLE}"
             command.add_arguments(subparser)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        subparsers.choices[chosen].error(f"unrecognized arguments: {' '.join(unknown)}")
     return command.run(args)  # for an unknown name argparse has ended the process

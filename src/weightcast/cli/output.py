@@ -75,7 +75,7 @@ def show(result: object, as_json: bool, view: Callable[[], Iterable[str | Table]
     A table is as wide as its content; on a narrower terminal long cells are folded.
     """
     if as_json:
-        sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+        print(msgspec.json.encode(result).decode(), flush=True)
         return
     console = Console()
     if not console.is_terminal:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.checkpoint.live import CastTo, cast_specs, cast_target, is_memory, memory_keys
+from weightcast.checkpoint.live import CastTo, cast_specs, cast_target, is_memory, lazy_views, memory_keys
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
@@ -52,9 +52,8 @@ class TensorSource:
         """Publish these tensors from now on. If their memory is that of the former ones, nothing is planned again."""
         _require_tensors(tensors)
         have_memory = all(map(is_memory, tensors.values()))
-        # torch's conjugate and negative views have the memory of the tensor that they are of.
-        read_as = [(tensor.is_conj(), tensor.is_neg()) for tensor in tensors.values()]
-        lie_at = (list(tensors), places(list(tensors.values())), read_as) if have_memory else None
+        views = list(tensors.values())
+        lie_at = (list(tensors), places(views), lazy_views(views)) if have_memory else None
         formers = list(self.tensors.values())
         if lie_at is not None and lie_at == self._places and places(formers) == lie_at[1]:
             return  # the former tensors are still there, and keep this memory alive: it is the same memory

@@ -175,6 +175,8 @@ class ObjectStorage:
         """Entity tag of `writer.json` from this writer's last write, or from its first read; None: no such object."""
         self._sealed: dict[int, Stored] = {}
         """By slot, the versions that this writer has found; a slot is never sealed twice."""
+        self._undecided = set[int]()
+        """Slots of sealed versions that a late request may still commit, until another version is committed."""
         # A busy server may take longer for one request than an impatient caller waits for a version.
         request_seconds = max(deadline_seconds, GRACE_SECONDS)
         endpoint = address.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
@@ -310,6 +312,10 @@ class ObjectStorage:
         self._pid = None
 
     def sweep(self) -> None:
+        with contextlib.suppress(IntegrityError):
+            left, newest = (read_record(self, name, Commit) for name in (files.NEXT, files.POINTER))
+            if left is not None and left != newest:  # its writer has ended after the seal, before the commit
+                self._undecided.add(left.newest.slot)
         self.remove(files.NEXT)
 
     def write(self, name: str, data: bytes, slot: int | None = None) -> None:
@@ -349,16 +355,23 @@ class ObjectStorage:
 
     def remove(self, name: str, slot: int | None = None) -> None:
         self._remove([_key(name, slot)])
+        if name == files.SEAL and slot is not None:
+            self._sealed.pop(slot, None)
 
     def commit(self, data: bytes, former: bytes | None) -> None:
+        self._undecided.add(_slot_of(data))
         found, tag = self._read(files.POINTER, MAX_RECORD_BYTES)
         if found != former or self._put_if_unchanged(files.POINTER, data, tag) is None:
             raise StaleVersionError(
                 f"{self.path(files.POINTER)} was changed by another publisher right before this one: its version is "
                 "the newest now, and this one was not committed. Close all publishers, and make a new one"
             )
+        self._undecided -= {_slot_of(data), None if former is None else _slot_of(former)}
         with contextlib.suppress(PeerError):  # a next.json that equals the pointer does no harm
             self.remove(files.NEXT)
+            while self._undecided:
+                self.remove(files.SEAL, min(self._undecided))
+                self._undecided.discard(min(self._undecided))
 
     def free_slot(self, newest: set[int], previous: set[int], attempt: int, *, continues: bool) -> AttemptSlot:
         """Return the slot of this attempt, after former slots that are no longer needed were removed.
@@ -492,6 +505,10 @@ class ObjectStorage:
 
 def _key(name: str, slot: int | None) -> str:
     return name if slot is None else f"{files.SLOTS}/{slot}/{name}".rstrip("/")
+
+
+def _slot_of(data: bytes) -> int:
+    return unseal(data, Commit, files.POINTER).newest.slot
 
 
 def _bucket_name(index: int) -> str:

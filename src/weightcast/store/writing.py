@@ -303,7 +303,7 @@ class StoreWriter(_SlotWriter):
                     found = read_record(self._storage, name, Commit, slot)
                 # Another writer may have put its version there in spite of the lock.
                 is_ours = found is None or found.newest.version == attempt.version
-                if is_ours and not (attempt.is_in_doubt and name == files.SEAL):
+                if is_ours and not attempt.is_in_doubt:
                     self._storage.remove(name, slot)
             self._write_record(msgspec.structs.replace(self._record, aborted=aborted))
 
