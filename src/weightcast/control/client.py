@@ -380,7 +380,7 @@ class HttpRoutes:
                 raise WeightcastError(f"{self.name}{path} can't be called: {short}") from exc
             raise PeerDiedError(f"{self.name}{path} can't be reached: {exc}", peer=self.name) from exc
         with self._lock:
-            is_kept = not self._closed and connection.is_reusable
+            is_kept = not self._closed and connection.is_idle
             if is_kept:
                 self._idle.append((connection, time.monotonic()))
         if not is_kept:
@@ -454,12 +454,13 @@ class HttpConnection:
         self._protocol = h11.Connection(h11.CLIENT)
         self.has_answered = False
         """True once a byte of the answer to the present request was received."""
+        self.is_idle = True
+        """True if no request is in progress: the last answer is complete, and the server keeps the connection."""
 
     @property
     def is_reusable(self) -> bool:
-        """True if another request may be sent: the last answer is complete, and neither bytes nor EOF followed it."""
-        is_idle = self._protocol.our_state is h11.IDLE and not self._protocol.trailing_data[0]
-        if not is_idle or self._socket.fileno() < 0:  # closed in a forked child
+        """True if another request may be sent: neither bytes nor EOF followed the last answer."""
+        if not self.is_idle or self._protocol.trailing_data[0] or self._socket.fileno() < 0:  # closed in a forked child
             return False
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
@@ -472,7 +473,7 @@ class HttpConnection:
 
         Raises OSError if the connection breaks, TimeoutError at the deadline, h11.ProtocolError for invalid HTTP.
         """
-        self.has_answered = False
+        self.has_answered = self.is_idle = False
         fields = {"host": self._host, "content-length": str(len(body)), **headers}
         request = h11.Request(method=method, target=target, headers=list(fields.items()))
         data = b"".join(filter(None, map(self._protocol.send, (request, h11.Data(body), h11.EndOfMessage()))))
@@ -500,6 +501,7 @@ class HttpConnection:
             elif isinstance(event, h11.EndOfMessage):
                 if self._protocol.our_state is h11.DONE and self._protocol.their_state is h11.DONE:
                     self._protocol.start_next_cycle()
+                    self.is_idle = True
                 break
         return status, bytes(content)
 

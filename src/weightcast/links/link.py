@@ -24,7 +24,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -94,19 +94,21 @@ class Frames:
         self._messages = messages
         self._data = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """Yield every complete message. Raises ManifestError if the bytes are not a valid frame."""
+    def feed(self, data: bytes) -> list[Any]:
+        """Return every complete message. Raises ManifestError if the bytes are not a valid frame."""
         self._data += data
+        messages: list[Any] = []
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > MAX_LINK_MESSAGE_BYTES:
                 what = f"a link message of {length} bytes was announced, expected at most {MAX_LINK_MESSAGE_BYTES}"
                 raise malformed("too_large", what)
             if len(self._data) < _LENGTH.size + length:
-                return
+                break
             body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
             del self._data[: _LENGTH.size + length]
-            yield decode(body, self._messages, max_bytes=MAX_LINK_MESSAGE_BYTES)
+            messages.append(decode(body, self._messages, max_bytes=MAX_LINK_MESSAGE_BYTES))
+        return messages
 
 
 def connect(address: str, timeout_seconds: float) -> socket.socket:
@@ -518,22 +520,19 @@ class Link:
         Raises the worker's own error if it reports Failed, PeerDiedError if the link ends, PeerTimeoutError at the
         deadline. The link is then closed, so that a worker that was only stopped aborts the update when it goes on.
         """
-
-        def found() -> M | Failed | str:
-            for message in self._verdicts:
-                if isinstance(message, (kind, Failed)) and message.version == version:
-                    return message
-            return self.ended
-
         with self._condition:
             self._condition.read()
-            message = self._condition.wait_for(found, deadline.remaining_seconds)
-        if isinstance(message, Failed):
-            raise from_record(message.error)
-        if not isinstance(message, str):
-            return message
-        if self.ended:
-            raise PeerDiedError(f"the link of {self.peer} ended: {self.ended}", peer=self.peer)
+            while True:
+                for message in self._verdicts:
+                    if message.version == version and isinstance(message, Failed):
+                        raise from_record(message.error)
+                    if message.version == version and isinstance(message, kind):
+                        return message
+                if self.ended:
+                    raise PeerDiedError(f"the link of {self.peer} ended: {self.ended}", peer=self.peer)
+                if deadline.has_passed:
+                    break
+                self._condition.wait(deadline.remaining_seconds)
         self.end(f"no {kind.__name__} for version {version} within {deadline.seconds:g} s", goes_on=True)
         what = f"{self.peer} sent no {kind.__name__} for version {version} within {deadline.seconds:g} s"
         raise PeerTimeoutError(what, peer=self.peer)

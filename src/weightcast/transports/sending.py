@@ -265,8 +265,9 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
     def _post(self, peer: P, record: msgspec.Struct, descriptor: int | None = None) -> bool:
         """Send a record; wait for room in the socket up to the deadline. Return False if the peer is lost by then."""
-        data, deadline = frame(record), Deadline(self._deadline_seconds)
+        data, deadline = frame(record), None
         while self._peers.get(peer.name) is peer and not peer.link.put(data, descriptor):
+            deadline = deadline or Deadline(self._deadline_seconds)
             if deadline.has_passed:
                 self._drop(peer, self._timed_out(peer.name, "read no record"), may_be_reading=True)
                 return False
