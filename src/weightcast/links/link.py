@@ -623,8 +623,8 @@ class LinkListener:
         self.secret = secret or secrets.token_hex(32)
         self.lease_seconds = lease_seconds
         self._messages: Any = LinkMessage
-        self._links: dict[str, dict[int, Link]] = {}
-        """Those that have said hello, by engine and rank."""
+        self.joined: dict[tuple[str, int], Link] = {}
+        """Links that have sent a hello, by engine and engine rank; `condition` guards it."""
         self._open_links: dict[int, Link] = {}
         """Links by file descriptor, including those that have not sent a hello."""
         self._is_closing = False
@@ -656,8 +656,9 @@ class LinkListener:
         """Return the open links of an engine's workers by engine rank; for None those of all engines."""
         with self.condition:
             self.condition.read()
-            engines = self._links.values() if engine is None else [self._links.get(engine, {})]
-            return [links[rank] for links in engines for rank in sorted(links) if not links[rank].ended]
+            return [
+                link for (name, _), link in sorted(self.joined.items()) if engine in (None, name) and not link.ended
+            ]
 
     def wait(
         self, engine: str, num_workers: int, deadline_seconds: float, *, ask: Callable[[], None] = lambda: None
@@ -790,9 +791,8 @@ class LinkListener:
             link.peer = f"{link.engine}#{link.engine_rank}" if link.engine_rank else link.engine
             link.host = "" if message.host is UNSET else message.host
             link.memory = "" if message.memory is UNSET else message.memory
-            links = self._links.setdefault(link.engine, {})
-            former = links.get(link.engine_rank)
-            links[link.engine_rank] = link
+            former = self.joined.get((link.engine, link.engine_rank))
+            self.joined[link.engine, link.engine_rank] = link
             if former is not None:
                 former.end("the worker connected again")
             link.put(frame(Heartbeat()))
@@ -805,11 +805,8 @@ class LinkListener:
 
     def _drop(self, link: Link, reason: str) -> None:
         link.end(reason)
-        links = self._links.get(link.engine, {})
-        if links.get(link.engine_rank) is link:
-            del links[link.engine_rank]
-            if not links:
-                del self._links[link.engine]
+        if self.joined.get((link.engine, link.engine_rank)) is link:
+            del self.joined[link.engine, link.engine_rank]
         del self._open_links[link._sock.fileno()]
         self.condition.poller.unregister(link._sock)
         link._sock.close()

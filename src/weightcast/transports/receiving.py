@@ -390,7 +390,8 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
             else:
                 self._use_arena(self._map(record, descriptor))
         if ready is None:
-            self._release_read(wanted)
+            if wanted.unreleased is not None:
+                self._release_read(wanted)
             return None
         wanted.given, arena = ready, self._arena
         size_bytes = wanted.manifest.buckets[index]

@@ -201,9 +201,10 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
     def _listen(self) -> bool:
         """Add new peers, and handle records and lost links; return whether there were any. Does not wait."""
         has_heard = False
-        for link in self._listener.links():
+        self.condition.read()
+        for link in self._listener.joined.values():
             former = self._peers.get(link.peer)
-            if former is None or former.link is not link:
+            if not link.ended and (former is None or former.link is not link):
                 if former is not None:
                     self._hear(former)
                 self._peers[link.peer] = self.peer_type(link.peer, link)
