@@ -39,7 +39,9 @@ from weightcast.format.messages import (
     DtypesQuestion,
     HeldWeights,
     InitInfo,
+    Offer,
     PauseMode,
+    Seal,
     TensorDtypes,
     UpdateInfo,
     WeightInfo,
@@ -82,6 +84,9 @@ class HttpEngine(EngineClient, ServesTraffic):
         self._pause_mode = pause
         self._negotiated: EngineClient | None = None
         self._run = ""
+        self._offered = -1
+        """The version whose seal is sent with `finish`: the one that was offered last, until then; -1 for none."""
+        self._seal: Seal | None = None
         self._has_lease = False
 
     def connect(self) -> EngineClient:
@@ -117,21 +122,32 @@ class HttpEngine(EngineClient, ServesTraffic):
         token = self._routes.token
         info = info if token is None else msgspec.structs.replace(info, token=token)
         self._routes.post("/init_weight_transfer_engine", {"init_info": info})
-        self._run = info.run
+        self._run, self._offered, self._seal = info.run, -1, None
 
     def update(self, info: UpdateInfo) -> None:
-        """POST /update_weights with an offer, a seal or an abort. Raises the engine's error."""
+        """POST /update_weights with an offer, a seal or an abort. Raises the engine's error.
+
+        The seal of the version that was offered is sent with `finish`, which follows.
+        """
+        if isinstance(info, Seal) and info.version == self._offered:
+            self._seal = info
+            return
+        self._offered, self._seal = -1, None
         self._routes.post("/update_weights", {"update_info": info})
+        if isinstance(info, Offer):
+            self._offered = info.version
 
     def finish(self, version: int) -> None:
-        """POST /finish_weight_update: install the sealed update. Raises IncompleteUpdateError, InstallError.
+        """POST /finish_weight_update: seal and install the update. Raises IncompleteUpdateError, InstallError.
 
         An engine with the ability "install" pauses by itself, in this client's `pause` mode.
         """
         run = f"&run={self._run}" if self._run else ""
         path, start, said_seconds = f"/finish_weight_update?mode={self._pause_mode}{run}", time.perf_counter(), None
+        body = {"weight_version": str(version), "seal": self._seal}
+        self._offered, self._seal = -1, None
         try:
-            content = self._routes.request("POST", path, msgspec.json.encode({"weight_version": str(version)}))[1]
+            content = self._routes.request("POST", path, msgspec.json.encode(body))[1]
             said_seconds = self._routes.decoded(path, content, _Finished).pause_seconds
         finally:
             if self.paused_seconds is not None:

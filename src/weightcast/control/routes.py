@@ -37,6 +37,7 @@ from weightcast.format.messages import (
     HeldWeights,
     InitInfo,
     PauseMode,
+    Seal,
     TensorDtypes,
     UpdateInfo,
     WeightInfo,
@@ -69,6 +70,7 @@ class UpdateBody(msgspec.Struct, frozen=True):
 
 class FinishBody(msgspec.Struct, frozen=True):
     weight_version: str
+    seal: Seal | None = None
 
 
 class QuarantineBody(msgspec.Struct, frozen=True):
@@ -157,8 +159,11 @@ class ServedEngine(Protocol):
 
     async def update(self, info: UpdateInfo) -> None: ...
 
-    async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
-        """Install the sealed version. The install is finished also if the caller is gone."""
+    async def finish(self, number: int, mode: PauseMode, run: str, seal: Seal | None = None) -> InstallAnswer:
+        """Install the sealed version, after its `seal` if that comes with the request.
+
+        The install is finished also if the caller is gone.
+        """
         ...
 
     async def pause(self, mode: PauseMode, run: str, *, clear_cache: bool) -> None: ...
@@ -196,7 +201,7 @@ async def _started(engine: ServedEngine, request: Request) -> None:
 
 async def _finish(engine: ServedEngine, request: Request, body: FinishBody) -> InstallAnswer:
     number, mode = natural_number("weight_version", body.weight_version), pause_mode(request, "keep")
-    return await engine.finish(number, mode, request.query_params.get("run", ""))
+    return await engine.finish(number, mode, request.query_params.get("run", ""), body.seal)
 
 
 async def _pause(engine: ServedEngine, request: Request) -> dict[str, str]:

@@ -16,7 +16,7 @@ from weightcast.control.routes import InstallAnswer, ServedEngine, reply
 from weightcast.control.server.metrics import ServerMetrics
 from weightcast.errors import UnsupportedError
 from weightcast.format.manifest import TensorSpec
-from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, Seal, UpdateInfo, WeightInfo
 from weightcast.serving.worker import Worker
 
 
@@ -39,13 +39,15 @@ class WorkerEngine(ServedEngine):
     async def update(self, info: UpdateInfo) -> None:
         await self._run(self._worker.update, info)
 
-    async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
-        answer: InstallAnswer = await self._run(self._install, number, mode, run)
+    async def finish(self, number: int, mode: PauseMode, run: str, seal: Seal | None = None) -> InstallAnswer:
+        answer: InstallAnswer = await self._run(self._install, number, mode, run, seal)
         return answer
 
-    def _install(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
+    def _install(self, number: int, mode: PauseMode, run: str, seal: Seal | None) -> InstallAnswer:
         """Install between a pause and a resume, so that a publisher needs no requests for these; adapters, without."""
         worker = self._worker
+        if seal is not None:
+            worker.update(seal)
         if worker.offered_adapter:
             version = worker.finish(number, run)
             return InstallAnswer(str(version.number), version.run, 0.0)
