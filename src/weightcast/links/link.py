@@ -771,37 +771,37 @@ class LinkListener:
                 if not (data := link._sock.recv(_READ_BYTES)):
                     raise ConnectionResetError("the worker's process ended, or it closed the link")
                 for message in link._frames.feed(data):
-                    self._on_message(link, message)
+                    if isinstance(message, Hello):
+                        self._welcome(link, message)
+                    elif not link.engine:
+                        raise ManifestError("the worker's first message is not a hello")
+                    elif isinstance(message, _VERDICTS):
+                        link._verdicts.append(message)
+                    else:
+                        link.records.append(message)
         except BlockingIOError:
             return
         except (OSError, ManifestError) as exc:
             link.has_left = not link.ended and isinstance(exc, OSError)
             self._drop(link, str(exc))
 
-    def _on_message(self, link: Link, message: Any) -> None:
-        if isinstance(message, Hello):
-            if message.protocol != PROTOCOL or message.run != self.run or link.engine:
-                raise ManifestError(
-                    f"the worker sent a hello of protocol {message.protocol} for run {message.run[:8]}, expected one "
-                    f"hello of protocol {PROTOCOL} for run {self.run[:8]}"
-                )
-            if not hmac.compare_digest(message.secret, self.secret):
-                raise ManifestError("the worker's hello has a wrong secret")
-            link.engine, link.engine_rank = message.engine, message.engine_rank
-            link.peer = f"{link.engine}#{link.engine_rank}" if link.engine_rank else link.engine
-            link.host = "" if message.host is UNSET else message.host
-            link.memory = "" if message.memory is UNSET else message.memory
-            former = self.joined.get((link.engine, link.engine_rank))
-            self.joined[link.engine, link.engine_rank] = link
-            if former is not None:
-                former.end("the worker connected again")
-            link.put(frame(Heartbeat()))
-        elif not link.engine:
-            raise ManifestError("the worker's first message is not a hello")
-        elif isinstance(message, _VERDICTS):
-            link._verdicts.append(message)
-        else:
-            link.records.append(message)
+    def _welcome(self, link: Link, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL or hello.run != self.run or link.engine:
+            raise ManifestError(
+                f"the worker sent a hello of protocol {hello.protocol} for run {hello.run[:8]}, expected one hello of "
+                f"protocol {PROTOCOL} for run {self.run[:8]}"
+            )
+        if not hmac.compare_digest(hello.secret, self.secret):
+            raise ManifestError("the worker's hello has a wrong secret")
+        link.engine, link.engine_rank = hello.engine, hello.engine_rank
+        link.peer = f"{link.engine}#{link.engine_rank}" if link.engine_rank else link.engine
+        link.host = "" if hello.host is UNSET else hello.host
+        link.memory = "" if hello.memory is UNSET else hello.memory
+        former = self.joined.get((link.engine, link.engine_rank))
+        self.joined[link.engine, link.engine_rank] = link
+        if former is not None:
+            former.end("the worker connected again")
+        link.put(frame(Heartbeat()))
 
     def _drop(self, link: Link, reason: str) -> None:
         link.end(reason)

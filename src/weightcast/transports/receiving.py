@@ -295,7 +295,6 @@ class PeerReceiver(ReceivingEnd[V]):
                     self._on_begun(wanted)
                 else:
                     wanted.unlike = f"the publisher begins (buckets, staged) = {found}, but has offered {expected}"
-            self._condition.notify_all()
 
     def _leave(self, wanted: V) -> None:
         self._tell(records.UpdateEnded(wanted.version.number))
