@@ -278,11 +278,11 @@ def test_a_slot_is_packed_again_only_once_it_was_read(gpu: LazyGpu) -> None:
             next(buckets)
             over = gpu.hold(reading)
             next(buckets)
-        assert sender._names_reading(0) == {"a"}
+        assert sender._readers[0] == {"a"}
         over.set()
         next(buckets)
         assert not sender.failures  # which takes in what the receiver has said
-        assert not sender._names_reading(0)
+        assert not sender._readers[0]
 
 
 @pytest.mark.parametrize("transport", ["memory://", NCCL])

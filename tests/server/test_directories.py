@@ -352,7 +352,7 @@ def test_no_stale_token_behind_a_ready_gate(fleet: Fleet, num_publishes: int) ->
         assert publisher.publish().ok
         assert {serves(model) for model in fleet.models.values()} == {num_publishes + 1}
         listener = publisher._connections.listener  # type: ignore[union-attr]
-        assert len(listener.links()) == len(listener._links) == len(fleet.models)
+        assert len(listener.links()) == len(listener.joined) == len(fleet.models)
     assert router.wrong == []
     assert router.num_tokens > num_publishes
     assert router.num_refused > 0

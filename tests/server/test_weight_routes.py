@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -364,32 +366,29 @@ def test_a_request_that_does_not_come_whole_ends_its_connection(
 def test_a_body_may_take_longer_in_all_if_its_parts_come(
     module: torch.nn.Module, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits: list[float | None] = []
-    expect = connections.LimitedConnection._expect
+    init = connections.LimitedConnection.__init__
 
-    def record(self: connections.LimitedConnection, *, within_seconds: float | None) -> None:
-        expect(self, within_seconds=within_seconds)
-        limits.append(within_seconds)
+    def record(self: connections.LimitedConnection, *args: Any) -> None:
+        init(self, *args)
+        made.append(self)
 
-    def count(at_least: int) -> int:
+    def due(above: float) -> float:
         for _ in Deadline(60).polls(max_pause_seconds=0.01):
-            num_limits = limits.count(connections.KEEP_ALIVE_SECONDS)
-            if num_limits >= at_least:
-                return num_limits
-        raise AssertionError(f"{limits} has not {at_least} limits of a body")
+            if made and above < made[0].due_at < math.inf:
+                return made[0].due_at
+        raise AssertionError(f"the connection is due at {made[0].due_at}, expected later than {above}")
 
-    monkeypatch.setattr(connections.LimitedConnection, "_expect", record)
+    made: list[connections.LimitedConnection] = []
+    monkeypatch.setattr(connections.LimitedConnection, "__init__", record)
     head = HALF_SENT["body"].removesuffix(b"{")
     with EngineServer(ModuleEngine(module)) as server, socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(head)
-        num_limits = count(1)
-        for _ in range(5):
-            client.sendall(b" ")
-            num_limits = count(num_limits + 1)
+        due_at = due(0.0)
+        for part in (head, *[b" "] * 5):
+            client.sendall(part)
+            due_at = due(due_at)
         client.sendall(b" " * 95)
         client.settimeout(60)
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 400")
-        assert limits[-2] is None or limits[-1] is None
 
 
 def test_a_call_that_takes_longer_than_a_request_may_is_answered(

@@ -15,7 +15,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -567,7 +567,7 @@ class TensorChangeDetector:
             registers += [part._parameters, part._modules]
             if with_buffers:
                 registers.append(part._buffers)
-        self._members = ModuleMembers(registers)
+        self._members = ModuleMembers.of(registers)
         tensors = [value for value in self._members.values if isinstance(value, torch.Tensor)]
         locals_ = list(map(sharding.local_tensor, tensors))
         self._sharded = [(tensor, local) for tensor, local in zip(tensors, locals_, strict=True) if local is not tensor]
@@ -577,21 +577,26 @@ class TensorChangeDetector:
         self._lazy = lazy_views(self._complex)
 
     def has_changed(self) -> bool:
-        if self._members.have_changed() or places(self._locals) != self._places:
+        if not same_members(*self._members) or places(self._locals) != self._places:
             return True
         if self._complex and lazy_views(self._complex) != self._lazy:
             return True
         return bool(self._sharded) and any(sharding.local_tensor(t) is not local for t, local in self._sharded)
 
 
-class ModuleMembers:
-    """The modules' mappings of parameters, buffers and children, and the values that they had."""
+class ModuleMembers(NamedTuple):
+    """The modules' mappings of parameters, buffers and children, with the sizes, names and values that they had.
 
-    def __init__(self, registers: Sequence[dict[str, Any]]) -> None:
-        self._registers = list(registers)
-        self._sizes = list(map(len, self._registers))
-        self._names = list(itertools.chain.from_iterable(self._registers))
-        self.values = list(itertools.chain.from_iterable(map(dict.values, self._registers)))
+    `same_members(*members)` returns whether they still have them.
+    """
 
-    def have_changed(self) -> bool:
-        return not same_members(self._registers, self._sizes, self._names, self.values)
+    registers: list[dict[str, Any]]
+    sizes: list[int]
+    names: list[str]
+    values: list[Any]
+
+    @classmethod
+    def of(cls, registers: Sequence[dict[str, Any]]) -> ModuleMembers:
+        names = list(itertools.chain.from_iterable(registers))
+        values = list(itertools.chain.from_iterable(map(dict.values, registers)))
+        return cls(list(registers), list(map(len, registers)), names, values)

@@ -39,7 +39,9 @@ from weightcast.format.messages import (
     DtypesQuestion,
     HeldWeights,
     InitInfo,
+    Offer,
     PauseMode,
+    Seal,
     TensorDtypes,
     UpdateInfo,
     WeightInfo,
@@ -82,6 +84,9 @@ class HttpEngine(EngineClient, ServesTraffic):
         self._pause_mode = pause
         self._negotiated: EngineClient | None = None
         self._run = ""
+        self._offered = -1
+        """The version whose seal is sent with `finish`: the one that was offered last, until then; -1 for none."""
+        self._seal: Seal | None = None
         self._has_lease = False
 
     def connect(self) -> EngineClient:
@@ -117,21 +122,32 @@ class HttpEngine(EngineClient, ServesTraffic):
         token = self._routes.token
         info = info if token is None else msgspec.structs.replace(info, token=token)
         self._routes.post("/init_weight_transfer_engine", {"init_info": info})
-        self._run = info.run
+        self._run, self._offered, self._seal = info.run, -1, None
 
     def update(self, info: UpdateInfo) -> None:
-        """POST /update_weights with an offer, a seal or an abort. Raises the engine's error."""
+        """POST /update_weights with an offer, a seal or an abort. Raises the engine's error.
+
+        The seal of the version that was offered is sent with `finish`, which follows.
+        """
+        if isinstance(info, Seal) and info.version == self._offered:
+            self._seal = info
+            return
+        self._offered, self._seal = -1, None
         self._routes.post("/update_weights", {"update_info": info})
+        if isinstance(info, Offer):
+            self._offered = info.version
 
     def finish(self, version: int) -> None:
-        """POST /finish_weight_update: install the sealed update. Raises IncompleteUpdateError, InstallError.
+        """POST /finish_weight_update: seal and install the update. Raises IncompleteUpdateError, InstallError.
 
         An engine with the ability "install" pauses by itself, in this client's `pause` mode.
         """
         run = f"&run={self._run}" if self._run else ""
         path, start, said_seconds = f"/finish_weight_update?mode={self._pause_mode}{run}", time.perf_counter(), None
+        body = {"weight_version": str(version), "seal": self._seal}
+        self._offered, self._seal = -1, None
         try:
-            content = self._routes.request("POST", path, msgspec.json.encode({"weight_version": str(version)}))[1]
+            content = self._routes.request("POST", path, msgspec.json.encode(body))[1]
             said_seconds = self._routes.decoded(path, content, _Finished).pause_seconds
         finally:
             if self.paused_seconds is not None:
@@ -380,7 +396,7 @@ class HttpRoutes:
                 raise WeightcastError(f"{self.name}{path} can't be called: {short}") from exc
             raise PeerDiedError(f"{self.name}{path} can't be reached: {exc}", peer=self.name) from exc
         with self._lock:
-            is_kept = not self._closed and connection.is_reusable
+            is_kept = not self._closed and connection.is_idle
             if is_kept:
                 self._idle.append((connection, time.monotonic()))
         if not is_kept:
@@ -454,12 +470,13 @@ class HttpConnection:
         self._protocol = h11.Connection(h11.CLIENT)
         self.has_answered = False
         """True once a byte of the answer to the present request was received."""
+        self.is_idle = True
+        """True if no request is in progress: the last answer is complete, and the server keeps the connection."""
 
     @property
     def is_reusable(self) -> bool:
-        """True if another request may be sent: the last answer is complete, and neither bytes nor EOF followed it."""
-        is_idle = self._protocol.our_state is h11.IDLE and not self._protocol.trailing_data[0]
-        if not is_idle or self._socket.fileno() < 0:  # closed in a forked child
+        """True if another request may be sent: neither bytes nor EOF followed the last answer."""
+        if not self.is_idle or self._protocol.trailing_data[0] or self._socket.fileno() < 0:  # closed in a forked child
             return False
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
@@ -472,7 +489,7 @@ class HttpConnection:
 
         Raises OSError if the connection breaks, TimeoutError at the deadline, h11.ProtocolError for invalid HTTP.
         """
-        self.has_answered = False
+        self.has_answered = self.is_idle = False
         fields = {"host": self._host, "content-length": str(len(body)), **headers}
         request = h11.Request(method=method, target=target, headers=list(fields.items()))
         data = b"".join(filter(None, map(self._protocol.send, (request, h11.Data(body), h11.EndOfMessage()))))
@@ -500,6 +517,7 @@ class HttpConnection:
             elif isinstance(event, h11.EndOfMessage):
                 if self._protocol.our_state is h11.DONE and self._protocol.their_state is h11.DONE:
                     self._protocol.start_next_cycle()
+                    self.is_idle = True
                 break
         return status, bytes(content)
 

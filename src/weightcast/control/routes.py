@@ -37,6 +37,7 @@ from weightcast.format.messages import (
     HeldWeights,
     InitInfo,
     PauseMode,
+    Seal,
     TensorDtypes,
     UpdateInfo,
     WeightInfo,
@@ -69,6 +70,7 @@ class UpdateBody(msgspec.Struct, frozen=True):
 
 class FinishBody(msgspec.Struct, frozen=True):
     weight_version: str
+    seal: Seal | None = None
 
 
 class QuarantineBody(msgspec.Struct, frozen=True):
@@ -136,31 +138,6 @@ async def read_body(request: Request, max_bytes: int, on_part: Callable[[], obje
     return bytes(body)
 
 
-def guarded(handler: Handler, *, token: str | None, on_error: Callable[[Exception], None]) -> Handler:
-    """Return a weight route's handler: it refuses callers without the token, and replies with errors of `handler`.
-
-    Errors become replies here and not in the application's exception handlers: in a plugin the application is the
-    server's, and Starlette raises an unexpected error again after its handler, so that uvicorn closes the connection.
-    """
-    expected = None if token is None else f"Bearer {token}".encode()
-
-    async def guarded(request: Request) -> Response:
-        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
-        if expected is not None and not hmac.compare_digest(given, expected):
-            return refusal("this weight route needs the server's token: `Authorization: Bearer ...`", "auth", 401)
-        if expected is None and "origin" in request.headers:
-            return refusal("weight routes do not answer pages in a browser; set a token to allow it", "origin", 403)
-        try:
-            return await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except Exception as exc:
-            on_error(exc)
-            return error_reply(exc)
-
-    return guarded
-
-
 class InstallAnswer(msgspec.Struct, frozen=True):
     """Result of an install. `pause_seconds`: time for which the engine was paused."""
 
@@ -182,8 +159,11 @@ class ServedEngine(Protocol):
 
     async def update(self, info: UpdateInfo) -> None: ...
 
-    async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
-        """Install the sealed version. The install is finished also if the caller is gone."""
+    async def finish(self, number: int, mode: PauseMode, run: str, seal: Seal | None = None) -> InstallAnswer:
+        """Install the sealed version, after its `seal` if that comes with the request.
+
+        The install is finished also if the caller is gone.
+        """
         ...
 
     async def pause(self, mode: PauseMode, run: str, *, clear_cache: bool) -> None: ...
@@ -206,8 +186,8 @@ class ServedEngine(Protocol):
     async def quarantine(self, reason: str) -> None: ...
 
 
-Answer: TypeAlias = Callable[[ServedEngine, Any, Request], Awaitable[Any]]
-"""Answers a request to a weight route, of the engine, with its body, if the route takes one."""
+Answer: TypeAlias = Callable[..., Awaitable[Any]]
+"""Answers a request to a weight route, of the engine, the request and its body, if the route takes one."""
 
 
 def _is_on(request: Request, option: str) -> bool:
@@ -215,22 +195,22 @@ def _is_on(request: Request, option: str) -> bool:
     return request.query_params.get(option, "true").lower() not in ("false", "0", "no", "off")
 
 
-async def _started(engine: ServedEngine, body: None, request: Request) -> None:
+async def _started(engine: ServedEngine, request: Request) -> None:
     """Do nothing: the offer starts an update, but vLLM's clients call this route before it."""
 
 
-async def _finish(engine: ServedEngine, body: FinishBody, request: Request) -> InstallAnswer:
+async def _finish(engine: ServedEngine, request: Request, body: FinishBody) -> InstallAnswer:
     number, mode = natural_number("weight_version", body.weight_version), pause_mode(request, "keep")
-    return await engine.finish(number, mode, request.query_params.get("run", ""))
+    return await engine.finish(number, mode, request.query_params.get("run", ""), body.seal)
 
 
-async def _pause(engine: ServedEngine, body: None, request: Request) -> dict[str, str]:
+async def _pause(engine: ServedEngine, request: Request) -> dict[str, str]:
     mode = pause_mode(request, engine.default_pause)
     await engine.pause(mode, request.query_params.get("run", ""), clear_cache=_is_on(request, "clear_cache"))
     return {"status": "paused"}
 
 
-async def _resume(engine: ServedEngine, body: None, request: Request) -> Any:
+async def _resume(engine: ServedEngine, request: Request) -> Any:
     try:
         await engine.resume(request.query_params.get("run", ""))
     except EngineTornError as exc:
@@ -238,66 +218,87 @@ async def _resume(engine: ServedEngine, body: None, request: Request) -> Any:
     return {"status": "resumed"}
 
 
-async def _ready(engine: ServedEngine, body: None, request: Request) -> Any:
+async def _ready(engine: ServedEngine, request: Request) -> Any:
     """Answer 503 unless the engine serves a version, at most `max_behind` numbers behind the last that it knows of."""
     info = await engine.info()
     reason = info.stale_reason(natural_number("max_behind", request.query_params.get("max_behind", "1")))
     return refusal(reason, "not_ready", 503) if reason else {"weight_version": info.weight_version, "run": info.run}
 
 
-async def _digests(engine: ServedEngine, body: None, request: Request) -> HeldWeights:
+async def _digests(engine: ServedEngine, request: Request) -> HeldWeights:
     query = request.query_params
     start = natural_number("start", query.get("start", "0"))
     limit_bytes = natural_number("limit_bytes", query.get("limit_bytes", str(MAX_BYTES)))
     return await engine.held(query.getlist("names"), start, limit_bytes)
 
 
-async def _dtypes(engine: ServedEngine, body: DtypesQuestion, request: Request) -> TensorDtypes:
+async def _dtypes(engine: ServedEngine, request: Request, body: DtypesQuestion) -> TensorDtypes:
     return TensorDtypes(await engine.dtypes(body.tensors))
 
 
-async def _is_paused(engine: ServedEngine, body: None, request: Request) -> dict[str, bool]:
+async def _is_paused(engine: ServedEngine, request: Request) -> dict[str, bool]:
     return {"is_paused": await engine.is_paused()}
 
 
-async def _world_size(engine: ServedEngine, body: None, request: Request) -> dict[str, int]:
+async def _world_size(engine: ServedEngine, request: Request) -> dict[str, int]:
     return {"world_size": await engine.world_size(with_data_parallel=_is_on(request, "include_dp"))}
 
 
 WEIGHT_ROUTES: tuple[tuple[str, str, Any, Answer], ...] = (
-    ("POST", "/init_weight_transfer_engine", InitBody, lambda engine, body, _: engine.init(body.init_info)),
+    ("POST", "/init_weight_transfer_engine", InitBody, lambda engine, _, body: engine.init(body.init_info)),
     ("POST", "/start_weight_update", None, _started),
-    ("POST", "/update_weights", UpdateBody, lambda engine, body, _: engine.update(body.update_info)),
+    ("POST", "/update_weights", UpdateBody, lambda engine, _, body: engine.update(body.update_info)),
     ("POST", "/finish_weight_update", FinishBody, _finish),
-    ("POST", "/shutdown_weight_transfer_engine", None, lambda engine, body, _: engine.shutdown()),
+    ("POST", "/shutdown_weight_transfer_engine", None, lambda engine, _: engine.shutdown()),
     ("POST", "/pause", None, _pause),
     ("POST", "/resume", None, _resume),
-    ("GET", "/weight_info", None, lambda engine, body, _: engine.info()),
+    ("GET", "/weight_info", None, lambda engine, _: engine.info()),
     ("GET", "/weight_ready", None, _ready),
     ("GET", "/is_paused", None, _is_paused),
     ("GET", "/get_world_size", None, _world_size),
     ("GET", "/weight_digests", None, _digests),
     ("POST", "/weight_dtypes", DtypesQuestion, _dtypes),
-    ("POST", "/quarantine", QuarantineBody, lambda engine, body, _: engine.quarantine(body.reason)),
+    ("POST", "/quarantine", QuarantineBody, lambda engine, _, body: engine.quarantine(body.reason)),
 )
 """The control protocol: method, path, record of the body, function that is called."""
 _LARGE_BODIES = (UpdateBody, DtypesQuestion)
 """Bodies that may have the size of a message; large ones are decoded in a thread."""
 
 
-def weight_handlers(find: Callable[[], ServedEngine]) -> list[tuple[str, str, Handler]]:
-    """Return method, path and handler of each route. `find` returns the engine, or raises ClosedError without one."""
+def guarded(
+    kind: Any,
+    answer: Answer,
+    find: Callable[[], object],
+    *,
+    token: str | None,
+    on_error: Callable[[Exception], None],
+) -> Handler:
+    """Return a route's handler: it refuses callers without the token, and replies with the answer or its error.
 
-    def handler(kind: Any, answer: Answer) -> Handler:
-        async def handle(request: Request) -> Response:
-            body: Any = None
+    `kind`: record of the body; None for a route without one. `find` returns the engine, or raises ClosedError without
+    one. Errors become replies here and not in the application's exception handlers: in a plugin the application is the
+    server's, and Starlette raises an unexpected error again after its handler, so that uvicorn closes the connection.
+    """
+    expected = None if token is None else f"Bearer {token}".encode()
+
+    async def handle(request: Request) -> Response:
+        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+        if expected is not None and not hmac.compare_digest(given, expected):
+            return refusal("this weight route needs the server's token: `Authorization: Bearer ...`", "auth", 401)
+        if expected is None and "origin" in request.headers:
+            return refusal("weight routes do not answer pages in a browser; set a token to allow it", "origin", 403)
+        try:
+            body = []
             if kind is not None:
                 data = await read_body(request, MAX_MESSAGE_BYTES if kind in _LARGE_BODIES else MAX_SMALL_BODY_BYTES)
                 is_small = len(data) <= MAX_SMALL_BODY_BYTES
-                body = decode(data, kind) if is_small else await asyncio.to_thread(decode, data, kind)
-            result = await answer(find(), body, request)
+                body.append(decode(data, kind) if is_small else await asyncio.to_thread(decode, data, kind))
+            result = await answer(find(), request, *body)
             return result if isinstance(result, Response) else reply({"message": "done"} if result is None else result)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as exc:
+            on_error(exc)
+            return error_reply(exc)
 
-        return handle
-
-    return [(method, path, handler(kind, answer)) for method, path, kind, answer in WEIGHT_ROUTES]
+    return handle

@@ -108,27 +108,27 @@ class Gate:
         Raises PeerTimeoutError, with the gate unchanged, if it can't be paused by the deadline; ValueError inside a
         step of this thread.
         """
-        deadline = Deadline(deadline_seconds)
         if mode == "keep" or self.drain is None:
-            self._add_owner(self._owners, owner, deadline)
+            self._add_owner(self._owners, owner, deadline_seconds)
             return
+        deadline = Deadline(deadline_seconds)
         with self._condition:
             self._num_drains += 1
         try:
             self.drain(mode, deadline_seconds)
-            self._add_owner(self._owners, owner, deadline)
+            self._add_owner(self._owners, owner, deadline.remaining_seconds)
         finally:
             with self._condition:
                 self._num_drains -= 1
                 self._condition.notify_all()
 
-    def _add_owner(self, holders: set[str], name: str, deadline: Deadline) -> None:
+    def _add_owner(self, holders: set[str], name: str, seconds: float) -> None:
         if threading.get_ident() in self._step_threads:
             require_no_step("a pause")
         with self._condition:
             was_holder = name in holders
             holders.add(name)
-            if not self._condition.wait_for(lambda: not self._step_threads, deadline.remaining_seconds):
+            if not self._condition.wait_for(lambda: not self._step_threads, seconds):
                 if not was_holder:
                     holders.discard(name)
                     self._condition.notify_all()
@@ -151,7 +151,7 @@ class Gate:
 
         Raises PeerTimeoutError, with nothing changed, if the current step does not end by the deadline.
         """
-        self._add_owner(self._writers, writer, Deadline(deadline_seconds))
+        self._add_owner(self._writers, writer, deadline_seconds)
 
     def end_writing(self, writer: str) -> None:
         """End the update's writing, after success or failure. Idempotent."""

@@ -24,7 +24,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -94,19 +94,21 @@ class Frames:
         self._messages = messages
         self._data = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """Yield every complete message. Raises ManifestError if the bytes are not a valid frame."""
+    def feed(self, data: bytes) -> list[Any]:
+        """Return every complete message. Raises ManifestError if the bytes are not a valid frame."""
         self._data += data
+        messages: list[Any] = []
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > MAX_LINK_MESSAGE_BYTES:
                 what = f"a link message of {length} bytes was announced, expected at most {MAX_LINK_MESSAGE_BYTES}"
                 raise malformed("too_large", what)
             if len(self._data) < _LENGTH.size + length:
-                return
+                break
             body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
             del self._data[: _LENGTH.size + length]
-            yield decode(body, self._messages, max_bytes=MAX_LINK_MESSAGE_BYTES)
+            messages.append(decode(body, self._messages, max_bytes=MAX_LINK_MESSAGE_BYTES))
+        return messages
 
 
 def connect(address: str, timeout_seconds: float) -> socket.socket:
@@ -518,22 +520,19 @@ class Link:
         Raises the worker's own error if it reports Failed, PeerDiedError if the link ends, PeerTimeoutError at the
         deadline. The link is then closed, so that a worker that was only stopped aborts the update when it goes on.
         """
-
-        def found() -> M | Failed | str:
-            for message in self._verdicts:
-                if isinstance(message, (kind, Failed)) and message.version == version:
-                    return message
-            return self.ended
-
         with self._condition:
             self._condition.read()
-            message = self._condition.wait_for(found, deadline.remaining_seconds)
-        if isinstance(message, Failed):
-            raise from_record(message.error)
-        if not isinstance(message, str):
-            return message
-        if self.ended:
-            raise PeerDiedError(f"the link of {self.peer} ended: {self.ended}", peer=self.peer)
+            while True:
+                for message in self._verdicts:
+                    if message.version == version and isinstance(message, Failed):
+                        raise from_record(message.error)
+                    if message.version == version and isinstance(message, kind):
+                        return message
+                if self.ended:
+                    raise PeerDiedError(f"the link of {self.peer} ended: {self.ended}", peer=self.peer)
+                if deadline.has_passed:
+                    break
+                self._condition.wait(deadline.remaining_seconds)
         self.end(f"no {kind.__name__} for version {version} within {deadline.seconds:g} s", goes_on=True)
         what = f"{self.peer} sent no {kind.__name__} for version {version} within {deadline.seconds:g} s"
         raise PeerTimeoutError(what, peer=self.peer)
@@ -624,8 +623,8 @@ class LinkListener:
         self.secret = secret or secrets.token_hex(32)
         self.lease_seconds = lease_seconds
         self._messages: Any = LinkMessage
-        self._links: dict[str, dict[int, Link]] = {}
-        """Those that have said hello, by engine and rank."""
+        self.joined: dict[tuple[str, int], Link] = {}
+        """Links that have sent a hello, by engine and engine rank; `condition` guards it."""
         self._open_links: dict[int, Link] = {}
         """Links by file descriptor, including those that have not sent a hello."""
         self._is_closing = False
@@ -657,8 +656,9 @@ class LinkListener:
         """Return the open links of an engine's workers by engine rank; for None those of all engines."""
         with self.condition:
             self.condition.read()
-            engines = self._links.values() if engine is None else [self._links.get(engine, {})]
-            return [links[rank] for links in engines for rank in sorted(links) if not links[rank].ended]
+            return [
+                link for (name, _), link in sorted(self.joined.items()) if engine in (None, name) and not link.ended
+            ]
 
     def wait(
         self, engine: str, num_workers: int, deadline_seconds: float, *, ask: Callable[[], None] = lambda: None
@@ -771,46 +771,42 @@ class LinkListener:
                 if not (data := link._sock.recv(_READ_BYTES)):
                     raise ConnectionResetError("the worker's process ended, or it closed the link")
                 for message in link._frames.feed(data):
-                    self._on_message(link, message)
+                    if isinstance(message, Hello):
+                        self._welcome(link, message)
+                    elif not link.engine:
+                        raise ManifestError("the worker's first message is not a hello")
+                    elif isinstance(message, _VERDICTS):
+                        link._verdicts.append(message)
+                    else:
+                        link.records.append(message)
         except BlockingIOError:
             return
         except (OSError, ManifestError) as exc:
             link.has_left = not link.ended and isinstance(exc, OSError)
             self._drop(link, str(exc))
 
-    def _on_message(self, link: Link, message: Any) -> None:
-        if isinstance(message, Hello):
-            if message.protocol != PROTOCOL or message.run != self.run or link.engine:
-                raise ManifestError(
-                    f"the worker sent a hello of protocol {message.protocol} for run {message.run[:8]}, expected one "
-                    f"hello of protocol {PROTOCOL} for run {self.run[:8]}"
-                )
-            if not hmac.compare_digest(message.secret, self.secret):
-                raise ManifestError("the worker's hello has a wrong secret")
-            link.engine, link.engine_rank = message.engine, message.engine_rank
-            link.peer = f"{link.engine}#{link.engine_rank}" if link.engine_rank else link.engine
-            link.host = "" if message.host is UNSET else message.host
-            link.memory = "" if message.memory is UNSET else message.memory
-            links = self._links.setdefault(link.engine, {})
-            former = links.get(link.engine_rank)
-            links[link.engine_rank] = link
-            if former is not None:
-                former.end("the worker connected again")
-            link.put(frame(Heartbeat()))
-        elif not link.engine:
-            raise ManifestError("the worker's first message is not a hello")
-        elif isinstance(message, _VERDICTS):
-            link._verdicts.append(message)
-        else:
-            link.records.append(message)
+    def _welcome(self, link: Link, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL or hello.run != self.run or link.engine:
+            raise ManifestError(
+                f"the worker sent a hello of protocol {hello.protocol} for run {hello.run[:8]}, expected one hello of "
+                f"protocol {PROTOCOL} for run {self.run[:8]}"
+            )
+        if not hmac.compare_digest(hello.secret, self.secret):
+            raise ManifestError("the worker's hello has a wrong secret")
+        link.engine, link.engine_rank = hello.engine, hello.engine_rank
+        link.peer = f"{link.engine}#{link.engine_rank}" if link.engine_rank else link.engine
+        link.host = "" if hello.host is UNSET else hello.host
+        link.memory = "" if hello.memory is UNSET else hello.memory
+        former = self.joined.get((link.engine, link.engine_rank))
+        self.joined[link.engine, link.engine_rank] = link
+        if former is not None:
+            former.end("the worker connected again")
+        link.put(frame(Heartbeat()))
 
     def _drop(self, link: Link, reason: str) -> None:
         link.end(reason)
-        links = self._links.get(link.engine, {})
-        if links.get(link.engine_rank) is link:
-            del links[link.engine_rank]
-            if not links:
-                del self._links[link.engine]
+        if self.joined.get((link.engine, link.engine_rank)) is link:
+            del self.joined[link.engine, link.engine_rank]
         del self._open_links[link._sock.fileno()]
         self.condition.poller.unregister(link._sock)
         link._sock.close()

@@ -187,11 +187,14 @@ class Follower(ClosedOnExit):
             gate=self.gate,
             deadline_seconds=self._install_deadline_seconds,
         )
-        with update.aborted_on_failure():
+        try:
             update.open()
             update.receive()
             update.seal(Seal(version.run, version.number, len(manifest.buckets), kept.root))
             seconds = update.install()
+        except BaseException as exc:
+            update.abort(exc)
+            raise
         logger.info("%s", update.describe(seconds))
         return seconds
 

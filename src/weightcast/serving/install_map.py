@@ -37,7 +37,7 @@ from weightcast.format.geometry import (
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldBlock, HeldWeights
 from weightcast.format.tensor_digest import add, tensor_digest
-from weightcast.native.tables import places
+from weightcast.native.tables import places, same_members
 from weightcast.seams.install_map import InstallMap
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class RecordedMap(InstallMap):
                 self._opaque[name] = "the engine computes with a packed copy that only its loader can make"
                 self._unread.add(name)
         super().__init__({})
-        self._members = ModuleMembers([])
+        self._members = ModuleMembers.of([])
         """The model's modules, and the members of those that have the live tensors."""
         self._places, self._addresses = b"", list[int]()
         """Addresses of the live tensors, as bytes and as numbers."""
@@ -251,7 +251,7 @@ class RecordedMap(InstallMap):
         if self._is_expired:
             return False
         # An engine may give a parameter other memory.
-        is_kept = self._is_looked_up and not self._members.have_changed()
+        is_kept = self._is_looked_up and same_members(*self._members)
         if is_kept and places(list(self._live.values())) == self._places:
             return True
         modules = dict(self._model.named_modules())
@@ -269,7 +269,7 @@ class RecordedMap(InstallMap):
                 self._live, self._is_expired = {}, True
                 return False
             live[name] = tensor
-        self._members, self._is_looked_up = ModuleMembers(registers), True
+        self._members, self._is_looked_up = ModuleMembers.of(registers), True
         former = {name: (tensor, at) for (name, tensor), at in zip(self._live.items(), self._addresses, strict=True)}
         addresses = [tensor.data_ptr() for tensor in live.values()]
         moved = set[str]()

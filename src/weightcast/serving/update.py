@@ -36,7 +36,6 @@ from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Offer, Seal
 from weightcast.format.packed_base import PackedBase
 from weightcast.host import device as host_device
-from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.native.deltas import ChangedWords
 from weightcast.seams.engine import OnDevice, Undoable
@@ -161,15 +160,6 @@ class Update:
         with self._writing:
             return self.state in _ENDED
 
-    @contextlib.contextmanager
-    def aborted_on_failure(self) -> Iterator[None]:
-        """Abort the update if the block raises; the exception is raised on."""
-        try:
-            yield
-        except BaseException as exc:
-            self.abort(exc if isinstance(exc, Exception) else UpdateAbortedError(repr(exc)))
-            raise
-
     def open(self) -> None:
         """Prepare the receiver; streaming: pause generation until the update ends. Does not wait for the publisher.
 
@@ -210,8 +200,7 @@ class Update:
         if self._base is not None:
             self._base.begin()
         order, origins = iter(self._manifest.rounds), self._manifest.bucket_origins
-        # If an abort came while this thread used a bucket, it could not release that one.
-        with on_failure(lambda: self._assembly.clear()):
+        try:
             for bucket in self._receiver:
                 index = next(order, self.num_buckets)
                 if bucket.index != index or index == self.num_buckets:
@@ -233,6 +222,10 @@ class Update:
                 self._install.manifest_digest, [digests[index] for index in range(self.num_buckets)]
             )
             self._move(State.RECEIVING, State.RECEIVED)
+        except BaseException:
+            # If an abort came while this thread used a bucket, it could not release that one.
+            self._assembly.clear()
+            raise
         return self._root
 
     def _payload_of(self, bucket: Bucket, origin: int) -> tuple[Digest, torch.Tensor]:
@@ -430,7 +423,7 @@ class Update:
             "its seal first"
         )
 
-    def abort(self, error: Exception) -> bool:
+    def abort(self, error: BaseException) -> bool:
         """Abort the update, after a write in progress. Returns False if it had ended before.
 
         Sets an InstallError's `torn` to the resulting state of the engine. Frees everything; a thread that is receiving
@@ -439,6 +432,8 @@ class Update:
         with self._writing:
             if self.state in _ENDED:
                 return False
+            if not isinstance(error, Exception):
+                error = UpdateAbortedError(repr(error))
             self.error, self.state = to_record(error), State.ABORTED
             try:
                 # First, because the roll-back waits for the device, where a running broadcast ends only with its group.

@@ -467,10 +467,13 @@ class Worker:
             portion=portion,
             agree=self._agree,
         )
-        with update.aborted_on_failure():
+        try:
             update.open()
             # If the session ended before this update was there, nobody has aborted the update.
             session.require_going_on()
+        except BaseException as exc:
+            update.abort(exc)
+            raise
         session.send(Accepted(offer.version))
         session.receiving = awaited_at_exit(functools.partial(self._receive, session, update), "weightcast-receive")
 
@@ -521,10 +524,11 @@ class Worker:
             contextlib.nullcontext() if device.type == "cpu" else host_device.own_stream(device, session.stream)
         )
         try:
-            with observed(self._metrics, "receive"), update.aborted_on_failure(), own_stream:
+            with observed(self._metrics, "receive"), own_stream:
                 root = update.receive()
-        except Exception as exc:
+        except BaseException as exc:
             # If this side has aborted the update, its reason counts: the receiver's error says only that it was ended.
+            update.abort(exc)
             record = update.error or to_record(exc)
             session.send(Failed(number, record))
             logger.warning("version %d was not received: %s%s", number, record.message, trace_of(exc))

@@ -148,9 +148,10 @@ class Turn:
                     "this thread is publishing: on_progress, a source or a signal handler can't call this publisher "
                     "in between; call it afterwards, or raise an exception, which ends the publish"
                 )
-            self._condition.wait_for(lambda: not self._thread or (self._publishes and not waits))
-            if self._thread:
-                return False
+            while self._thread:
+                if self._publishes and not waits:
+                    return False
+                self._condition.wait()
             self._thread, self._publishes = threading.get_ident(), publishes
             return True
 

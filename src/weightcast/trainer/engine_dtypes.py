@@ -35,7 +35,7 @@ class EngineDtypes:
                 "the source has dtype='engine', which casts to the engines' dtypes, but this publisher has no engine "
                 "to ask (a store has none): give the source a dtype such as dtype=torch.bfloat16, or no dtype"
             )
-        fleet.each(lambda member: member.ask_dtypes(specs))
+        fleet.each(FleetMember.ask_dtypes, fleet.members, specs)
         first: FleetMember | None = None
         found = {spec.name: self.by_name.get(spec.name, spec.dtype) for spec in specs} if is_again else {}
         # Engines that serve this publisher's last version come first, so that a newcomer can't change their dtypes.

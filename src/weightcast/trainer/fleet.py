@@ -14,7 +14,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -45,6 +45,7 @@ from weightcast.format.messages import (
     LocalRanks,
     Offer,
     Received,
+    UpdateInfo,
     WeightInfo,
 )
 from weightcast.host.deadline import Deadline, to_its_end
@@ -267,6 +268,9 @@ class FleetMember:
         self._accepted_manifest = ""
         self.client.update(offer)
 
+    def update(self, info: UpdateInfo) -> None:
+        self.client.update(info)
+
     def accepted(self, manifest_digest: str, deadline: Deadline) -> None:
         """Wait until every worker has accepted the offer."""
         for link in self.links:
@@ -351,7 +355,7 @@ class FleetMember:
         self.result.pause_seconds = time.perf_counter() - self._paused_at
         self._watchdog.release(self.name)
 
-    def install(self, *, resumes: bool) -> None:
+    def install(self, resumes: bool) -> None:
         """Pause the engine, have it install the offered version, resume it. A failure is noted, not raised.
 
         If a reply or a worker's link is lost, ask the engine for its version. Without `resumes` the engine stays
@@ -512,27 +516,29 @@ class Fleet:
 
     def each(
         self,
-        call: Callable[[FleetMember], None],
-        members: Iterable[FleetMember] | None = None,
-        *,
+        call: Callable[..., None],
+        members: Iterable[FleetMember],
+        *args: Any,
         notes: bool = True,
         in_turn: bool = False,
+        also_done: bool = False,
     ) -> None:
-        """Run `call` on these members (by default the healthy ones) concurrently, or `in_turn` in this thread.
+        """Make `call(member, *args)` for the healthy ones of these members, concurrently or `in_turn` in this thread.
 
-        An error becomes that member's result; without `notes` it is ignored. A caller's own client may raise any
-        exception: only its engine fails. Wait for workers' messages in turn: one thread reads for all, and each message
-        would wake all threads that wait.
+        `also_done`: also for those that have failed or serve the version already. An error becomes that member's
+        result; without `notes` it is ignored. A caller's own client may raise any exception: only its engine fails.
+        Wait for workers' messages in turn: one thread reads for all, and each message would wake all threads that wait.
         """
-        todo = self.healthy() if members is None else list(members)
+        todo = [m for m in members if also_done or (m.result.error is None and not m.result.ok)]
         if len(todo) > 1 and not in_turn:
-            self._calls[:] = [self._pool.submit(self.each, call, [member], notes=notes) for member in todo]
+            options = {"notes": notes, "also_done": True}
+            self._calls[:] = [self._pool.submit(self.each, call, [member], *args, **options) for member in todo]
             for future in self._calls:
                 future.result()
             return
         for member in todo:
             try:
-                call(member)
+                call(member, *args)
             except Exception as exc:
                 if notes:
                     member.fail(exc)

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -203,6 +203,9 @@ class PublishRun:
     _seconds: StageSeconds = dataclasses.field(default_factory=StageSeconds)
     _sent: SentDigests | None = None
     _digests: Sequence[bytes | torch.Tensor] | None = None
+    _stage: str = ""
+    """The stage that is being timed; empty for none."""
+    _stage_began_at: float = 0.0
     _failed: set[str] = dataclasses.field(default_factory=set)
     """Names of the engines whose failure was passed to `on_event`."""
 
@@ -226,7 +229,7 @@ class PublishRun:
             number_of_seconds("wait_ready_seconds", self.wait_ready_seconds)
         if self.on_progress is not None and not callable(self.on_progress):
             raise TypeError(f"on_progress is {self.on_progress!r}; it must be a function (done_bytes, total_bytes)")
-        self._seconds.gather = time.perf_counter() - inputs.start
+        self._stage, self._stage_began_at = "gather", inputs.start
         self._connections, self._pack_plan = inputs.connections, inputs.pack_plan
         self._fleet, self._again = fleet, again = inputs.fleet, inputs.again
         is_stored = again is not None and again.is_stored
@@ -240,46 +243,47 @@ class PublishRun:
             member.begin(inputs.target.name if inputs.target else "")
         deltas = inputs.deltas
         try:
-            with self._timed("offer"):
-                newcomers = self._ask()
-                if on_known is not None:
-                    on_known()
-                self._manifest, sender = inputs.pack_plan.layout.manifest, inputs.connections.sender
-                fill = inputs.pack_plan.packer(inputs.regions)
-                fleet.each(self._join_member, fleet.healthy(newcomers))
-                for member in fleet.members:
-                    for link in member.links:
-                        link.forget_verdicts()
-                if isinstance(fill, StreamPacker):
-                    self._fail_other_routes()
-                if self._manifest.origins:
-                    self._fail_brought_routes()
-                self._choose_number(inputs)
-                is_due = self.proves_all or not all(member.has_proven for member in fleet.healthy())
-                if options.verify == "installed" and is_due and again is None:
-                    self._sent = SentDigests(self._pack_plan.layout, inputs.regions)
-                fill.sent = self._sent if again is None else None
-                if options.install == "streaming":
-                    fleet.each(FleetMember.pause, fleet.healthy(self._members(None)))
-                workers: dict[str, int] | UnsetType = UNSET
-                if self._manifest.origins:
-                    workers = Counter(link.host for member in fleet.healthy() for link in member.links)
-                sent_again = None if again is None else again.number
-                offer = Offer(
-                    self.publisher_run,
-                    self.number,
-                    self._pack_plan.manifest_digest,
-                    self._manifest,
-                    keeps_base=deltas is not None and deltas.begin(self._pack_plan, fill, sent_again, inputs.revisions),
-                    install=options.install,
-                    undo=options.undo,
-                    secret=inputs.connections.listener.secret,
-                    workers=workers,
-                    target=inputs.target,
-                )
+            self._begin_stage("offer")
+            newcomers = self._ask()
+            if on_known is not None:
+                on_known()
+            self._manifest, sender = inputs.pack_plan.layout.manifest, inputs.connections.sender
+            fill = inputs.pack_plan.packer(inputs.regions)
+            fleet.each(self._join_member, newcomers)
+            for member in fleet.members:
+                for link in member.links:
+                    link.forget_verdicts()
+            if isinstance(fill, StreamPacker):
+                self._fail_other_routes()
+            if self._manifest.origins:
+                self._fail_brought_routes()
+            self._choose_number(inputs)
+            is_due = self.proves_all or not all(member.has_proven for member in fleet.healthy())
+            if options.verify == "installed" and is_due and again is None:
+                self._sent = SentDigests(self._pack_plan.layout, inputs.regions)
+            fill.sent = self._sent if again is None else None
+            if options.install == "streaming":
+                fleet.each(FleetMember.pause, self._members(None))
+            workers: dict[str, int] | UnsetType = UNSET
+            if self._manifest.origins:
+                workers = Counter(link.host for member in fleet.healthy() for link in member.links)
+            sent_again = None if again is None else again.number
+            offer = Offer(
+                self.publisher_run,
+                self.number,
+                self._pack_plan.manifest_digest,
+                self._manifest,
+                keeps_base=deltas is not None and deltas.begin(self._pack_plan, fill, sent_again, inputs.revisions),
+                install=options.install,
+                undo=options.undo,
+                secret=inputs.connections.listener.secret,
+                workers=workers,
+                target=inputs.target,
+            )
             encoded: PackedDeltas | None = None
             if deltas is not None and again is None:
-                with self._timed("pack"), self._connections.packing_stream():
+                self._begin_stage("pack")
+                with self._connections.packing_stream():
                     bases = [member.base for member in fleet.healthy()]
                     version = WeightVersion(self.publisher_run, self.number)
                     encoded = deltas.encode(fill, self._manifest, version, bases, self.flight.require_wanted)
@@ -288,17 +292,19 @@ class PublishRun:
                 self._on_packed()
                 self._tell("packed", ())
                 self._publish_deltas(encoded, offer, deltas)
-            with self._timed("offer"):
-                self._offer(offer, fleet.healthy())
+            self._begin_stage("offer")
+            self._offer(offer, fleet.members)
             members = self._members(None)
             self._tell("offered", members)
             if again is not None and is_stored:
                 # The store has the version already, and engines read it from there.
+                self._begin_stage("send")
                 root = root_digest(again.manifest_digest, again.digests)
                 self._await_received(None, members, root)
             else:
                 is_last = encoded is None and not self._connections.client_senders
                 root = self._send(None, members, fill, is_last=is_last)
+                self._begin_stage("seal")
                 if deltas is not None and again is None and self._digests is not None:
                     seconds = self._seconds.pack + self._seconds.send - (sender.memory_seconds - memory_seconds)
                     deltas.sent_full(self.number, seconds)
@@ -309,12 +315,12 @@ class PublishRun:
                 is_last = encoded is None and client_sender is self._connections.client_senders[-1]
                 self._update_brought(client_sender, fill, is_last=is_last)
             if inputs.connections.keeps_versions and not is_stored:
-                with self._timed("seal"):
-                    if not fleet.members or any(member.result.ok for member in fleet.members):
-                        sender.commit()
-                        is_stored = True
-                    else:
-                        sender.abort(f"no engine has installed version {self.number}")
+                self._begin_stage("seal")
+                if not fleet.members or any(member.result.ok for member in fleet.members):
+                    sender.commit()
+                    is_stored = True
+                else:
+                    sender.abort(f"no engine has installed version {self.number}")
             # A failed engine may be alive: abort its update before it is resumed, since its workers may wait for
             # buckets.
             failed = [member for member in fleet.members if member.result.error is not None]
@@ -326,7 +332,8 @@ class PublishRun:
             self._give_up(exc)
             raise
         finally:
-            fleet.each(FleetMember.resume, fleet.members)
+            fleet.each(FleetMember.resume, fleet.members, also_done=True)
+        self._begin_stage("")
         if self._digests is not None:
             digest = self._pack_plan.manifest_digest
             self.published = PublishedVersion(self.number, digest, self._digests, is_stored, self._sent)
@@ -352,12 +359,12 @@ class PublishRun:
         if self._again is not None:
             self.number = number = self._again.number
             connected = self._fleet.healthy()
-            self._fleet.each(lambda member: member.notice(number))
+            self._fleet.each(FleetMember.notice, self._fleet.members, number)
             # An engine that was dropped after its install is not ready until it learns that this version is the last.
             root = root_digest(self._again.manifest_digest, self._again.digests)
             seal = Seal(self.publisher_run, number, len(self._again.digests), root, inputs.connections.listener.secret)
             serving = [m for m in connected if m.result.ok and m.links and inputs.target is UNSET]
-            self._fleet.each(lambda member: member.client.update(seal), serving)
+            self._fleet.each(FleetMember.update, serving, seal, also_done=True)
             if self._again.manifest_digest != self._pack_plan.manifest_digest:
                 self._fail_changed(self._fleet.members)
         elif inputs.version is not None:
@@ -388,13 +395,13 @@ class PublishRun:
         try:
             if not sender.is_staged:
                 self._fail_unstaged(members)
-                self._fleet.each(FleetMember.pause, self._fleet.healthy(members))
+                self._fleet.each(FleetMember.pause, members)
             self._send(sender, members, fill, is_last=is_last)
             self._tell("received", members)
             self._install(members, resumes=False)
             self._tell("installed", members)
         finally:
-            self._fleet.each(FleetMember.resume, members)
+            self._fleet.each(FleetMember.resume, members, also_done=True)
 
     def _tell(self, phase: Phase, members: Iterable[FleetMember], *, ends: bool = True) -> None:
         """Call `on_event` for each of these engines that took part in the phase; if that `ends` it, for the publish."""
@@ -410,13 +417,12 @@ class PublishRun:
         if ends:
             on_event(PublishEvent(self.number, phase, None, None, seconds))
 
-    @contextlib.contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self._seconds, stage, getattr(self._seconds, stage) + time.perf_counter() - start)
+    def _begin_stage(self, stage: str) -> None:
+        """End the stage that is being timed, and begin this one; empty: time none."""
+        now = time.perf_counter()
+        if self._stage:
+            setattr(self._seconds, self._stage, getattr(self._seconds, self._stage) + now - self._stage_began_at)
+        self._stage, self._stage_began_at = stage, now
 
     def _ask(self) -> list[FleetMember]:
         """Ask each member that has to connect for its `info`; return these members.
@@ -430,7 +436,7 @@ class PublishRun:
         newcomers = []
         if self._again is not None:
             number = self._again.number
-            self._fleet.each(lambda member: member.notice(number), [m for m in self._fleet.members if m.is_joined])
+            self._fleet.each(FleetMember.notice, [m for m in self._fleet.members if m.is_joined], number)
         connected = set(sender.connected([link.peer for member in self._fleet.members for link in member.links]))
         for member in self._fleet.healthy():
             is_connected = member.is_joined and connected.issuperset(link.peer for link in member.links)
@@ -442,7 +448,7 @@ class PublishRun:
         for _ in Deadline(self.wait_ready_seconds).polls(0.05, 1.0):
             # This waits in the caller's thread, so that a Ctrl-C ends it at once.
             self.flight.require_wanted()
-            self._fleet.each(lambda member: member.ask(listener), absent)
+            self._fleet.each(FleetMember.ask, absent, listener, also_done=True)
             was_asked, absent = absent, [member for member in absent if member.is_absent]
             if not absent:
                 break
@@ -472,25 +478,24 @@ class PublishRun:
 
     def _offer(self, offer: Offer, members: Sequence[FleetMember]) -> None:
         """Offer to these engines, and wait until every worker has accepted."""
-        self._fleet.each(lambda member: member.offer(offer), members)
-        digest, deadline = offer.manifest_digest, Deadline(self.options.deadline_seconds)
-        self._fleet.each(lambda member: member.accepted(digest, deadline), self._fleet.healthy(members), in_turn=True)
+        self._fleet.each(FleetMember.offer, members, offer)
+        deadline = Deadline(self.options.deadline_seconds)
+        self._fleet.each(FleetMember.accepted, members, offer.manifest_digest, deadline, in_turn=True)
 
     def _publish_deltas(self, encoded: PackedDeltas, offer: Offer, deltas: Deltas) -> None:
         """Update the engines that have the base of these deltas. Those that turn out to lack it connect again."""
         for member in self._fleet.healthy():
             member.gets_deltas = member.sender is None and member.base == encoded.base.version
         offer = msgspec.structs.replace(offer, base=encoded.base)
-        with self._timed("offer"):
-            self._offer(offer, self._fleet.healthy(self._members(None, gets_deltas=True)))
-            refusing = []
-            for member in self._members(None, gets_deltas=True):
-                if member.result.error is not None and member.result.error.kind == WrongBaseError.__name__:
-                    member.gets_deltas = False
-                    refusing.append(member)
-            for step in (lambda member: member.ask(self._connections.listener), self._join_member):
-                self._fleet.each(step, refusing)
-                refusing = [member for member in refusing if member.result.error is None]
+        self._begin_stage("offer")
+        self._offer(offer, self._members(None, gets_deltas=True))
+        refusing = []
+        for member in self._members(None, gets_deltas=True):
+            if member.result.error is not None and member.result.error.kind == WrongBaseError.__name__:
+                member.gets_deltas = False
+                refusing.append(member)
+        self._fleet.each(FleetMember.ask, refusing, self._connections.listener, also_done=True)
+        self._fleet.each(self._join_member, refusing)
         members = self._members(None, gets_deltas=True)
         self._tell("offered", members, ends=False)
         start, buckets, version = time.perf_counter(), encoded.buckets, WeightVersion(self.publisher_run, self.number)
@@ -501,6 +506,7 @@ class PublishRun:
         if self._send_buckets(self._connections.sender, encoded.manifest, members, write):
             self._digests = list(buckets.digests)
         self._await_received(None, members, buckets.root)
+        self._begin_stage("seal")
         deltas.sent(time.perf_counter() - start, sum(member.result.error is None for member in members))
         self._seal(members, buckets.root, ends=False)
         self._install(members)
@@ -513,9 +519,7 @@ class PublishRun:
         seal = Seal(
             self.publisher_run, self.number, len(self._manifest.buckets), root, self._connections.listener.secret
         )
-        with self._timed("seal"):
-            sealed = self._fleet.healthy(None if ends else members)
-            self._fleet.each(lambda member: member.client.update(seal), sealed)
+        self._fleet.each(FleetMember.update, self._fleet.members if ends else members, seal)
         self._tell("received", members, ends=ends)
         self.flight.require_wanted(installs=True)
 
@@ -525,11 +529,13 @@ class PublishRun:
         Unless all are to be compared, only those that have not been since they connected. Without `resumes` they stay
         paused.
         """
-        members, sent = self._fleet.healthy(members), self._sent
-        self._fleet.each(functools.partial(FleetMember.install, resumes=resumes), members)
+        self._begin_stage("")
+        sent = self._sent
+        todo = [] if sent is None else [m for m in self._fleet.healthy(members) if self.proves_all or not m.has_proven]
+        self._fleet.each(FleetMember.install, members, resumes)
         if sent is not None:
-            todo = [m for m in members if m.result.error is None and (self.proves_all or not m.has_proven)]
-            self._fleet.each(functools.partial(sent.prove, sent.by_name()), todo)
+            todo = [member for member in todo if member.result.error is None]
+            self._fleet.each(functools.partial(sent.prove, sent.by_name()), todo, also_done=True)
             for member in todo:
                 member.has_proven = member.result.error is None
 
@@ -569,10 +575,9 @@ class PublishRun:
             if is_sent:
                 self._digests = digests
                 if client is None:
-                    with self._timed("send"):
-                        # Only weightcast's workers report a root digest; for others nothing waits for a GPU's digests.
-                        # This runs on the stream that computes them.
-                        root = root_digest(self._pack_plan.manifest_digest, digests)
+                    # Only weightcast's workers report a root digest; for others nothing waits for a GPU's digests.
+                    # This runs on the stream that computes them.
+                    root = root_digest(self._pack_plan.manifest_digest, digests)
         if is_last:
             self._on_packed()
             self._tell("packed", ())
@@ -596,25 +601,24 @@ class PublishRun:
         then the engines have failed. `on_loss` is called when the sender may use other memory. Returns False if not
         all were sent.
         """
+        self._begin_stage("send")
         version, fleet = WeightVersion(self.publisher_run, self.number), self._fleet
         peers = [peer for member in fleet.healthy(members) for peer in member.peers]
         # A transport that keeps the version for later readers gets it unless all engines have failed.
         is_kept = keeps_versions and (not fleet.members or bool(fleet.healthy()))
         while peers or is_kept:
             try:
-                with self._timed("send"):
-                    first = sender.open(manifest, version, peers=peers, staged=is_staged)
+                first = sender.open(manifest, version, peers=peers, staged=is_staged)
                 for index in manifest.spans[0][first:]:
                     self.flight.require_wanted()
-                    with self._timed("send"):
-                        buffer = sender.buffer(index)
-                    with self._timed("pack"):
-                        num_bytes = write(index, buffer)
+                    buffer = sender.buffer(index)
+                    self._begin_stage("pack")
+                    num_bytes = write(index, buffer)
+                    self._begin_stage("send")
                     if not num_bytes:
                         self._fail_changed(members, sender)
                         return False
-                    with self._timed("send"):
-                        sender.send(index, num_bytes)
+                    sender.send(index, num_bytes)
                     if self.on_progress is not None:
                         self.on_progress(*self._done_bytes(index))
                     if peers and sender.failures.keys() >= set(peers):
@@ -627,26 +631,21 @@ class PublishRun:
 
     def _await_received(self, client: ClientSender | None, members: Sequence[FleetMember], root: str) -> None:
         """Wait until every worker has received all buckets. Fails the engines whose receivers the sender has lost."""
-        with self._timed("send"):
-            failures = (client or self._connections.sender).failures
-            for member in self._fleet.healthy(members) if failures else ():
-                lost = [failures[peer] for peer in member.peers if peer in failures]
-                # A receiver that aborted by itself (UpdateAbortedError): its worker reports the reason over its link.
-                lost = [error for error in lost if isinstance(error, PeerError) or client is not None]
-                if lost:
-                    if isinstance(lost[0], PeerDiedError):
-                        # A worker that has lost another origin's link reports that on this one, maybe a little later.
-                        for link in member.links:
-                            with contextlib.suppress(WeightcastError):
-                                link.wait(Failed, member.version, Deadline(GRACE_SECONDS))
-                    member.fail(lost[0])
-            if client is None:
-                num_buckets, deadline = len(self._manifest.buckets), Deadline(self.options.deadline_seconds)
-                self._fleet.each(
-                    lambda member: member.received(num_buckets, root, deadline),
-                    self._fleet.healthy(members),
-                    in_turn=True,
-                )
+        failures = (client or self._connections.sender).failures
+        for member in self._fleet.healthy(members) if failures else ():
+            lost = [failures[peer] for peer in member.peers if peer in failures]
+            # A receiver that aborted by itself (UpdateAbortedError): its worker reports the reason over its link.
+            lost = [error for error in lost if isinstance(error, PeerError) or client is not None]
+            if lost:
+                if isinstance(lost[0], PeerDiedError):
+                    # A worker that has lost another origin's link reports that on this one, maybe a little later.
+                    for link in member.links:
+                        with contextlib.suppress(WeightcastError):
+                            link.wait(Failed, member.version, Deadline(GRACE_SECONDS))
+                member.fail(lost[0])
+        if client is None:
+            num_buckets, deadline = len(self._manifest.buckets), Deadline(self.options.deadline_seconds)
+            self._fleet.each(FleetMember.received, members, num_buckets, root, deadline, in_turn=True)
 
     def _done_bytes(self, index: int) -> tuple[int, int]:
         """Return the bytes of all origins that are about sent with this rank's bucket `index`, and all bytes."""
@@ -739,4 +738,4 @@ class PublishRun:
         """Abort the update on these engines, as far as they can be reached."""
         abort = Abort(self.publisher_run, max(self.number, 0), reason, self._connections.listener.secret)
         joined = [member for member in members if member.is_joined]
-        self._fleet.each(lambda member: member.client.update(abort), joined, notes=False)
+        self._fleet.each(FleetMember.update, joined, abort, notes=False, also_done=True)

@@ -231,7 +231,7 @@ class Publisher(ClosedOnExit):
                 reason = "the engine was removed from the fleet"
                 self._connections.listener.end_links(reason, member.name, goes_on=True)
         # An engine that did not answer may still be paused, and this is the last request to it.
-        self._fleet.each(FleetMember.resume, members, notes=False)
+        self._fleet.each(FleetMember.resume, members, notes=False, also_done=True)
         for member in members:
             self._watchdog.release(member.name)
             member.close()

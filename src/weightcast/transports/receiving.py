@@ -295,7 +295,6 @@ class PeerReceiver(ReceivingEnd[V]):
                     self._on_begun(wanted)
                 else:
                     wanted.unlike = f"the publisher begins (buckets, staged) = {found}, but has offered {expected}"
-            self._condition.notify_all()
 
     def _leave(self, wanted: V) -> None:
         self._tell(records.UpdateEnded(wanted.version.number))
@@ -390,7 +389,8 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
             else:
                 self._use_arena(self._map(record, descriptor))
         if ready is None:
-            self._release_read(wanted)
+            if wanted.unreleased is not None:
+                self._release_read(wanted)
             return None
         wanted.given, arena = ready, self._arena
         size_bytes = wanted.manifest.buckets[index]

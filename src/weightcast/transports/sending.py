@@ -201,9 +201,10 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
     def _listen(self) -> bool:
         """Add new peers, and handle records and lost links; return whether there were any. Does not wait."""
         has_heard = False
-        for link in self._listener.links():
+        self.condition.read()
+        for link in self._listener.joined.values():
             former = self._peers.get(link.peer)
-            if former is None or former.link is not link:
+            if not link.ended and (former is None or former.link is not link):
                 if former is not None:
                     self._hear(former)
                 self._peers[link.peer] = self.peer_type(link.peer, link)
@@ -265,8 +266,9 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
     def _post(self, peer: P, record: msgspec.Struct, descriptor: int | None = None) -> bool:
         """Send a record; wait for room in the socket up to the deadline. Return False if the peer is lost by then."""
-        data, deadline = frame(record), Deadline(self._deadline_seconds)
+        data, deadline = frame(record), None
         while self._peers.get(peer.name) is peer and not peer.link.put(data, descriptor):
+            deadline = deadline or Deadline(self._deadline_seconds)
             if deadline.has_passed:
                 self._drop(peer, self._timed_out(peer.name, "read no record"), may_be_reading=True)
                 return False
@@ -306,26 +308,25 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         A peer that does not open it by the deadline fails; one that is not connected, or has ended the version already,
         fails at once.
         """
-
-        def is_missing(name: str) -> bool:
-            peer = self._peers.get(name)
-            return peer is not None and max(peer.opened, peer.ended) < version.number
-
         deadline = Deadline(self._deadline_seconds)
-        while any(map(is_missing, names)) and not deadline.has_passed:
-            self._wait(deadline.remaining_seconds)
         for name in names:
+            while (peer := self._peers.get(name)) is not None and max(peer.opened, peer.ended) < version.number:
+                if deadline.has_passed:
+                    break
+                self._wait(deadline.remaining_seconds)
+        for name in names:
+            peer = self._peers.get(name)
             if name in self._failures:
                 continue
-            if name not in self._peers:
+            if peer is None:
                 self._failures[name] = PeerDiedError(f"the receiver of {name} is not connected any more", peer=name)
-            elif is_missing(name):
+            elif max(peer.opened, peer.ended) < version.number:
                 what = f"{name} has not opened version {version.number} within {self._deadline_seconds:g} s"
                 self._failures[name] = PeerTimeoutError(what, peer=name)
-            elif self._peers[name].ended >= version.number:
+            elif peer.ended >= version.number:
                 what = f"{name} aborted version {version.number} before the sender began it"
                 self._failures[name] = UpdateAbortedError(what)
-        return {name for name in names if name not in self._failures}
+        return set(names) - self._failures.keys()
 
     def _require_update(self, index: int) -> U:
         """Return the update in progress, whose next bucket must be `index`. Raises UpdateAbortedError, ValueError."""
@@ -548,18 +549,16 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
     def _await_released(self, slot: int | None = None) -> None:
         """Wait until no peer reads the slot, or for None any slot; drop a reader without progress for the deadline."""
         start = time.monotonic()
-        while names := self._names_reading(slot):
+        readers = list(self._readers.values()) if slot is None else [self._readers.get(slot, set())]
+        while names := set().union(*readers):
             now = time.monotonic()
             ends = {name: max(start, self._peers[name].progress_at) + self._deadline_seconds for name in names}
             # Read records before a peer is dropped: if this process was stopped, they may be waiting in its socket.
             self._wait(max(0.0, min(ends.values()) - now))
-            for name in self._names_reading(slot):
+            for name in names & set().union(*readers):
                 peer = self._peers[name]
-                if name in ends and ends[name] <= now and peer.progress_at < now:
+                if ends[name] <= now and peer.progress_at < now:
                     self._drop(peer, self._timed_out(name, "released nothing"), may_be_reading=True)
-
-    def _names_reading(self, slot: int | None) -> set[str]:
-        return set().union(*self._readers.values()) if slot is None else set(self._readers.get(slot, ()))
 
     # --- the arena ---
 

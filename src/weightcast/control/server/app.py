@@ -7,6 +7,7 @@ Invariants: the socket is bound to loopback unless a token guards the weight rou
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import socket
 import threading
@@ -21,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weightcast.control.routes import guarded, refusal, reply, weight_handlers
+from weightcast.control.routes import WEIGHT_ROUTES, guarded, refusal, reply
 from weightcast.control.server.listening import check_exposure, listen, url_of
 from weightcast.control.server.metrics import ServerMetrics
 from weightcast.control.server.worker_engine import WorkerEngine
@@ -163,12 +164,10 @@ class EngineServer:
 
     def _make_server(self, token: str | None, model_name: str) -> uvicorn.Server:
         engine = WorkerEngine(self.worker, self._pool, self._metrics)
-        handlers = [*weight_handlers(lambda: engine), ("GET", "/weight_specs", engine.specs)]
+        guard = functools.partial(guarded, find=lambda: engine, token=token, on_error=self._metrics.request_failed)
         routes = [
-            *(
-                Route(path, guarded(handler, token=token, on_error=self._metrics.request_failed), methods=[method])
-                for method, path, handler in handlers
-            ),
+            *(Route(path, guard(kind, answer), methods=[method]) for method, path, kind, answer in WEIGHT_ROUTES),
+            Route("/weight_specs", guard(None, WorkerEngine.specs)),
             Route("/health", self._health),
             Route("/metrics", self._metrics.show),
         ]

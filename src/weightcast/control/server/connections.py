@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -33,6 +34,8 @@ KEEP_ALIVE_SECONDS = 75
 Longer than HTTP clients keep an idle connection, so that the client closes it first: a server that closes first can
 lose a request that the client has just sent.
 """
+_SWEEP_SECONDS = 0.5
+"""Interval at which connections are closed whose request is late."""
 _MAX_BACKLOG = 128
 _QUEUE_LENGTH = 1024
 
@@ -89,7 +92,14 @@ class HttpServer(uvicorn.Server):
         def connection() -> LimitedConnection:
             return LimitedConnection(self.config, self.server_state, self.lifespan.state)
 
+        def close_late() -> None:
+            for each in list(self.server_state.connections):
+                if isinstance(each, LimitedConnection) and each.due_at <= loop.time():
+                    each.transport.abort()
+            loop.call_later(_SWEEP_SECONDS, close_late)
+
         loop.set_exception_handler(on_error)
+        close_late()
         self.servers = []
         for listening in sockets or ():
             server = await loop.create_server(
@@ -106,7 +116,7 @@ class HttpServer(uvicorn.Server):
 
 
 class LimitedConnection(H11Protocol):
-    """A uvicorn connection that is closed if a header, or the next part of a body, takes too long."""
+    """A uvicorn connection that the server closes if a header, or the next part of a body, takes too long."""
 
     def __init__(
         self,
@@ -118,32 +128,22 @@ class LimitedConnection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._serve = self.app
         self.app = self._answer
-        self._owes_request = True
+        self.due_at = math.inf
+        """Time of the event loop by which the request, or its rest, must have come; infinite if none is awaited."""
         self._num_requests = 0
-        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect(within_seconds=2 * GRACE_SECONDS)
+        self.due_at = self.loop.time() + 2 * GRACE_SECONDS
         if len(self.connections) > most_connections():
-            others = [each for each in self.connections if isinstance(each, LimitedConnection) and each._owes_request]
+            limited = [each for each in self.connections if isinstance(each, LimitedConnection)]
+            others = [each for each in limited if each.due_at < math.inf]
             first = min((each for each in others if each is not self), key=LimitedConnection._order, default=self)
             first.transport.abort()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._expect(within_seconds=None)
-        super().connection_lost(exc)
-
     def _order(self) -> tuple[int, float]:
         """Sort key for closing: connections without a request first, then the oldest first."""
-        return min(self._num_requests, 1), 0.0 if self._timer is None else self._timer.when()
-
-    def _expect(self, *, within_seconds: float | None) -> None:
-        """Close the connection unless the request, or its rest, has come within this time. None: all has come."""
-        self._owes_request = within_seconds is not None
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None if within_seconds is None else self.loop.call_later(within_seconds, self.transport.abort)
+        return min(self._num_requests, 1), self.due_at
 
     async def _answer(
         self,
@@ -153,15 +153,14 @@ class LimitedConnection(H11Protocol):
     ) -> None:
         async def receive_body() -> _Message:
             message: _Message = await receive()
-            self._expect(within_seconds=KEEP_ALIVE_SECONDS if message.get("more_body") else None)
+            self.due_at = self.loop.time() + KEEP_ALIVE_SECONDS if message.get("more_body") else math.inf
             return message
 
         headers = dict(scope["headers"])
         self._num_requests += 1
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
-        self._expect(within_seconds=KEEP_ALIVE_SECONDS if has_body else None)
+        self.due_at = self.loop.time() + KEEP_ALIVE_SECONDS if has_body else math.inf
         try:
             await self._serve(scope, receive_body, send)
         finally:
-            if not self.transport.is_closing():
-                self._expect(within_seconds=KEEP_ALIVE_SECONDS + 2 * GRACE_SECONDS)
+            self.due_at = self.loop.time() + KEEP_ALIVE_SECONDS + 2 * GRACE_SECONDS

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -21,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weightcast.control.routes import Handler, guarded, natural_number, read_body, refusal, reply
+from weightcast.control.routes import guarded, natural_number, read_body, refusal, reply
 from weightcast.errors import IntegrityError, ManifestError, StaleVersionError, UnsupportedError
 from weightcast.format.bucket import HEADER_BYTES, slot_size_bytes
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
@@ -94,26 +95,23 @@ class StoreServer:
         self._beginning = threading.Lock()
         self._leases: dict[str, _Lease] = {}
         self._is_closed = False
-        routes: list[tuple[str, str, Handler]] = [
-            ("GET", "/store/records/{name}", self._record),
-            ("GET", "/store/slots", self._slots),
-            ("PUT", "/store/pins/{client}/{slot}", self._pin),
-            ("GET", "/store/pins/{client}/{slot}/buckets/{index}", self._read_bucket),
-            ("DELETE", "/store/pins/{client}/{slot}", self._end_pin),
-            ("PUT", "/store/copies/{copy}", self._begin_copy),
-            ("GET", "/store/copies/{copy}/buckets/{index}", self._has_bucket),
-            ("PUT", "/store/copies/{copy}/buckets/{index}", self._write_bucket),
-            ("POST", "/store/copies/{copy}", self._commit_copy),
-            ("DELETE", "/store/copies/{copy}", self._end_copy),
+        routes = [
+            ("GET", "/store/records/{name}", StoreServer._record),
+            ("GET", "/store/slots", StoreServer._slots),
+            ("PUT", "/store/pins/{client}/{slot}", StoreServer._pin),
+            ("GET", "/store/pins/{client}/{slot}/buckets/{index}", StoreServer._read_bucket),
+            ("DELETE", "/store/pins/{client}/{slot}", StoreServer._end_pin),
+            ("PUT", "/store/copies/{copy}", StoreServer._begin_copy),
+            ("GET", "/store/copies/{copy}/buckets/{index}", StoreServer._has_bucket),
+            ("PUT", "/store/copies/{copy}/buckets/{index}", StoreServer._write_bucket),
+            ("POST", "/store/copies/{copy}", StoreServer._commit_copy),
+            ("DELETE", "/store/copies/{copy}", StoreServer._end_copy),
         ]
-        ignored: Callable[[Exception], None] = lambda error: None  # noqa: E731
+        guard = functools.partial(guarded, None, find=lambda: self, token=token, on_error=lambda error: None)
         self.app = Starlette(
             routes=[
                 Route("/health", self._health),
-                *(
-                    Route(path, guarded(handler, token=token, on_error=ignored), methods=[method])
-                    for method, path, handler in routes
-                ),
+                *(Route(path, guard(answer), methods=[method]) for method, path, answer in routes),
             ]
         )
         self._sweeper = threading.Thread(target=self._sweep, name="weightcast-store-server", daemon=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from weightcast.control.routes import InstallAnswer, ServedEngine, reply
 from weightcast.control.server.metrics import ServerMetrics
 from weightcast.errors import UnsupportedError
 from weightcast.format.manifest import TensorSpec
-from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, Seal, UpdateInfo, WeightInfo
 from weightcast.serving.worker import Worker
 
 
@@ -40,19 +39,25 @@ class WorkerEngine(ServedEngine):
     async def update(self, info: UpdateInfo) -> None:
         await self._run(self._worker.update, info)
 
-    async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
+    async def finish(self, number: int, mode: PauseMode, run: str, seal: Seal | None = None) -> InstallAnswer:
+        answer: InstallAnswer = await self._run(self._install, number, mode, run, seal)
+        return answer
+
+    def _install(self, number: int, mode: PauseMode, run: str, seal: Seal | None) -> InstallAnswer:
         """Install between a pause and a resume, so that a publisher needs no requests for these; adapters, without."""
-        if self._worker.offered_adapter:
-            version = await self._run(self._worker.finish, number, run)
+        worker = self._worker
+        if seal is not None:
+            worker.update(seal)
+        if worker.offered_adapter:
+            version = worker.finish(number, run)
             return InstallAnswer(str(version.number), version.run, 0.0)
-        gate, owner = self._worker.gate, f"install of version {number}"
-        deadline_seconds = self._worker.install_deadline_seconds
-        await self._run(functools.partial(gate.pause, mode, owner=owner, deadline_seconds=deadline_seconds))
+        owner = f"install of version {number}"
+        worker.gate.pause(mode, owner=owner, deadline_seconds=worker.install_deadline_seconds)
         paused_at = time.perf_counter()
         try:
-            version = await self._run(self._worker.finish, number, run)
+            version = worker.finish(number, run)
         finally:
-            gate.resume(owner=owner)
+            worker.gate.resume(owner=owner)
         seconds = time.perf_counter() - paused_at
         self._metrics.pause_seconds.observe(seconds)
         return InstallAnswer(str(version.number), version.run, seconds)

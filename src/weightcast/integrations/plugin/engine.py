@@ -31,7 +31,7 @@ from weightcast.errors import (
 )
 from weightcast.format.adapters import AdapterVersion
 from weightcast.format.manifest import TensorSpec
-from weightcast.format.messages import HeldWeights, InitInfo, Offer, PauseMode, UpdateInfo, WeightInfo
+from weightcast.format.messages import HeldWeights, InitInfo, Offer, PauseMode, Seal, UpdateInfo, WeightInfo
 from weightcast.host.deadline import LOAD_SECONDS
 from weightcast.integrations.plugin.metrics import engine_metrics
 from weightcast.integrations.plugin.replies import Replies
@@ -134,7 +134,9 @@ class PluginEngine(ServedEngine, abc.ABC):
     async def shutdown(self) -> None:
         await self.call(rpc.Leave())
 
-    async def finish(self, number: int, mode: PauseMode, run: str) -> InstallAnswer:
+    async def finish(self, number: int, mode: PauseMode, run: str, seal: Seal | None = None) -> InstallAnswer:
+        if seal is not None:
+            await self.update(seal)
         task = asyncio.create_task(self._timed_install(number, mode, run))
         self._installs.add(task)
         task.add_done_callback(self._installs.discard)

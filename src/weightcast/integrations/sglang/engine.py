@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, HTTPException
 
-from weightcast.control.routes import guarded, weight_handlers
+from weightcast.control.routes import WEIGHT_ROUTES, guarded
 from weightcast.control.worker_rpc import RankCall, RankReply
 from weightcast.errors import EngineTornError
 from weightcast.format.manifest import convert
@@ -51,9 +51,9 @@ def attach(app: FastAPI, manager: Any) -> None:
     engine = SglangEngine(manager)
     token = os.environ.get(TOKEN_VARIABLE) or None
     require_one_key(manager.server_args, token)
-    for method, path, handler in weight_handlers(lambda: engine):
-        endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(guarded(handler, token=token, on_error=log))
-        app.add_api_route(path, endpoint, methods=[method])
+    for method, path, kind, answer in WEIGHT_ROUTES:
+        handler = guarded(kind, answer, lambda: engine, token=token, on_error=log)
+        app.add_api_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(handler), methods=[method])
     app.add_middleware(TornGuard, find=lambda: engine, generation=_GENERATION, changing=_CHANGING)
     gate_health(app, lambda: engine, _HEALTH)
     manager.continue_generation = functools.partial(_continue, engine)

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 
-from weightcast.control.routes import Handler, error_reply, guarded, reply, weight_handlers
+from weightcast.control.routes import WEIGHT_ROUTES, Answer, error_reply, guarded, reply
 from weightcast.errors import ClosedError, EngineTornError, WeightcastError
 from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.routes import TornGuard, gate_health, log, path_of
@@ -57,9 +57,10 @@ class WeightcastRoutes:
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, which replace vLLM's own with the same path and method."""
         token = os.environ.get(TOKEN_VARIABLE) or None
-        for method, path, handler in weight_handlers(self._require_engine):
-            recorded = _recorded(_OPERATIONS[path], handler) if path in _OPERATIONS else handler
-            app.add_api_route(path, guarded(recorded, token=token, on_error=log), methods=[method])
+        for method, path, kind, answer in WEIGHT_ROUTES:
+            recorded = _recorded(_OPERATIONS[path], answer) if path in _OPERATIONS else answer
+            handler = guarded(kind, recorded, self._require_engine, token=token, on_error=log)
+            app.add_api_route(path, handler, methods=[method])
         app.add_api_route("/v1/models", self._models, methods=["GET"])
         app.add_middleware(WakeGuard, find=self._require_engine)
         gate_health(app, lambda: self._engine, _HEALTH)
@@ -116,11 +117,11 @@ class WakeGuard:
             await answer(scope, receive, send)
 
 
-def _recorded(operation: Any, handler: Handler) -> Handler:
-    """Return a handler that records the route in vLLM's weight-transfer metrics, as vLLM's own routes do."""
+def _recorded(operation: Any, answer: Answer) -> Answer:
+    """Return an answer that is recorded in vLLM's weight-transfer metrics, as those of vLLM's own routes are."""
 
-    async def recorded(request: Request) -> Response:
+    async def recorded(*args: Any) -> Any:
         with weight_operation_metrics().record(operation):
-            return await handler(request)
+            return await answer(*args)
 
     return recorded
