@@ -21,8 +21,9 @@ from torch import nn
 from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedError, listed
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
+from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
-from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, acceptance, ties
+from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, ByDryRun, ByReference, ties
 from weightcast.integrations.plugin.draft import ModelWithDraft
 from weightcast.integrations.plugin.dry_run import DryRunOutcome
 from weightcast.serving.install_map import RecordedMap, is_tied, layers_of
@@ -87,19 +88,17 @@ class LoaderEngine(abc.ABC):
 
     @abc.abstractmethod
     def _begin_load(self, calls: Mapping[str, int]) -> None:
-        """Prepare the model for its loader. `calls`: see `AcceptedOffer`; only layers that the loader fills."""
+        """Prepare the model for its loader. `calls`: see `DryRunOutcome`; only layers that the loader fills."""
 
     def _load_some(self, tensors: Tensors) -> None:
         """Have the model's loader take these tensors."""
         loader: Any = self._model
         loader.load_weights(tensors)
 
-    @abc.abstractmethod
     def _finish_load(self) -> list[str]:
-        """Finish a load after all tensors have come, and wait for the device.
-
-        Return the layers that were not filled.
-        """
+        """Finish a load after all tensors have come. Return the layers that were not filled."""
+        self._end_load()
+        return []
 
     def _prepare_dry_run(self) -> None:  # noqa: B027  (nothing to do where the loader runs as it is)
         """Prepare for a dry run of a model whose layers are those of the start. Raises UnsupportedError."""
@@ -127,9 +126,11 @@ class LoaderEngine(abc.ABC):
             )
         self._prepare_dry_run()
         specs = self._header()
-        if specs is not None and isinstance(self._model, ModelWithDraft):
+        if specs is None:
+            return ByDryRun(self._model, self._dry_run, self._is_alone)
+        if isinstance(self._model, ModelWithDraft):
             specs = [*specs, *self._model.own]
-        return acceptance(self._model, self._dry_run, specs, is_alone=self._is_alone)
+        return ByReference(self._model, self._dry_run, specs)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -180,7 +181,7 @@ class LoaderEngine(abc.ABC):
 
     def weights_lost(self) -> None:
         """Note that the live memory lost its content: the next install goes through the loader, which sets padding."""
-        if self._offer is not None and self._offer[1].pads:
+        if self._offer is not None and self._offer[1].outcome.pads:
             self._offer[1].install_map.expire()
 
     def begin(self, copied: Collection[str]) -> None:
@@ -193,9 +194,10 @@ class LoaderEngine(abc.ABC):
         self.discard()
         self._load = _Load(set(accepted.names).difference(copied), copied)
         self._copied_at = accepted.install_map.revision
-        filled = accepted.install_map.modules(copied) if accepted.calls else ()
+        calls = accepted.outcome.calls
+        filled = accepted.install_map.modules(copied) if calls else ()
         with torch.no_grad(), on_failure(self.discard):
-            self._begin_load({m: number for m, number in accepted.calls.items() if m not in filled})
+            self._begin_load({m: number for m, number in calls.items() if m not in filled})
 
     def load(self, tensors: Tensors) -> None:
         """Have the loader load tensors of the last accepted offer; others may follow in later calls.
@@ -235,8 +237,8 @@ class LoaderEngine(abc.ABC):
                 )
             if name in load.due:
                 # Cloned if the loader writes to it, since others may read the same bucket.
-                load.waiting[name] = tensor.clone() if name in accepted.overwritten else tensor
-                group = accepted.together.get(name, {name})
+                load.waiting[name] = tensor.clone() if name in accepted.outcome.overwritten else tensor
+                group = accepted.outcome.together.get(name, {name})
                 if group <= load.waiting.keys():
                     load.due -= group
                     yield from [(each, load.waiting.pop(each)) for each in list(load.waiting) if each in group]
@@ -252,6 +254,7 @@ class LoaderEngine(abc.ABC):
             raise IncompleteUpdateError(f"version {version.number} was not loaded: publish again")
         with torch.no_grad(), on_failure(self.discard):
             missing = [*sorted(load.due), *self._finish_load()]
+            host_device.synchronize(self.device)
         if missing:
             raise IncompleteUpdateError(
                 f"version {version.number} was not loaded completely, missing: {listed(missing, most=20)}; publish all "
@@ -281,7 +284,7 @@ class LoaderEngine(abc.ABC):
             restores.append(undo_copy(self._model))
         else:
             accepted = self._offer[1]
-            restores.append(undo_copy(self._model, self._written(accepted), accepted.beside))
+            restores.append(undo_copy(self._model, self._written(accepted.outcome), accepted.outcome.beside))
             restores.append(accepted.install_map.snapshot())
 
         def put_back() -> None:
@@ -292,9 +295,9 @@ class LoaderEngine(abc.ABC):
 
         return put_back
 
-    def _written(self, accepted: AcceptedOffer) -> Collection[str]:
-        """Return the names of the modules that an install writes to."""
-        return accepted.modules
+    def _written(self, outcome: DryRunOutcome) -> Collection[str]:
+        """Return the names of the modules that an install writes to, by the dry run of it."""
+        return outcome.modules
 
 
 _PACKERS = ("quant_method", "impl", "scheme", "kernel", "fp8_linear")

@@ -13,7 +13,6 @@ from torch import nn
 
 from weightcast.errors import InstallError
 from weightcast.format.manifest import TensorSpec
-from weightcast.host import device as host_device
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.plugin.draft import with_draft
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, dry_run, twin
@@ -76,11 +75,6 @@ class SglangModel(LoaderEngine):
         self._is_in_session = True
         for session in self._sessions:
             session.begin_weight_update()
-
-    def _finish_load(self) -> list[str]:
-        self._end_load()
-        host_device.synchronize(self.device)
-        return []
 
     def _end_load(self) -> None:
         if self._is_in_session:

@@ -9,18 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from weightcast.errors import UnsupportedError, listed
 from weightcast.format.manifest import TensorSpec
-from weightcast.host import device as host_device
+from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin import checkpoint_header
 from weightcast.integrations.plugin import dry_run as loader_dry_run
-from weightcast.integrations.plugin.acceptance import AcceptedOffer
 from weightcast.integrations.plugin.draft import with_draft
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.plugin.model import LoaderEngine, Tensors
@@ -33,10 +32,11 @@ from weightcast.integrations.vllm.expert_placement import (
     with_placement,
 )
 from weightcast.integrations.vllm.layerwise_load import (
-    Reload,
+    Filling,
     has_packed_copy,
     has_plain_weights,
     in_checkpoint_form,
+    is_cpu_experts,
     is_packed,
     packed_copy_fault,
     without_memory,
@@ -64,6 +64,8 @@ class VllmModel(LoaderEngine):
         self.adapters = VllmAdapters(model, vllm_config, self._header) if has_adapters else None
         if draft is not None and not unsupported:
             model = self._with_draft(model, draft)
+        self._fillings: list[Filling] = []
+        self._placements: dict[nn.Module, Placement] = {}
         parallel = vllm_config.parallel_config
         num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         super().__init__(model, unsupported, is_alone=num_ranks == 1)
@@ -100,8 +102,37 @@ class VllmModel(LoaderEngine):
         return dry_run(self._model, self._vllm_config, specs)
 
     def _prepare_dry_run(self) -> None:
-        self._reload = Reload(self._model, self._vllm_config)
-        self._reload.require_work_rounds()
+        """Find the layers. Raises UnsupportedError if one lacks a name that a workaround for it needs, or if vLLM has
+        freed weights that it would have to load again.
+        """
+        self._packed = {name: layer for name, layer in self._model.named_modules() if is_packed(layer)}
+        self._attention: list[Any] = [
+            layer for layer in self._model.modules() if internals.require().is_attention(layer)
+        ]
+        self._tied: list[Any] = []
+        """Packed layers in host memory whose weight is an earlier layer's. Other shared tensors, such as a router's
+        bias, are never packed."""
+        seen: set[int] = set()
+        for layer in self._model.modules():
+            weight = layer._parameters.get("weight")
+            if weight is not None and weight.is_cpu and weight.numel():
+                if id(weight) in seen and is_packed(layer):
+                    self._tied.append(layer)
+                seen.add(id(weight))
+        if any(getattr(layer, "is_amx_bmm_enabled", False) for layer in self._attention):
+            raise UnsupportedError(
+                f"vLLM {internals.version()} frees the weights of kv_b_proj after its AMX_MLA attention has packed "
+                "them, and can't load them again: start it with --attention-backend CPU_MLA"
+            )
+        experts: list[Any] = [layer for layer in self._packed.values() if is_cpu_experts(layer)]
+        methods = [layer.quant_method for layer in experts]
+        lacking = {f"{type(method).__name__}.moe_kernel" for method in methods if not hasattr(method, "moe_kernel")}
+        lacking |= {f"{type(layer).__name__}.cpu_linear" for layer in self._tied if "cpu_linear" not in vars(layer)}
+        if lacking:
+            raise UnsupportedError(
+                f"vLLM {internals.version()} packs weights on a CPU in a way that weightcast does not support, since "
+                f"it has no {', '.join(sorted(lacking))}: use vLLM {internals.TESTED_WITH}"
+            )
 
     def snapshot(self) -> Callable[[], None]:
         """See `LoaderEngine.snapshot`. The undo raises InstallError (torn) if vLLM has moved experts meanwhile."""
@@ -115,21 +146,50 @@ class VllmModel(LoaderEngine):
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         assert self.install_map is not None  # of the offer
-        self._reload.begin(calls, self.install_map.quantising)
+        # An unfinished reload of another client would go on with its buffered tensors.
+        self._end_load()
+        self._placements = placements = expert_placements(self._model)
+        packing, layers = self.install_map.quantising, ((name, self._packed[name], n) for name, n in calls.items())
+        self._fillings = [Filling(name, layer, n, packing, placements.get(layer)) for name, layer, n in layers]
 
     def _load_some(self, tensors: Tensors) -> None:
-        self._reload.load(tensors)
+        with internals.require().current_config(self._vllm_config):
+            super()._load_some(tensors)
 
     def _finish_load(self) -> list[str]:
-        missing = self._reload.finish()
-        host_device.synchronize(self.device)
-        return missing
+        """Raises InstallError (torn) if vLLM has moved experts meanwhile."""
+        with on_failure(self._end_load):
+            require_unmoved(self._model, self._placements)
+        missing = [str(filling) for filling in self._fillings if not filling.is_done]
+        if missing:
+            self._end_load()
+            return missing
+        self._fillings = []
+        with internals.require().current_config(self._vllm_config):
+            for layer in self._attention:
+                layer.process_weights_after_loading(self._vllm_config.model_config.dtype)
+            for layer in self._tied:
+                layer.quant_method.process_weights_after_loading(layer)
+        return []
 
-    def _written(self, accepted: AcceptedOffer) -> Collection[str]:
-        return accepted.modules | self._reload.processed
+    def _written(self, outcome: DryRunOutcome) -> set[str]:
+        # With the layers for which a load computes more than their tensors set.
+        processed = {*self._attention, *self._tied}
+        return outcome.modules | {name for name, layer in self._model.named_modules() if layer in processed}
 
     def _end_load(self) -> None:
-        self._reload.abort()
+        """Give every layer its live tensors back, and free buffered tensors."""
+        vllm, model = internals.require(), cast(Any, self._model)
+        self._fillings = []
+        for layer in model.modules():
+            info = vllm.layer_info(layer)
+            if info.kernel_tensors is not None:
+                vllm.put_live_back(layer, info)
+            if info.kernel_tensors is not None or info.can_load():
+                info.reset()
+        vllm.loading_layers.clear()
+        if hasattr(model, "_original_do_torchao_reload"):
+            model._do_torchao_reload = model._original_do_torchao_reload
 
 
 def _header(started: Any, vllm_config: Any) -> Sequence[TensorSpec] | None:
