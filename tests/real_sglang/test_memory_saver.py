@@ -16,6 +16,8 @@ from real_sglang.faults import Break
 from real_sglang.oracle import assert_serves
 from real_sglang.servers import Server, Setup
 from real_sglang.test_transactional_faults import assert_as_before
+from weightcast import HttpEngine
+from weightcast.errors import ClosedError
 
 SAVER = Setup(options=("--enable-memory-saver",))
 SAVER_TWO = dataclasses.replace(SAVER, tp=2)
@@ -46,7 +48,9 @@ def test_released_weights_are_served_only_after_the_next_publish(server: Server,
             it.publish(seed)
             before = server.checksum()
             release(server)
-            assert "resume_memory_occupation" in str(it.failure(1 - seed))
+            assert "send /resume_memory_occupation before the install" in str(it.failure(1 - seed))
+            with pytest.raises(ClosedError, match="send /resume_memory_occupation before you read the weights"):
+                HttpEngine(server.url).held()
             resume(server, "weights")
             assert server.checksum() != before
             assert_torn(server)

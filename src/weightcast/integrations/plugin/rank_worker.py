@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
 from weightcast.control import worker_rpc as rpc
 from weightcast.engines.gate import Gate
@@ -47,7 +46,8 @@ class RankWorker:
     """Answers the calls of `control.worker_rpc` for one rank. Call it from one thread, between steps of the model.
 
     `token`: required in every `Init`, unless empty. `unsupported`: features with which this engine can't be updated.
-    `require_ready`: raises if an install can't begin now. `weights_asleep`: see `RankReply`.
+    `require_ready`: raises if an install can't begin now. `weights_asleep`: returns the request that would wake the
+    weights' memory, empty if it is not asleep.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RankWorker:
         token: str = "",
         unsupported: tuple[str, ...] = (),
         require_ready: Callable[[], None] = lambda: None,
-        weights_asleep: Callable[[], bool] = lambda: False,
+        weights_asleep: Callable[[], str] = lambda: "",
     ) -> None:
         self._ranks = ranks
         self._token = token
@@ -104,9 +104,8 @@ class RankWorker:
             self._worker.engine_rank,
             self.info(),
             attempt.error,
-            self._weights_asleep(),
+            bool(self._weights_asleep()),
             serial,
-            self._worker.instance,
             *held,
             self._gate.is_writing,
             dtypes,
@@ -133,7 +132,7 @@ class RankWorker:
                 "engines have it; publish a complete update to heal this engine"
             )
         abilities = tuple(a for a in info.abilities if a != "lease")
-        return msgspec.structs.replace(info, abilities=abilities, torn=torn, instance=UNSET)
+        return msgspec.structs.replace(info, abilities=abilities, torn=torn)
 
     def do(self, call: rpc.RankCall) -> None:
         """Carry out a call together with all ranks. An error on any rank is raised on all of them."""
@@ -196,11 +195,14 @@ class RankWorker:
             raise UnsupportedError(
                 "no version was offered to this engine yet, so its weights can't be read: publish a version first"
             )
-        if self._weights_asleep():
-            raise ClosedError("the weights' memory is asleep: send /wake_up?tags=weights before you read the weights")
+        self._require_awake("you read the weights")
         if self._gate.is_writing:
             raise ClosedError("a streaming update is in progress: read the weights after its install")
         return install_map.held(call.start, call.limit_bytes, call.names)
+
+    def _require_awake(self, what: str) -> None:
+        if request := self._weights_asleep():
+            raise ClosedError(f"the weights' memory is asleep: send {request} before {what}")
 
     def _init(self, info: InitInfo) -> None:
         with Attempt() as own:
@@ -221,6 +223,7 @@ class RankWorker:
     def _update(self, info: UpdateInfo) -> None:
         with Attempt() as own:
             if isinstance(info, Offer) and info.install == "streaming":
+                self._require_awake("the install")
                 self._require_ready()
             self._worker.update(info)
         error = self._ranks.common_error(own.error)
@@ -257,6 +260,7 @@ class RankWorker:
                         f"an install of version {version.number} of run {version.run} was requested, but version "
                         f"{sealed.number} of run {sealed.run} is sealed: publish again"
                     )
+                self._require_awake("the install")
                 self._require_ready()
         outcomes = self._ranks.exchange(Outcome(own.error, serves))
         _raise_if(self._ranks.first_error(outcomes))

@@ -94,11 +94,11 @@ class SchedulerRank:
 
     def __init__(self, scheduler: Any, ranks: RankConsensus) -> None:
         internals.require(scheduler, "flush_cache", "is_fully_idle", "_engine_paused", "tp_worker", "server_args")
-        internals.require(scheduler, "weight_updater")
-        internals.require(scheduler.weight_updater, "offload_tags", *internals.CHANGES)
+        internals.require(scheduler, "weight_updater", "draft_worker")
+        updater = scheduler.weight_updater
+        internals.require(updater, "offload_tags", *internals.CHANGES)
         internals.require(scheduler.tp_worker, "model_runner")
         internals.require_arguments(scheduler.flush_cache, "empty_cache")
-        internals.require(scheduler, "draft_worker")
         self._scheduler, self._ranks = scheduler, ranks
         runner, parallel = scheduler.tp_worker.model_runner, internals.parallel()
         internals.require(runner, "model", "model_config", "lora_manager")
@@ -130,6 +130,7 @@ class SchedulerRank:
             token=os.environ.get(TOKEN_VARIABLE, ""),
             unsupported=tuple(unsupported),
             require_ready=self._require_still,
+            weights_asleep=lambda: "/resume_memory_occupation" if "weights" in updater.offload_tags else "",
         )
         self.interrupt, self.changed = self._rank.interrupt, self._rank.changed
 
@@ -155,5 +156,3 @@ class SchedulerRank:
         # An adapter is added beside the others, between two steps.
         if not (is_still or self._rank.offered_adapter):
             raise ClosedError("requests are running: send /pause_generation with mode 'retract' before an install")
-        if "weights" in self._scheduler.weight_updater.offload_tags:
-            raise ClosedError("the weights' memory is released: send /resume_memory_occupation before an install")
