@@ -295,6 +295,8 @@ def test_a_torn_engine_gets_its_weights_back_while_its_cache_sleeps(
                 servers[1].do(servers[1].wake_up(*tags))
         with contextlib.nullcontext() if is_asleep else pytest.raises(EngineTornError):
             servers[1].do(servers[1].wake_up("weights"))
+        for rank in cores.ranks:
+            rank._weights_asleep = lambda: ""
         it.publish()
         servers[1].do(servers[1].wake_up("kv_cache"))
 

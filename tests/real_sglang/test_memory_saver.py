@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -21,6 +22,7 @@ from weightcast.errors import ClosedError
 
 SAVER = Setup(options=("--enable-memory-saver",))
 SAVER_TWO = dataclasses.replace(SAVER, tp=2)
+UNREADABLE = "send /resume_memory_occupation before you read the weights"
 BACKED_UP = Setup(options=("--enable-memory-saver", "--enable-weights-cpu-backup"))
 
 
@@ -49,8 +51,8 @@ def test_released_weights_are_served_only_after_the_next_publish(server: Server,
             before = server.checksum()
             release(server)
             assert "send /resume_memory_occupation before the install" in str(it.failure(1 - seed))
-            with pytest.raises(ClosedError, match="send /resume_memory_occupation before you read the weights"):
-                HttpEngine(server.url).held()
+            with contextlib.closing(HttpEngine(server.url)) as engine, pytest.raises(ClosedError, match=UNREADABLE):
+                engine.held()
             resume(server, "weights")
             assert server.checksum() != before
             assert_torn(server)

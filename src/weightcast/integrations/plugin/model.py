@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections import Counter
@@ -69,7 +70,7 @@ class LoaderEngine(abc.ABC):
         self._layers = layers_of(model)
         self._started_with = weakref.WeakValueDictionary(self._layers)
         self._acceptance = None if unsupported else self._make_acceptance()
-        self._unsupported = unsupported
+        self.unsupported = unsupported
         self._ties = ties(model)
         self._offer: tuple[str, AcceptedOffer] | None = None
         self._apart: set[str] = set()
@@ -83,8 +84,8 @@ class LoaderEngine(abc.ABC):
         """Return the tensors of the checkpoint that the model was started from; None if they can't be read."""
 
     @abc.abstractmethod
-    def _dry_run(self, specs: Sequence[TensorSpec]) -> DryRunOutcome:
-        """Make a dry run of the model's loader on tensors like these, in this order."""
+    def _dry_run(self, model: nn.Module, specs: Sequence[TensorSpec]) -> DryRunOutcome:
+        """Make a dry run of a model's loader on tensors like these, in this order."""
 
     @abc.abstractmethod
     def _begin_load(self, calls: Mapping[str, int]) -> None:
@@ -126,11 +127,12 @@ class LoaderEngine(abc.ABC):
             )
         self._prepare_dry_run()
         specs = self._header()
+        trial = functools.partial(self._dry_run, self._model)
         if specs is None:
-            return ByDryRun(self._model, self._dry_run, self._is_alone)
+            return ByDryRun(self._model, trial, self._is_alone)
         if isinstance(self._model, ModelWithDraft):
             specs = [*specs, *self._model.own]
-        return ByReference(self._model, self._dry_run, specs)
+        return ByReference(self._model, trial, specs)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -148,7 +150,7 @@ class LoaderEngine(abc.ABC):
         is raised if the loader would not set all weights that the engine uses.
         """
         if self._acceptance is None:
-            raise unsupported(self._unsupported)
+            raise unsupported(self.unsupported)
         self._require_ties()
         digest, layers = manifest.digest(), layers_of(self._model)
         if layers != self._layers or (self._offer is not None and self._offer[1].install_map.is_stale):
@@ -163,7 +165,7 @@ class LoaderEngine(abc.ABC):
     def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str]:
         """Return this rank's dtypes of these tensors, for those of which its loader uses a part."""
         if self._acceptance is None:
-            raise unsupported(self._unsupported)
+            raise unsupported(self.unsupported)
         return self._acceptance.dtypes(specs)
 
     def _require_ties(self) -> None:

@@ -13,7 +13,7 @@ state.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -58,7 +58,7 @@ class RankWorker:
         engine_rank: int,
         world_size: int,
         token: str = "",
-        unsupported: tuple[str, ...] = (),
+        unsupported: Sequence[str] = (),
         require_ready: Callable[[], None] = lambda: None,
         weights_asleep: Callable[[], str] = lambda: "",
     ) -> None:

@@ -52,7 +52,7 @@ class SglangModel(LoaderEngine):
                 model,
                 draft.model,
                 None if self._header() is None else _header(draft),
-                _dry_run,
+                self._dry_run,
                 # A small model has a checkpoint of its own, even if that is the main model's.
                 is_in_model=path == runner.model_config.model_path and not draft.spec_algorithm.is_standalone(),
                 remedy=f"start SGLang with {internals.KEEP_DRAFT}",
@@ -68,8 +68,8 @@ class SglangModel(LoaderEngine):
     def _header(self) -> Sequence[TensorSpec] | None:
         return _header(self._runner)
 
-    def _dry_run(self, specs: Sequence[TensorSpec]) -> DryRunOutcome:
-        return _dry_run(self._model, specs)
+    def _dry_run(self, model: nn.Module, specs: Sequence[TensorSpec]) -> DryRunOutcome:
+        return dry_run(model, _without_memory, specs)
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         self._is_in_session = True
@@ -94,10 +94,6 @@ def _header(runner: Any) -> Sequence[TensorSpec] | None:
     """Return the tensors of a runner's checkpoint."""
     config = runner.model_config
     return reference(config.model_path, revision=config.revision, cache_dir=runner.server_args.download_dir)
-
-
-def _dry_run(model: nn.Module, specs: Sequence[TensorSpec]) -> DryRunOutcome:
-    return dry_run(model, _without_memory, specs)
 
 
 def _without_memory(layer: nn.Module, _: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

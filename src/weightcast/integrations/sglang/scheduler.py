@@ -128,7 +128,7 @@ class SchedulerRank:
             engine_rank=self._engine_rank,
             world_size=parallel.tp_size,
             token=os.environ.get(TOKEN_VARIABLE, ""),
-            unsupported=tuple(unsupported),
+            unsupported=unsupported,
             require_ready=self._require_still,
             weights_asleep=lambda: "/resume_memory_occupation" if "weights" in updater.offload_tags else "",
         )

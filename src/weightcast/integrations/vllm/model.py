@@ -60,6 +60,10 @@ class VllmModel(LoaderEngine):
         self.device = device
         self._vllm_config = vllm_config
         unsupported = internals.unsupported(vllm_config, model)
+        if draft is None and internals.updates_draft(vllm_config):
+            unsupported.append(
+                f"speculative_config (vLLM's worker has no draft model; {internals.KEEP_DRAFT} permits it)"
+            )
         has_adapters = vllm_config.lora_config is not None
         self.adapters = VllmAdapters(model, vllm_config, self._header) if has_adapters else None
         if draft is not None and not unsupported:
@@ -83,7 +87,7 @@ class VllmModel(LoaderEngine):
             model,
             draft,
             None if self._header() is None else _header(started, config),
-            lambda each, specs: dry_run(each, config, specs),
+            self._dry_run,
             is_in_model=is_in_model,
             remedy=remedy,
             loading=internals.require().any_mtp_layers,
@@ -98,8 +102,8 @@ class VllmModel(LoaderEngine):
     def _header(self) -> Sequence[TensorSpec] | None:
         return _header(self._vllm_config.model_config, self._vllm_config)
 
-    def _dry_run(self, specs: Sequence[TensorSpec]) -> DryRunOutcome:
-        return dry_run(self._model, self._vllm_config, specs)
+    def _dry_run(self, model: nn.Module, specs: Sequence[TensorSpec]) -> DryRunOutcome:
+        return dry_run(model, self._vllm_config, specs)
 
     def _prepare_dry_run(self) -> None:
         """Find the layers. Raises UnsupportedError if one lacks a name that a workaround for it needs, or if vLLM has

@@ -60,11 +60,6 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
         # `world_size` is that of one data-parallel engine; for dense models vLLM keeps only the engine's index.
         first_rank = parallel.data_parallel_index * parallel.world_size
         groups = [get_tp_group().cpu_group, get_pp_group().cpu_group]
-        unsupported = internals.unsupported(config, self.model)
-        if draft is None and internals.updates_draft(config):
-            unsupported.append(
-                f"speculative_config (vLLM's worker has no draft model; {internals.KEEP_DRAFT} permits it)"
-            )
         model = VllmModel(self.model, config, device, draft=draft)
         rank = RankWorker(
             model,
@@ -72,7 +67,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             engine_rank=first_rank + parallel.rank,
             world_size=parallel.world_size_across_dp,
             token=os.environ.get(TOKEN_VARIABLE, ""),
-            unsupported=tuple(unsupported),
+            unsupported=model.unsupported,
             weights_asleep=lambda: "/wake_up?tags=weights" if internals.weights_sleep(config, device) else "",
         )
         self._started = model, rank
