@@ -51,7 +51,7 @@ class SglangModel(LoaderEngine):
             model = with_draft(
                 model,
                 draft.model,
-                None if self._header() is None else _header(draft),
+                None if self._header() is None else self._header(draft),
                 self._dry_run,
                 # A small model has a checkpoint of its own, even if that is the main model's.
                 is_in_model=path == runner.model_config.model_path and not draft.spec_algorithm.is_standalone(),
@@ -65,8 +65,11 @@ class SglangModel(LoaderEngine):
         self.adapters = None if manager is None else SglangAdapters(manager, runner.server_args, self._header)
         super().__init__(model, unsupported, is_alone=is_alone)
 
-    def _header(self) -> Sequence[TensorSpec] | None:
-        return _header(self._runner)
+    def _header(self, runner: Any = None) -> Sequence[TensorSpec] | None:
+        """Return the tensors of a runner's checkpoint, by default the main model's."""
+        runner = runner or self._runner
+        config, cache = runner.model_config, runner.server_args.download_dir
+        return reference(config.model_path, revision=config.revision, cache_dir=cache)
 
     def _dry_run(self, model: nn.Module, specs: Sequence[TensorSpec]) -> DryRunOutcome:
         return dry_run(model, _without_memory, specs)
@@ -88,12 +91,6 @@ class SglangModel(LoaderEngine):
                 "SGLang could not drop the caches of the former weights, since requests were running: publish again",
                 torn=True,
             )
-
-
-def _header(runner: Any) -> Sequence[TensorSpec] | None:
-    """Return the tensors of a runner's checkpoint."""
-    config = runner.model_config
-    return reference(config.model_path, revision=config.revision, cache_dir=runner.server_args.download_dir)
 
 
 def _without_memory(layer: nn.Module, _: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -200,12 +200,12 @@ def is_cpu_experts(layer: nn.Module) -> bool:
 def in_checkpoint_form(layer: nn.Module) -> tuple[Tensors, Tensors]:
     """Return a layer's parameters and buffers without memory, as recorded by vLLM at start-up, except live ones."""
     vllm = internals.require()
-    parameters, buffers = vllm.layer_info(layer).restore_metadata
-    kept = vllm.kept_tensors
-    return (
-        {name: without_memory(tensor, layer) for name, tensor in parameters.items() if name not in kept},
-        {name: without_memory(tensor, layer) for name, tensor in buffers.items() if name not in kept},
+    recorded, kept = vllm.layer_info(layer).restore_metadata, vllm.kept_tensors
+    parameters, buffers = (
+        {name: without_memory(tensor, layer) for name, tensor in tensors.items() if name not in kept}
+        for tensors in recorded
     )
+    return parameters, buffers
 
 
 def without_memory(tensor: torch.Tensor, layer: nn.Module) -> torch.Tensor:

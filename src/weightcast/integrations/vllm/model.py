@@ -86,7 +86,7 @@ class VllmModel(LoaderEngine):
         both = with_draft(
             model,
             draft,
-            None if self._header() is None else _header(started, config),
+            None if self._header() is None else self._header(started),
             self._dry_run,
             is_in_model=is_in_model,
             remedy=remedy,
@@ -99,8 +99,11 @@ class VllmModel(LoaderEngine):
             )
         return both
 
-    def _header(self) -> Sequence[TensorSpec] | None:
-        return _header(self._vllm_config.model_config, self._vllm_config)
+    def _header(self, started: Any = None) -> Sequence[TensorSpec] | None:
+        """Return the tensors of the checkpoint of a vLLM model configuration, by default the main model's."""
+        config, started = self._vllm_config, started or self._vllm_config.model_config
+        cache = config.load_config.download_dir
+        return checkpoint_header.reference(started.model, revision=started.revision, cache_dir=cache)
 
     def _dry_run(self, model: nn.Module, specs: Sequence[TensorSpec]) -> DryRunOutcome:
         return dry_run(model, self._vllm_config, specs)
@@ -196,12 +199,6 @@ class VllmModel(LoaderEngine):
             model._do_torchao_reload = model._original_do_torchao_reload
 
 
-def _header(started: Any, vllm_config: Any) -> Sequence[TensorSpec] | None:
-    """Return the tensors of the checkpoint of a vLLM model configuration."""
-    cache = vllm_config.load_config.download_dir
-    return checkpoint_header.reference(started.model, revision=started.revision, cache_dir=cache)
-
-
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:
     """Return the effect of vLLM's loader on tensors of these names, shapes and dtypes, in this order.
 
@@ -225,7 +222,6 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
     }
     # vLLM packs these, so a copy to their parameters is not enough.
     quantised = frozenset(name for name, layer in packed.items() if internals.is_quantised(layer))
-    opaque = dict(outcome.opaque)
     reasons: dict[str, str] = {}
     # Tensors of layers that must be filled by their loaders, but are set by other means.
     passed_by, gone, layers = [], [], dict(model.named_modules())
@@ -242,17 +238,11 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
                 passed_by.append(target.name)
     for copy in outcome.copies if reasons else ():
         if copy.target in reasons:
-            opaque.setdefault(copy.name, reasons[copy.target])
-    faults = {"": f"without a call of their loaders it sets {', '.join(passed_by)}"} if passed_by else {}
-    faults |= dict.fromkeys(gone, "vLLM has dropped it after its start, and would not read another value")
-    return dataclasses.replace(
-        outcome,
-        calls=calls,
-        faults=outcome.faults | faults,
-        opaque=opaque,
-        packed_copies=packed_copies,
-        quantised=quantised,
-    )
+            outcome.opaque.setdefault(copy.name, reasons[copy.target])
+    if passed_by:
+        outcome.faults[""] = f"without a call of their loaders it sets {', '.join(passed_by)}"
+    outcome.faults.update(dict.fromkeys(gone, "vLLM has dropped it after its start, and would not read another value"))
+    return dataclasses.replace(outcome, calls=calls, packed_copies=packed_copies, quantised=quantised)
 
 
 def _checkpoint_form(
