@@ -151,12 +151,10 @@ class ByDryRun:
         """Return the dtypes, found by a dry run on such tensors."""
         tied = _tied(self.model, {name for spec in specs for name in spec.names})
         used = self.trial([TensorSpec(n, s.dtype, s.shape) for s in specs for n in s.names if n not in tied]).used
-        owners = {spec.name: [tied.get(name, name) for name in spec.names] for spec in specs}
         kept: dict[str, str] = {}
         for spec in specs:
-            found = {
-                dtype for owner in owners[spec.name] if owner in used and used[owner][0] for dtype in used[owner][1]
-            }
+            owners = (tied.get(name, name) for name in spec.names)
+            found = {dtype for owner in owners if owner in used for dtype in used[owner][1]}
             if found:
                 kept[spec.name] = _kept(spec.dtype, found)
         return kept

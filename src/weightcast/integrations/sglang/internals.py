@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from weightcast.errors import UnsupportedError
+from weightcast.errors import UnsupportedError, lacking
 
 TESTED_WITH = "0.5.23"
 
@@ -103,7 +103,7 @@ def looked_up(path: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as exc:
-        raise _lacking([f"{module}.{name}"]) from exc
+        raise lacking("SGLang", version(), TESTED_WITH, [f"{module}.{name}"]) from exc
 
 
 def io(name: str, **fields: Any) -> Any:
@@ -176,17 +176,9 @@ def version() -> str:
     return "unknown"
 
 
-def _refuse_if(lacking: list[str]) -> None:
-    if lacking:
-        raise _lacking(lacking)
-
-
-def _lacking(names: list[str]) -> UnsupportedError:
-    return UnsupportedError(
-        f"SGLang {version()} lacks {len(names)} names that weightcast needs ({', '.join(names)}): use SGLang "
-        f"{TESTED_WITH}, or a weightcast version for this SGLang",
-        names,
-    )
+def _refuse_if(names: list[str]) -> None:
+    if names:
+        raise lacking("SGLang", version(), TESTED_WITH, names)
 
 
 def unsupported(options: Any, runner: Any, draft: Any = None, *, keeps_draft: bool = False) -> list[str]:

@@ -140,13 +140,8 @@ class WeightcastMetrics(transformers.TrainerCallback):
         self._trainer = trainer
         self._logged: PublishReport | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: transformers.TrainerControl, **_: Any) -> None:
-        self._log(control)
-
     def on_step_end(self, args: Any, state: Any, control: transformers.TrainerControl, **_: Any) -> None:
-        self._log(control)
-
-    def _log(self, control: transformers.TrainerControl) -> None:
+        """Log the last update, unless it was logged."""
         transfer = self._trainer.weight_transfer  # None except on TRL's first process
         report = transfer.report if transfer else None
         if report is None or report is self._logged:
@@ -156,3 +151,5 @@ class WeightcastMetrics(transformers.TrainerCallback):
         # TRL's own `log` would add the metrics that it has collected for the step's row.
         transformers.Trainer.log(self._trainer, report.metrics())
         control.should_log = is_log_due  # logging a row has reset it
+
+    on_train_begin = on_step_end
