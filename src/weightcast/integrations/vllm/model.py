@@ -60,7 +60,7 @@ class VllmModel(LoaderEngine):
         self.device = device
         self._vllm_config = vllm_config
         unsupported = internals.unsupported(vllm_config, model)
-        if draft is None and internals.updates_draft(vllm_config):
+        if draft is None and not unsupported and internals.updates_draft(vllm_config):
             unsupported.append(
                 f"speculative_config (vLLM's worker has no draft model; {internals.KEEP_DRAFT} permits it)"
             )
