@@ -46,8 +46,7 @@ class RankWorker:
     """Answers the calls of `control.worker_rpc` for one rank. Call it from one thread, between steps of the model.
 
     `token`: required in every `Init`, unless empty. `unsupported`: features with which this engine can't be updated.
-    `require_ready`: raises if an install can't begin now. `weights_asleep`: returns the request that would wake the
-    weights' memory, empty if it is not asleep.
+    `weights_asleep`: returns the request that would wake the weights' memory, empty if it is not asleep.
     """
 
     def __init__(
@@ -59,13 +58,11 @@ class RankWorker:
         world_size: int,
         token: str = "",
         unsupported: Sequence[str] = (),
-        require_ready: Callable[[], None] = lambda: None,
         weights_asleep: Callable[[], str] = lambda: "",
     ) -> None:
         self._ranks = ranks
         self._token = token
         self._unsupported = unsupported
-        self._require_ready = require_ready
         self._weights_asleep = weights_asleep
         self._gate = Gate()
         self._worker = Worker(
@@ -109,15 +106,10 @@ class RankWorker:
             *held,
             self._gate.is_writing,
             dtypes,
-            adapter=self.offered_adapter,
+            adapter=self._worker.offered_adapter,
             adapter_ids={} if table is None else dict(table.layers.ids),
         )
         return msgspec.to_builtins(reply)
-
-    @property
-    def offered_adapter(self) -> str:
-        """Return the name of the adapter that the update in progress is of; empty for the model, or without one."""
-        return self._worker.offered_adapter
 
     def info(self) -> WeightInfo:
         """Return the worker's state without its lease, since only the host can pause and resume.
@@ -200,6 +192,10 @@ class RankWorker:
             raise ClosedError("a streaming update is in progress: read the weights after its install")
         return install_map.held(call.start, call.limit_bytes, call.names)
 
+    def _require_ready(self) -> None:
+        """Raise ClosedError if an install can't begin now."""
+        self._require_awake("the install")
+
     def _require_awake(self, what: str) -> None:
         if request := self._weights_asleep():
             raise ClosedError(f"the weights' memory is asleep: send {request} before {what}")
@@ -223,7 +219,6 @@ class RankWorker:
     def _update(self, info: UpdateInfo) -> None:
         with Attempt() as own:
             if isinstance(info, Offer) and info.install == "streaming":
-                self._require_awake("the install")
                 self._require_ready()
             self._worker.update(info)
         error = self._ranks.common_error(own.error)
@@ -260,7 +255,6 @@ class RankWorker:
                         f"an install of version {version.number} of run {version.run} was requested, but version "
                         f"{sealed.number} of run {sealed.run} is sealed: publish again"
                     )
-                self._require_awake("the install")
                 self._require_ready()
         outcomes = self._ranks.exchange(Outcome(own.error, serves))
         _raise_if(self._ranks.first_error(outcomes))
