@@ -133,10 +133,7 @@ PERMITTED: dict[tuple[str, str], str] = {
         "integrations.vllm.layerwise_load",
         "sets .kernel_non_persistent_buffers of self._info",
     ): "vLLM's record of a reload",
-    (
-        "integrations.vllm.layerwise_load",
-        "sets ._do_torchao_reload of self._model",
-    ): "gives back what a reload has changed",
+    ("integrations.vllm.model", "sets ._do_torchao_reload of model"): "gives back what a reload has changed",
     (
         "integrations.vllm.layerwise_load",
         "sets .moe_kernel of method",

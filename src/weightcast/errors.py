@@ -476,6 +476,15 @@ def import_of_extra() -> Translated:
     return Translated(ModuleNotFoundError, raise_with_extra)
 
 
+def lacking(framework: str, found: str, tested: str, names: Sequence[str]) -> UnsupportedError:
+    """Return the error for a version of a framework without undocumented names. `tested`: the version that has them."""
+    return UnsupportedError(
+        f"{framework} {found} lacks {len(names)} names that weightcast needs ({'; '.join(names)}): use {framework} "
+        f"{tested}, or a weightcast version for this {framework}",
+        names,
+    )
+
+
 def warn_if_untested(
     logger: logging.Logger, name: str, found: str, *tested: str, symptom: str = "updates fail"
 ) -> None:

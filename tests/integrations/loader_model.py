@@ -195,8 +195,8 @@ class ModelEngine(LoaderEngine):
     def _header(self) -> Sequence[TensorSpec]:
         return self._started_from
 
-    def _dry_run(self, specs: Sequence[TensorSpec]) -> DryRunOutcome:
-        return dataclasses.replace(dry_run(self.model, without_memory, specs), packed_copies=self._packed_copies)
+    def _dry_run(self, model: nn.Module, specs: Sequence[TensorSpec]) -> DryRunOutcome:
+        return dataclasses.replace(dry_run(model, without_memory, specs), packed_copies=self._packed_copies)
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         pass

@@ -289,12 +289,14 @@ def test_a_torn_engine_gets_its_weights_back_while_its_cache_sleeps(
             it.publish()
         cores.engines[0].is_broken = False
         for rank in cores.ranks:
-            rank._weights_asleep = lambda: is_asleep
+            rank._weights_asleep = lambda: "/wake_up" if is_asleep else ""
         for tags in ((), ("kv_cache",), ("weights", "kv_cache"), ("scheduling",)):
             with pytest.raises(EngineTornError):
                 servers[1].do(servers[1].wake_up(*tags))
         with contextlib.nullcontext() if is_asleep else pytest.raises(EngineTornError):
             servers[1].do(servers[1].wake_up("weights"))
+        for rank in cores.ranks:
+            rank._weights_asleep = lambda: ""
         it.publish()
         servers[1].do(servers[1].wake_up("kv_cache"))
 

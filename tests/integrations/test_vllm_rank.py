@@ -124,7 +124,7 @@ class Engine(EngineClient):
         infos = [reply.info for reply in self.replies]
         holders = {info.holder for info in infos}
         # The links of the ranks end one after the other.
-        first, second = (msgspec.structs.replace(info, holder="", dropped=UNSET) for info in infos)
+        first, second = (msgspec.structs.replace(info, holder="", dropped=UNSET, instance=UNSET) for info in infos)
         assert first == second
         dropped = True if any(info.dropped is True for info in infos) else UNSET
         return msgspec.structs.replace(first, holder=holders.pop() if len(holders) == 1 else "", dropped=dropped)

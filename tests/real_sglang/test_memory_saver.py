@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -16,9 +17,12 @@ from real_sglang.faults import Break
 from real_sglang.oracle import assert_serves
 from real_sglang.servers import Server, Setup
 from real_sglang.test_transactional_faults import assert_as_before
+from weightcast import HttpEngine
+from weightcast.errors import ClosedError
 
 SAVER = Setup(options=("--enable-memory-saver",))
 SAVER_TWO = dataclasses.replace(SAVER, tp=2)
+UNREADABLE = "send /resume_memory_occupation before you read the weights"
 BACKED_UP = Setup(options=("--enable-memory-saver", "--enable-weights-cpu-backup"))
 
 
@@ -46,7 +50,9 @@ def test_released_weights_are_served_only_after_the_next_publish(server: Server,
             it.publish(seed)
             before = server.checksum()
             release(server)
-            assert "resume_memory_occupation" in str(it.failure(1 - seed))
+            assert "send /resume_memory_occupation before the install" in str(it.failure(1 - seed))
+            with contextlib.closing(HttpEngine(server.url)) as engine, pytest.raises(ClosedError, match=UNREADABLE):
+                engine.held()
             resume(server, "weights")
             assert server.checksum() != before
             assert_torn(server)

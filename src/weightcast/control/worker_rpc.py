@@ -98,10 +98,10 @@ class RankReply(msgspec.Struct, frozen=True):
     """One rank's reply to any call. `info`: state after the call. `error`: None if the call succeeded.
 
     `weights_asleep`: the engine has put the weights' memory to sleep. `serial`: that of the call, if it had one.
-    `instance`: id of this rank's engine, since `info` is equal on all ranks and has none. `held`: reply to `Prove`;
-    `next`: index of the next tensor, -1 after the last. `is_loading`: a streaming update is in progress. `dtypes`:
-    reply to `Dtypes`, by record name, for the tensors of which this rank has a part. `adapter`: the one that the update
-    in progress is of. `adapter_ids`: by label, the loaded versions of adapters (see `AdapterLayers.ids`).
+    `held`: reply to `Prove`; `next`: index of the next tensor, -1 after the last. `is_loading`: a streaming update is
+    in progress. `dtypes`: reply to `Dtypes`, by record name, for the tensors of which this rank has a part. `adapter`:
+    the one that the update in progress is of. `adapter_ids`: by label, the loaded versions of adapters (see
+    `AdapterLayers.ids`).
     """
 
     engine_rank: Count
@@ -109,7 +109,6 @@ class RankReply(msgspec.Struct, frozen=True):
     error: ErrorRecord | None = None
     weights_asleep: bool = False
     serial: str = ""
-    instance: str = ""
     held: list[HeldTensor] = []
     next: int = -1
     is_loading: bool = False

@@ -64,35 +64,36 @@ _lock = threading.Lock()
 
 
 class AdapterApi(AdapterLimits, Protocol):
-    """One kind of stock server, as far as adapters are concerned.
+    """One stock server, as far as adapters are concerned. `max_rank` and so on: see `AdapterLimits`.
 
-    `kind`: its name, in paths. `checkpoint`: the specs of the server's checkpoint, None if they are unknown.
-    `is_enabled`: the server was started with LoRA. `load_route`, `unload_route`: paths of its routes. `capacity`: how
-    many adapters it names at most. `after_failure`: what to do after a failed load.
+    `dialect`: the kind of server, in paths. `http`: the way to its routes. `held`: the tensors of the checkpoint from
+    which it was started, None if that can't be read. `has_lora`: it was started with LoRA. `load_route`,
+    `unload_route`: paths of its routes for adapters. `capacity`: how many it names at most. `after_failure`: what to do
+    after a failed load.
     """
 
-    kind: str
+    dialect: str
     http: HttpRoutes
-    checkpoint: Sequence[TensorSpec] | None
-    is_enabled: bool
+    held: Sequence[TensorSpec] | None
+    has_lora: bool
     load_route: str
     unload_route: str
     after_failure: str = ""
 
     def shapes(self) -> Mapping[str, tuple[int, int]]:
         remedy = f"give this host the checkpoint under the same path as {self.http.name}, which does not check them"
-        return linear_shapes(self.checkpoint, remedy, lambda module: _LAYER.fullmatch(module) is not None)
+        return linear_shapes(self.held, remedy, lambda module: _LAYER.fullmatch(module) is not None)
 
-    def require(self) -> None:
+    def require_adapters(self) -> None:
         """Raise UnsupportedError, with the remedy, if the server can't load adapters. Raises PeerError."""
 
-    def form(
+    def peft_form(
         self, tensors: Mapping[str, torch.Tensor], config: LoraConfig
     ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
         """Return the tensors and the `adapter_config.json` of a directory that the server reads as this adapter."""
         ...
 
-    def in_use(self) -> Collection[str]:
+    def adapters_in_use(self) -> Collection[str]:
         """Return the adapters whose directories requests may still need, although the server does not name them."""
 
 
@@ -116,7 +117,7 @@ class StockAdapters:
 
     def _served(self) -> Mapping[str, str]:
         """Return by name the path of each adapter that the server lists."""
-        if not self._api.is_enabled:
+        if not self._api.has_lora:
             return {}
         models = self._api.http.get("/v1/models", _Models).data
         return {model.id: model.root or "" for model in models if model.parent is not None}
@@ -139,8 +140,8 @@ class StockAdapters:
         Raises UnsupportedError, RefusedError, StaleVersionError, IncompatibleWeightsError.
         """
         self._target, self._path, api = target, None, self._api
-        self._folder = store / FOLDER / api.kind / urllib.parse.quote(self.name, safe="")
-        api.require()
+        self._folder = store / FOLDER / api.dialect / urllib.parse.quote(self.name, safe="")
+        api.require_adapters()
         if target.base:
             raise UnsupportedError(
                 f"{self.name} is a stock server, which can't say of which run its model is: publish without base"
@@ -180,7 +181,7 @@ class StockAdapters:
                 with on_failure(unfinished.discard):
                     if known is None:
                         source = registry.stored_source(store, version=version)
-                        tensors, settings = self._api.form(joined_tensors(source), self._target.config)
+                        tensors, settings = self._api.peft_form(joined_tensors(source), self._target.config)
                         write_tensors(unfinished.path / "adapter_model.safetensors", tensors)
                         (unfinished.path / "adapter_config.json").write_text(json.dumps(settings, indent=2))
                     else:
@@ -246,7 +247,7 @@ class StockAdapters:
         named = {Path(root).name for root in served.values()}
         newest = {version.name: version.number for version in self._versions(served)}
         unnamed = [path for path in self._folder.glob("*") if path.name not in named]
-        in_use = self._api.in_use() if unnamed else ()
+        in_use = self._api.adapters_in_use() if unnamed else ()
         for path in unnamed:
             match = _ROOT.search(str(path))
             is_newer = match is not None and int(match[2]) > newest.get(match[1], -1)

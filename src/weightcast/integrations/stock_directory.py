@@ -56,20 +56,16 @@ class ServerStatus(NamedTuple):
     is_paused: bool = False
 
 
-class StockApi(Protocol):
-    """The calls to one kind of stock server. Every call has a deadline and raises PeerError. Thread-safe.
+class StockApi(AdapterApi, Protocol):
+    """The calls to one stock server. Every call has a deadline and raises PeerError. Thread-safe.
 
-    `kind`: the server's kind, for errors. `held`: the tensors of the checkpoint from which it was started, None if that
-    can't be read. `dtype`: the dtype in which it serves. `remedy`: how to add weightcast's routes to such a server.
-    `adapters`: its routes for LoRA adapters.
+    `kind`: the server's kind, for errors. `dtype`: the dtype in which it serves. `remedy`: how to add weightcast's
+    routes to such a server.
     """
 
-    name: str
     kind: str
-    held: Sequence[TensorSpec] | None
     dtype: str
     remedy: str
-    adapters: AdapterApi
 
     def require_unchanged(self) -> None:
         """Raise ControlError if another server was started at this URL since this client was made."""
@@ -95,8 +91,6 @@ class StockApi(Protocol):
         """Return requests that label the server as incomplete, load the directory, label the version, and resume."""
         ...
 
-    def close(self) -> None: ...
-
 
 class StockServer(EngineClient, ServesTraffic):
     """Client of a stock server. It runs no weightcast worker, so only its own replies describe an install."""
@@ -106,7 +100,7 @@ class StockServer(EngineClient, ServesTraffic):
     """The directory of the store; set by `init`."""
 
     def __init__(self, api: StockApi) -> None:
-        self.name = api.name
+        self.name = api.http.name
         self.api = api
         self._held = api.held
         """Tensors of the server's checkpoint or, if unknown, of the first complete offer."""
@@ -114,7 +108,7 @@ class StockServer(EngineClient, ServesTraffic):
         self._run = self._version_run = self._store = ""
         self._manifest: Manifest | None = None
         self._directory: Path | None = None
-        self._adapters = StockAdapters(api.adapters)
+        self._adapters = StockAdapters(api)
         self._has_adapter = False
         """True if the update in progress is of an adapter."""
 
@@ -278,7 +272,7 @@ class StockServer(EngineClient, ServesTraffic):
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
-        self.api.close()
+        self.api.http.close()
 
 
 # --- the directories ---

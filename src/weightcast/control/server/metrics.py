@@ -13,25 +13,28 @@ from weightcast.engines.gate import Gate
 _BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
-class ServerMetrics:
-    """The metrics of GET /metrics. Gauges are read at each scrape. Thread-safe.
+class InstallMetrics:
+    """The metrics of updates, which every server of an engine has. It implements `StageMetrics`."""
 
-    It implements `StageMetrics`, in which the worker counts its stages.
-    """
-
-    def __init__(self, gate: Gate) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
         seconds = "Seconds of each stage of an update, failed stages included."
         self.stage_seconds = Histogram(
-            "weightcast_update_seconds", seconds, ["stage"], registry=self._registry, buckets=_BUCKETS
+            "weightcast_update_seconds", seconds, ["stage"], registry=registry, buckets=_BUCKETS
         )
         self.stage_failures = self._counter("update_failures", "Stages of updates that failed.", "stage")
-        self.pause_seconds = Histogram(
-            "weightcast_pause_seconds",
-            "Seconds that an install paused the engine.",
-            registry=self._registry,
-            buckets=_BUCKETS,
-        )
+        paused = "Seconds that an install paused the engine."
+        self.pause_seconds = Histogram("weightcast_pause_seconds", paused, registry=registry, buckets=_BUCKETS)
+
+    def _counter(self, name: str, text: str, label: str) -> Counter:
+        return Counter(f"weightcast_{name}", text, [label], registry=self._registry)
+
+
+class ServerMetrics(InstallMetrics):
+    """The metrics of GET /metrics. Gauges are read at each scrape. Thread-safe."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(CollectorRegistry())
         self._errors = self._counter("weight_request_failures", "Errors of weight routes, by class.", "kind")
         self._completions = self._counter("completions", "Completions, by how they ended.", "finish_reason")
         self._tokens = self._counter("tokens", "Tokens of finished completions.", "kind")
@@ -42,9 +45,6 @@ class ServerMetrics:
         )
         self.gauge("paused", "1 while generation is paused.", lambda: float(gate.is_paused))
         self.gauge("torn", "1 while the engine refuses to serve.", lambda: float(bool(gate.torn)))
-
-    def _counter(self, name: str, text: str, label: str) -> Counter:
-        return Counter(f"weightcast_{name}", text, [label], registry=self._registry)
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is `read()`."""

@@ -36,21 +36,13 @@ from weightcast.serving.install_map import RecordedMap
 class AcceptedOffer:
     """An offer that fits. `names`: the names that the loader must get. `tied`: name to name of equal values.
 
-    `calls`: by module that is not loaded in place, number of calls of its loaders in an install. `install_map`: the
-    recorded copies. `modules`: the modules of whose parameters and buffers the loader sets any. `beside`: other live
-    tensors that it writes to in place. `together`: by name, the names that the loader must get in the same call.
-    `overwritten`: names whose tensors the loader writes to. `pads`: it also sets elements to which no tensor is copied.
+    `outcome`: of a dry run of it. `install_map`: the recorded copies.
     """
 
     names: frozenset[str]
     tied: Mapping[str, str]
-    calls: Mapping[str, int]
+    outcome: DryRunOutcome
     install_map: RecordedMap
-    modules: frozenset[str]
-    beside: Sequence[torch.Tensor]
-    together: Mapping[str, frozenset[str]]
-    overwritten: frozenset[str]
-    pads: bool
 
 
 Trial: TypeAlias = Callable[[Sequence[TensorSpec]], DryRunOutcome]
@@ -159,12 +151,10 @@ class ByDryRun:
         """Return the dtypes, found by a dry run on such tensors."""
         tied = _tied(self.model, {name for spec in specs for name in spec.names})
         used = self.trial([TensorSpec(n, s.dtype, s.shape) for s in specs for n in s.names if n not in tied]).used
-        owners = {spec.name: [tied.get(name, name) for name in spec.names] for spec in specs}
         kept: dict[str, str] = {}
         for spec in specs:
-            found = {
-                dtype for owner in owners[spec.name] if owner in used and used[owner][0] for dtype in used[owner][1]
-            }
+            owners = (tied.get(name, name) for name in spec.names)
+            found = {dtype for owner in owners if owner in used for dtype in used[owner][1]}
             if found:
                 kept[spec.name] = _kept(spec.dtype, found)
         return kept
@@ -185,14 +175,6 @@ Acceptance: TypeAlias = ByReference | ByDryRun
 """Decides which offers a rank's loader can install."""
 
 
-def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] | None, *, is_alone: bool) -> Acceptance:
-    """Return the check for a model. `is_alone`: the engine has one rank.
-
-    Raises UnsupportedError if the model's loader fails in a dry run.
-    """
-    return ByDryRun(model, trial, is_alone) if reference is None else ByReference(model, trial, reference)
-
-
 def _accepted(
     model: nn.Module,
     specs: Sequence[TensorSpec],
@@ -202,27 +184,17 @@ def _accepted(
 ) -> AcceptedOffer:
     """Return an accepted offer of `catalog`, of which the loader got `specs` in a dry run."""
     targets = {copy.target: outcome.targets[copy.target].form for copy in outcome.copies}
-    written = (target.name for target in outcome.targets.values() if target.loaded or target.padded)
-    return AcceptedOffer(
-        names=frozenset(spec.name for spec in specs),
+    install_map = RecordedMap(
+        model,
+        catalog,
+        outcome.copies,
+        targets,
+        outcome.opaque,
         tied=tied,
-        calls=outcome.calls,
-        install_map=RecordedMap(
-            model,
-            catalog,
-            outcome.copies,
-            targets,
-            outcome.opaque,
-            tied=tied,
-            packed_copies=outcome.packed_copies,
-            quantised=outcome.quantised,
-        ),
-        modules=frozenset(name.rpartition(".")[0] for name in written),
-        beside=outcome.beside,
-        together=outcome.together,
-        overwritten=outcome.overwritten,
-        pads=any(target.padded for target in outcome.targets.values()),
+        packed_copies=outcome.packed_copies,
+        quantised=outcome.quantised,
     )
+    return AcceptedOffer(frozenset(spec.name for spec in specs), tied, outcome, install_map)
 
 
 def ties(model: nn.Module) -> dict[str, str]:

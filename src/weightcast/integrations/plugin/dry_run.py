@@ -18,7 +18,7 @@ import math
 import operator
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
@@ -95,17 +95,27 @@ class DryRunOutcome:
     tensors the loader writes to; they are opaque. `packed_copies`, `quantised`: see `RecordedMap`.
     """
 
-    faults: dict[str, str]
-    targets: dict[str, DryRunTarget]
     used: dict[str, tuple[int, frozenset[torch.dtype]]]
-    copies: list[RecordedCopy]
-    opaque: dict[str, str]
+    faults: dict[str, str] = dataclasses.field(default_factory=dict)
+    targets: dict[str, DryRunTarget] = dataclasses.field(default_factory=dict)
+    copies: list[RecordedCopy] = dataclasses.field(default_factory=list)
+    opaque: dict[str, str] = dataclasses.field(default_factory=dict)
     beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    together: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
+    together: dict[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    overwritten: frozenset[str] = frozenset()
+    overwritten: set[str] = dataclasses.field(default_factory=set)
     packed_copies: Mapping[str, Callable[[], str]] = dataclasses.field(default_factory=dict)
     quantised: frozenset[str] = frozenset()
+
+    @property
+    def modules(self) -> set[str]:
+        """Return the names of the modules of whose parameters and buffers the loader sets any."""
+        return {name.rpartition(".")[0] for name, each in self.targets.items() if each.loaded or each.padded}
+
+    @property
+    def pads(self) -> bool:
+        """True if the loader also sets elements to which no tensor is copied."""
+        return any(target.padded for target in self.targets.values())
 
 
 def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRunOutcome:
@@ -132,16 +142,9 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
                     type(model).__name__,
                     listed(written, separator=", "),
                 )
-            return DryRunOutcome(
-                faults=faults,
-                targets={target.name: target for target in probe.targets.values()},
-                used=probe.used,
-                copies=probe.copies,
-                opaque=probe.opaque_names(),
-                beside=probe.beside,
-                together=probe.together,
-                overwritten=frozenset(probe.overwritten),
-            )
+            probe.add_opaque_names()
+            probe.outcome.faults.update(faults)
+            return probe.outcome
 
 
 @contextlib.contextmanager
@@ -273,16 +276,11 @@ class _Probe:
     """
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
-        self.targets: dict[torch.UntypedStorage, DryRunTarget] = {}
+        self._targets: dict[torch.UntypedStorage, DryRunTarget] = {}
         self.current = ""
-        self.used = dict.fromkeys((spec.name for spec in specs), (0, frozenset[torch.dtype]()))
-        self.copies: list[RecordedCopy] = []
-        self.beside: list[torch.Tensor] = []
-        self.together: dict[str, frozenset[str]] = {}
-        self.overwritten: set[str] = set()
+        self.outcome = DryRunOutcome(dict.fromkeys((spec.name for spec in specs), (0, frozenset[torch.dtype]())))
         self.lock = threading.RLock()
         self._specs = specs
-        self._opaque: dict[str, str] = {}
         self._refilled: dict[str, set[StridedBlock]] = {}
         """By target, the blocks that were filled with a constant after something was copied there."""
         self._read: dict[str, str] = {}
@@ -313,7 +311,8 @@ class _Probe:
     def target(self, name: str, tensor: torch.Tensor, *, is_parameter: bool) -> torch.Tensor:
         """Return a recording tensor of the same class for a tensor without memory, and track what is written to it."""
         form = TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        self.targets[tensor.untyped_storage()] = DryRunTarget(name, form, is_parameter)
+        self._targets[tensor.untyped_storage()] = target = DryRunTarget(name, form, is_parameter)
+        self.outcome.targets[name] = target
         kind = type(tensor)
         if kind not in self._kinds:
             self._kinds[kind] = _derived(kind.__name__, self.recorded, kind)
@@ -327,9 +326,9 @@ class _Probe:
     def written_by_itself(self) -> list[str]:
         """Return the live tensors that the loader wrote to other than by copies of sources; adds them to `beside`."""
         # Copies from tensors without memory increase the counters, but are not made.
-        skipped = Counter(tensor.untyped_storage() for tensor in self.beside)
+        skipped = Counter(tensor.untyped_storage() for tensor in self.outcome.beside)
         names = [name for name, (t, count) in self._live.items() if t._version > count + skipped[t.untyped_storage()]]
-        self.beside += (self._live[name][0] for name in names)
+        self.outcome.beside.extend(self._live[name][0] for name in names)
         return names
 
     def followed(self, out: Any) -> Any:
@@ -343,7 +342,7 @@ class _Probe:
         if func is _COPY or func in _FILLS:
             part = args[0]
             if not part.is_meta:
-                self.beside.append(part)  # a live tensor, which is not written
+                self.outcome.beside.append(part)  # a live tensor, which is not written
             if func in _CONSTANTS:
                 self._filled(part)
             else:
@@ -353,25 +352,19 @@ class _Probe:
         self.inherit(func, (*args, *kwargs.values()), out)
         return out if func._schema.is_mutable else self.followed(out)
 
-    def opaque_names(self) -> dict[str, str]:
-        """Return the names that are not only copied, each with the other use."""
-        found = dict(self._opaque)
-        for copy in self.copies if self._read else ():
-            if copy.target in self._read:
-                found.setdefault(copy.name, f"other tensors are made from {copy.target} ({self._read[copy.target]})")
-        if self._refilled:
-            self._look_for_refilled(found)
-        return found
+    def add_opaque_names(self) -> None:
+        """Find copies from targets, and copied blocks that are then filled with a constant.
 
-    def _look_for_refilled(self, found: dict[str, str]) -> None:
-        """Find copied blocks that are then filled with a constant: they would prove a copy of equal values."""
-        forms = {target.name: target.form for target in self.targets.values() if target.name in self._refilled}
+        The latter would prove a copy of equal values.
+        """
         copies: dict[str, list[RecordedCopy]] = {}
-        for copy in self.copies:
-            if copy.target in forms:
+        for copy in self.outcome.copies if self._read or self._refilled else ():
+            if copy.target in self._read:
+                self._mark_opaque({copy.name}, f"other tensors are made from {copy.target} ({self._read[copy.target]})")
+            if copy.target in self._refilled:
                 copies.setdefault(copy.target, []).append(copy)
         for name, of_target in copies.items():
-            form, filled = forms[name], list(self._refilled[name])
+            form, filled = self.outcome.targets[name].form, list(self._refilled[name])
             regions = [block.region(form.shape, form.strides) for block in (*filled, *(c.block for c in of_target))]
             with contextlib.suppress(ManifestError):
                 if None not in regions:
@@ -379,11 +372,14 @@ class _Probe:
                     continue
             for copy, after in zip(of_target, regions[len(filled) :], strict=True):
                 if any(a is None or after is None or common(a[0], after[0]) for a in regions[: len(filled)]):
-                    found.setdefault(copy.name, f"{name} is filled with a constant where it was copied to")
+                    self._mark_opaque({copy.name}, f"{name} is filled with a constant where it was copied to")
+
+    def _mark_opaque(self, names: Set[str], why: str) -> None:
+        self.outcome.opaque.update(dict.fromkeys(names - self.outcome.opaque.keys(), why))
 
     def _filled(self, part: torch.Tensor) -> None:
         """Record that a constant was written to `part`."""
-        target = self.targets.get(part.untyped_storage())
+        target = self._targets.get(part.untyped_storage())
         if target is None:
             self._overwritten(part)
         elif part.numel():
@@ -391,7 +387,7 @@ class _Probe:
 
     def _copied(self, part: torch.Tensor, source: torch.Tensor) -> None:
         """Record that `source` was copied to `part`. Raises RuntimeError for another shape."""
-        target, block = self.targets.get(part.untyped_storage()), self._block(part)
+        target, block = self._targets.get(part.untyped_storage()), self._block(part)
         if source.shape != block.sizes:
             source = source.expand(block.sizes)
         names = self._origins.get(source.untyped_storage(), _NO_NAMES)
@@ -401,14 +397,12 @@ class _Probe:
             if target is not None:
                 self._pad(target, part)
         if len(names) > 1:
-            group = frozenset(names).union(*(self.together.get(each, ()) for each in names))
-            self.together |= dict.fromkeys(group, group)
+            group = frozenset(names).union(*(self.outcome.together.get(each, ()) for each in names))
+            self.outcome.together.update(dict.fromkeys(group, group))
         if target is None:
             self._overwritten(part)
             self._note(part, names)
-            self._opaque |= dict.fromkeys(
-                names - self._opaque.keys(), "it is copied to a tensor outside the parameters"
-            )
+            self._mark_opaque(names, "it is copied to a tensor outside the parameters")
             return
         dtype = target.form.dtype
         is_of_dtype = part.dtype == dtype
@@ -416,19 +410,19 @@ class _Probe:
         if not num_elements:
             return
         if not names:
-            if (read := self.targets.get(source.untyped_storage())) is not None:
+            if (read := self._targets.get(source.untyped_storage())) is not None:
                 self._read.setdefault(read.name, f"a copy to {target.name}")
             self._pad(target, part)
             return
         target.load(block, num_elements, " with ".join(sorted(names) if len(names) > 1 else names))
         for name in names:
-            used, dtypes = self.used[name]
-            self.used[name] = used + num_elements, dtypes if dtype in dtypes else dtypes | {dtype}
+            used, dtypes = self.outcome.used[name]
+            self.outcome.used[name] = used + num_elements, dtypes if dtype in dtypes else dtypes | {dtype}
         whole = self._whole(source)
         if whole is not None and is_of_dtype and whole.casts <= {dtype}:
-            self.copies.append(RecordedCopy(whole.name, whole.block, target.name, block))
+            self.outcome.copies.append(RecordedCopy(whole.name, whole.block, target.name, block))
         else:
-            self._opaque |= dict.fromkeys(names - self._opaque.keys(), f"{target.name} is computed from it")
+            self._mark_opaque(names, f"{target.name} is computed from it")
 
     def _block(self, tensor: torch.Tensor) -> StridedBlock:
         """Return a tensor's block in its storage. Equal blocks are one object, to save memory."""
@@ -458,14 +452,14 @@ class _Probe:
         """Note the sources from which an operation's results were made."""
         taken = list(filter(torch.is_tensor, _leaves(args)))
         storages = {tensor.untyped_storage() for tensor in taken}
-        made = [t for t in _leaves((out,)) if isinstance(t, torch.Tensor) and t.untyped_storage() not in self.targets]
+        made = [t for t in _leaves((out,)) if isinstance(t, torch.Tensor) and t.untyped_storage() not in self._targets]
         names = _NO_NAMES.union(*(self._origins.get(storage, _NO_NAMES) for storage in storages))
         is_mutable = func._schema.is_mutable
         if not is_mutable and all(tensor.untyped_storage() in storages for tensor in made):
             return  # the results are views
         if func not in _FORMS:
-            for storage in storages & self.targets.keys():
-                self._read.setdefault(self.targets[storage].name, str(func))
+            for storage in storages & self._targets.keys():
+                self._read.setdefault(self._targets[storage].name, str(func))
         whole = self._whole(taken[0]) if func in _COPIES and taken else None
         for tensor in made:
             if is_mutable:
@@ -477,13 +471,13 @@ class _Probe:
             place = self._block(made[0])
             self._wholes[made[0].untyped_storage()] = whole._replace(place=place, dtype=made[0].dtype, casts=casts)
         elif func not in _FORMS:
-            self._opaque |= dict.fromkeys(names - self._opaque.keys(), f"other tensors are made from it ({func})")
+            self._mark_opaque(names, f"other tensors are made from it ({func})")
 
     def _overwritten(self, tensor: torch.Tensor) -> None:
         """Record a write to a tensor. If it is a source, copies from it do not have the received values."""
         if (source := self._sources.get(tensor.untyped_storage())) is not None:
-            self.overwritten.add(source.name)
-            self._opaque.setdefault(source.name, "the loader writes to it")
+            self.outcome.overwritten.add(source.name)
+            self._mark_opaque({source.name}, "the loader writes to it")
 
     def _note(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
         if not isinstance(tensor, _Recorded):

@@ -27,6 +27,7 @@ from weightcast.errors import (
     PeerTimeoutError,
     StaleVersionError,
     Translated,
+    UnsupportedError,
     WeightcastError,
 )
 from weightcast.format.adapters import AdapterVersion
@@ -58,7 +59,7 @@ class HostAdapters(Protocol):
 class PluginEngine(ServedEngine, abc.ABC):
     """The engine behind the server `host` (its name in errors), for one event loop. Errors are WeightcastErrors.
 
-    `mutex`: shared by all API servers of the engine. `adapters`: None in a server that can't name any. Every wait for
+    `mutex`: shared by all API servers of the engine. `adapters`: None if there are several API servers. Every wait for
     the host ends after `deadline_seconds`, except those of an install whose pause has begun, which have the host's own
     limits.
     """
@@ -85,8 +86,11 @@ class PluginEngine(ServedEngine, abc.ABC):
         """Send a call to every rank; return the replies."""
 
     @abc.abstractmethod
-    async def _stop(self, mode: PauseMode) -> None:
-        """Stop scheduling, and drop every cache of the present weights, now or in the install. Idempotent."""
+    async def _stop(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
+        """Stop scheduling, and drop every cache of the present weights, now or in the install. Idempotent.
+
+        `clear_cache`: False allows the host to keep its caches.
+        """
 
     @abc.abstractmethod
     async def _schedule(self) -> None:
@@ -117,7 +121,12 @@ class PluginEngine(ServedEngine, abc.ABC):
 
     async def update(self, info: UpdateInfo) -> None:
         """Offer, seal or abort a version. Raises ClosedError for a streaming offer to an engine that is not paused."""
-        if isinstance(info, Offer) and info.target and self._adapters is not None:
+        if isinstance(info, Offer) and info.target:
+            if self._adapters is None:
+                raise UnsupportedError(
+                    f"this {self._host} has several API servers, which can't agree on the version that an adapter's "
+                    "name stands for: start it with --api-server-count 1"
+                )
             self._adapters.require_room(info)
             await self.call(rpc.Unload(self._adapters.idle()))
         with observed(engine_metrics(), type(info).__name__.lower()):
@@ -238,7 +247,7 @@ class PluginEngine(ServedEngine, abc.ABC):
     async def pause(self, mode: PauseMode, run: str = "", *, clear_cache: bool = True) -> None:
         """Stop generation until `resume`. `clear_cache`: False allows the host to keep its caches."""
         async with self._alone():
-            await self._pause(mode)
+            await self._pause(mode, clear_cache=clear_cache)
 
     async def resume(self, run: str = "") -> None:
         """Generate again. Raises EngineTornError if the weights are not of one whole version."""
@@ -360,9 +369,9 @@ class PluginEngine(ServedEngine, abc.ABC):
 
     # --- waiting ---
 
-    async def _pause(self, mode: PauseMode) -> None:
+    async def _pause(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
         try:
-            await self._in_time(self._stop(mode))
+            await self._in_time(self._stop(mode, clear_cache=clear_cache))
         except PeerTimeoutError as exc:
             # The host goes on pausing; the next call resumes it.
             raise PeerTimeoutError(f"{exc}: its requests did not end; pause with mode=keep", peer=_PEER) from exc

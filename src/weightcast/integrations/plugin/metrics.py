@@ -8,33 +8,20 @@ from __future__ import annotations
 
 import functools
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Gauge
 
+from weightcast.control.server.metrics import InstallMetrics
 from weightcast.format.messages import WeightInfo
 
-_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
-
-class EngineMetrics:
-    """The metrics of the one engine behind a server, as its API servers know them. Named as the reference server's.
-
-    It implements `StageMetrics`.
-    """
+class EngineMetrics(InstallMetrics):
+    """The metrics of the one engine behind a server, as its API servers know them. Named as the reference server's."""
 
     def __init__(self) -> None:
+        super().__init__(REGISTRY)
         # Several API servers have an engine: the one that set the value last knows it best.
         self._torn = Gauge("weightcast_torn", "1 while the engine refuses to serve.", multiprocess_mode="mostrecent")
         self.paused = Gauge("weightcast_paused", "1 while generation is paused.", multiprocess_mode="mostrecent")
-        self.pause_seconds = Histogram(
-            "weightcast_pause_seconds", "Seconds that an install paused the engine.", buckets=_BUCKETS
-        )
-        self.stage_seconds = Histogram(
-            "weightcast_update_seconds",
-            "Seconds of each stage of an update, failed stages included.",
-            ["stage"],
-            buckets=_BUCKETS,
-        )
-        self.stage_failures = Counter("weightcast_update_failures", "Stages of updates that failed.", ["stage"])
 
     @functools.cached_property
     def _version(self) -> Gauge:

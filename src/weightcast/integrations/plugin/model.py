@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections import Counter
@@ -21,8 +22,9 @@ from torch import nn
 from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedError, listed
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
+from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
-from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, acceptance, ties
+from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, ByDryRun, ByReference, ties
 from weightcast.integrations.plugin.draft import ModelWithDraft
 from weightcast.integrations.plugin.dry_run import DryRunOutcome
 from weightcast.serving.install_map import RecordedMap, is_tied, layers_of
@@ -68,7 +70,7 @@ class LoaderEngine(abc.ABC):
         self._layers = layers_of(model)
         self._started_with = weakref.WeakValueDictionary(self._layers)
         self._acceptance = None if unsupported else self._make_acceptance()
-        self._unsupported = unsupported
+        self.unsupported = unsupported
         self._ties = ties(model)
         self._offer: tuple[str, AcceptedOffer] | None = None
         self._apart: set[str] = set()
@@ -82,24 +84,22 @@ class LoaderEngine(abc.ABC):
         """Return the tensors of the checkpoint that the model was started from; None if they can't be read."""
 
     @abc.abstractmethod
-    def _dry_run(self, specs: Sequence[TensorSpec]) -> DryRunOutcome:
-        """Make a dry run of the model's loader on tensors like these, in this order."""
+    def _dry_run(self, model: nn.Module, specs: Sequence[TensorSpec]) -> DryRunOutcome:
+        """Make a dry run of a model's loader on tensors like these, in this order."""
 
     @abc.abstractmethod
     def _begin_load(self, calls: Mapping[str, int]) -> None:
-        """Prepare the model for its loader. `calls`: see `AcceptedOffer`; only layers that the loader fills."""
+        """Prepare the model for its loader. `calls`: see `DryRunOutcome`; only layers that the loader fills."""
 
     def _load_some(self, tensors: Tensors) -> None:
         """Have the model's loader take these tensors."""
         loader: Any = self._model
         loader.load_weights(tensors)
 
-    @abc.abstractmethod
     def _finish_load(self) -> list[str]:
-        """Finish a load after all tensors have come, and wait for the device.
-
-        Return the layers that were not filled.
-        """
+        """Finish a load after all tensors have come. Return the layers that were not filled."""
+        self._end_load()
+        return []
 
     def _prepare_dry_run(self) -> None:  # noqa: B027  (nothing to do where the loader runs as it is)
         """Prepare for a dry run of a model whose layers are those of the start. Raises UnsupportedError."""
@@ -127,9 +127,12 @@ class LoaderEngine(abc.ABC):
             )
         self._prepare_dry_run()
         specs = self._header()
-        if specs is not None and isinstance(self._model, ModelWithDraft):
+        trial = functools.partial(self._dry_run, self._model)
+        if specs is None:
+            return ByDryRun(self._model, trial, self._is_alone)
+        if isinstance(self._model, ModelWithDraft):
             specs = [*specs, *self._model.own]
-        return acceptance(self._model, self._dry_run, specs, is_alone=self._is_alone)
+        return ByReference(self._model, trial, specs)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -147,7 +150,7 @@ class LoaderEngine(abc.ABC):
         is raised if the loader would not set all weights that the engine uses.
         """
         if self._acceptance is None:
-            raise unsupported(self._unsupported)
+            raise unsupported(self.unsupported)
         self._require_ties()
         digest, layers = manifest.digest(), layers_of(self._model)
         if layers != self._layers or (self._offer is not None and self._offer[1].install_map.is_stale):
@@ -162,7 +165,7 @@ class LoaderEngine(abc.ABC):
     def dtypes(self, specs: Sequence[TensorSpec]) -> Mapping[str, str]:
         """Return this rank's dtypes of these tensors, for those of which its loader uses a part."""
         if self._acceptance is None:
-            raise unsupported(self._unsupported)
+            raise unsupported(self.unsupported)
         return self._acceptance.dtypes(specs)
 
     def _require_ties(self) -> None:
@@ -180,7 +183,7 @@ class LoaderEngine(abc.ABC):
 
     def weights_lost(self) -> None:
         """Note that the live memory lost its content: the next install goes through the loader, which sets padding."""
-        if self._offer is not None and self._offer[1].pads:
+        if self._offer is not None and self._offer[1].outcome.pads:
             self._offer[1].install_map.expire()
 
     def begin(self, copied: Collection[str]) -> None:
@@ -193,9 +196,10 @@ class LoaderEngine(abc.ABC):
         self.discard()
         self._load = _Load(set(accepted.names).difference(copied), copied)
         self._copied_at = accepted.install_map.revision
-        filled = accepted.install_map.modules(copied) if accepted.calls else ()
+        calls = accepted.outcome.calls
+        filled = accepted.install_map.modules(copied) if calls else ()
         with torch.no_grad(), on_failure(self.discard):
-            self._begin_load({m: number for m, number in accepted.calls.items() if m not in filled})
+            self._begin_load({m: number for m, number in calls.items() if m not in filled})
 
     def load(self, tensors: Tensors) -> None:
         """Have the loader load tensors of the last accepted offer; others may follow in later calls.
@@ -235,8 +239,8 @@ class LoaderEngine(abc.ABC):
                 )
             if name in load.due:
                 # Cloned if the loader writes to it, since others may read the same bucket.
-                load.waiting[name] = tensor.clone() if name in accepted.overwritten else tensor
-                group = accepted.together.get(name, {name})
+                load.waiting[name] = tensor.clone() if name in accepted.outcome.overwritten else tensor
+                group = accepted.outcome.together.get(name, {name})
                 if group <= load.waiting.keys():
                     load.due -= group
                     yield from [(each, load.waiting.pop(each)) for each in list(load.waiting) if each in group]
@@ -252,6 +256,7 @@ class LoaderEngine(abc.ABC):
             raise IncompleteUpdateError(f"version {version.number} was not loaded: publish again")
         with torch.no_grad(), on_failure(self.discard):
             missing = [*sorted(load.due), *self._finish_load()]
+            host_device.synchronize(self.device)
         if missing:
             raise IncompleteUpdateError(
                 f"version {version.number} was not loaded completely, missing: {listed(missing, most=20)}; publish all "
@@ -281,7 +286,7 @@ class LoaderEngine(abc.ABC):
             restores.append(undo_copy(self._model))
         else:
             accepted = self._offer[1]
-            restores.append(undo_copy(self._model, self._written(accepted), accepted.beside))
+            restores.append(undo_copy(self._model, self._written(accepted.outcome), accepted.outcome.beside))
             restores.append(accepted.install_map.snapshot())
 
         def put_back() -> None:
@@ -292,9 +297,9 @@ class LoaderEngine(abc.ABC):
 
         return put_back
 
-    def _written(self, accepted: AcceptedOffer) -> Collection[str]:
-        """Return the names of the modules that an install writes to."""
-        return accepted.modules
+    def _written(self, outcome: DryRunOutcome) -> Collection[str]:
+        """Return the names of the modules that an install writes to, by the dry run of it."""
+        return outcome.modules
 
 
 _PACKERS = ("quant_method", "impl", "scheme", "kernel", "fp8_linear")

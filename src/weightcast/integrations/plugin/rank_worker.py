@@ -13,11 +13,10 @@ state.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
 from weightcast.control import worker_rpc as rpc
 from weightcast.engines.gate import Gate
@@ -47,7 +46,7 @@ class RankWorker:
     """Answers the calls of `control.worker_rpc` for one rank. Call it from one thread, between steps of the model.
 
     `token`: required in every `Init`, unless empty. `unsupported`: features with which this engine can't be updated.
-    `require_ready`: raises if an install can't begin now. `weights_asleep`: see `RankReply`.
+    `weights_asleep`: returns the request that would wake the weights' memory, empty if it is not asleep.
     """
 
     def __init__(
@@ -58,14 +57,12 @@ class RankWorker:
         engine_rank: int,
         world_size: int,
         token: str = "",
-        unsupported: tuple[str, ...] = (),
-        require_ready: Callable[[], None] = lambda: None,
-        weights_asleep: Callable[[], bool] = lambda: False,
+        unsupported: Sequence[str] = (),
+        weights_asleep: Callable[[], str] = lambda: "",
     ) -> None:
         self._ranks = ranks
         self._token = token
         self._unsupported = unsupported
-        self._require_ready = require_ready
         self._weights_asleep = weights_asleep
         self._gate = Gate()
         self._worker = Worker(
@@ -104,21 +101,15 @@ class RankWorker:
             self._worker.engine_rank,
             self.info(),
             attempt.error,
-            self._weights_asleep(),
+            bool(self._weights_asleep()),
             serial,
-            self._worker.instance,
             *held,
             self._gate.is_writing,
             dtypes,
-            adapter=self.offered_adapter,
+            adapter=self._worker.offered_adapter,
             adapter_ids={} if table is None else dict(table.layers.ids),
         )
         return msgspec.to_builtins(reply)
-
-    @property
-    def offered_adapter(self) -> str:
-        """Return the name of the adapter that the update in progress is of; empty for the model, or without one."""
-        return self._worker.offered_adapter
 
     def info(self) -> WeightInfo:
         """Return the worker's state without its lease, since only the host can pause and resume.
@@ -133,7 +124,7 @@ class RankWorker:
                 "engines have it; publish a complete update to heal this engine"
             )
         abilities = tuple(a for a in info.abilities if a != "lease")
-        return msgspec.structs.replace(info, abilities=abilities, torn=torn, instance=UNSET)
+        return msgspec.structs.replace(info, abilities=abilities, torn=torn)
 
     def do(self, call: rpc.RankCall) -> None:
         """Carry out a call together with all ranks. An error on any rank is raised on all of them."""
@@ -196,11 +187,18 @@ class RankWorker:
             raise UnsupportedError(
                 "no version was offered to this engine yet, so its weights can't be read: publish a version first"
             )
-        if self._weights_asleep():
-            raise ClosedError("the weights' memory is asleep: send /wake_up?tags=weights before you read the weights")
+        self._require_awake("you read the weights")
         if self._gate.is_writing:
             raise ClosedError("a streaming update is in progress: read the weights after its install")
         return install_map.held(call.start, call.limit_bytes, call.names)
+
+    def _require_ready(self) -> None:
+        """Raise ClosedError if an install can't begin now."""
+        self._require_awake("the install")
+
+    def _require_awake(self, what: str) -> None:
+        if request := self._weights_asleep():
+            raise ClosedError(f"the weights' memory is asleep: send {request} before {what}")
 
     def _init(self, info: InitInfo) -> None:
         with Attempt() as own:

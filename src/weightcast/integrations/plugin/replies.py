@@ -43,10 +43,8 @@ class Replies(NamedTuple):
             holder=first.holder if all(info.holder == first.holder for info in infos) else "",
             torn=self.torn,
             adapters=first.adapters if all(info.adapters == first.adapters for info in infos) else (),
-            instance=self.ranks[0].instance or UNSET,
             dropped=True if any(info.dropped is True for info in infos) else UNSET,
-            # The host controls the pause, so no rank's lease ends it.
-            abilities=tuple(a for a in first.abilities if a != "lease" and all(a in info.abilities for info in infos)),
+            abilities=tuple(a for a in first.abilities if all(a in info.abilities for info in infos)),
         )
 
     def held(self, *, with_blocks: bool) -> HeldWeights:

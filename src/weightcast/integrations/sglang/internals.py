@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from weightcast.errors import UnsupportedError
+from weightcast.errors import UnsupportedError, lacking
 
 TESTED_WITH = "0.5.23"
 
@@ -26,17 +26,18 @@ MADE = f"{SCHEDULER}.Scheduler.__init__"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 CALLED = f"{_UPDATER}.update_weights_from_tensor"
 """Method that a message runs in every scheduler process, between two steps of the model."""
-LOADED = tuple(
-    f"{_UPDATER}.{name}"
-    for name in ("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_ipc")
+LOADED = (
+    f"{_UPDATER}.update_weights_from_disk",
+    f"{_UPDATER}.update_weights_from_distributed",
+    f"{_UPDATER}.update_weights_from_ipc",
+    f"{_UPDATER}.begin_weight_update",
 )
-BEGUN = f"{_UPDATER}.begin_weight_update"
 CHECKED = f"{_UPDATER}.check_weights"
 RELEASED = f"{_UPDATER}.release_memory_occupation"
-"""With `LOADED`, `BEGUN`, `CHECKED`: methods that other messages run there and that may change or free the weights.
+"""With `LOADED`, `CHECKED`: methods that other messages run there and that may change or free the weights.
 
 Between the begin and end of a session a client may write to the weights past SGLang; a check may overwrite them."""
-CHANGES = tuple(path.rpartition(".")[2] for path in (CALLED, *LOADED, BEGUN, CHECKED, RELEASED))
+CHANGES = tuple(path.rpartition(".")[2] for path in (CALLED, *LOADED, CHECKED, RELEASED))
 """The same methods, by name."""
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 ASKED = (
@@ -96,21 +97,25 @@ _OFF: dict[str, tuple[tuple[Any, ...], str]] = {
 """Options with which weightcast can't update an engine: their values when the feature is off, and the reason."""
 
 
+def looked_up(path: str) -> Any:
+    """Return a function or class of SGLang, by `module:name`. Raises UnsupportedError if this SGLang has none."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as exc:
+        raise lacking("SGLang", version(), TESTED_WITH, [f"{module}.{name}"]) from exc
+
+
 def io(name: str, **fields: Any) -> Any:
     """Return a request object for SGLang's processes."""
-    return getattr(importlib.import_module("sglang.srt.managers.io_struct"), name)(**fields)
+    return looked_up(f"sglang.srt.managers.io_struct:{name}")(**fields)
 
 
 def adapter_record() -> Any:
     """Return SGLang's class of records of adapters. Raises UnsupportedError if this SGLang has none."""
-    path = "sglang.srt.lora.lora_registry"
-    try:
-        module = importlib.import_module(path)
-    except ImportError as exc:
-        raise _lacking([path]) from exc
-    require(module, "LoRARef")
-    require(module.LoRARef, "deterministic_id")
-    return module.LoRARef
+    record = looked_up("sglang.srt.lora.lora_registry:LoRARef")
+    require(record, "deterministic_id")
+    return record
 
 
 def adapter(label: str, run: str, *, is_pinned: bool) -> Any:
@@ -126,16 +131,12 @@ def adapter(label: str, run: str, *, is_pinned: bool) -> Any:
 
 def parallel() -> Any:
     """Return SGLang's parallel state of this process."""
-    return importlib.import_module("sglang.srt.runtime_context").get_parallel()
+    return looked_up("sglang.srt.runtime_context:get_parallel")()
 
 
 def resolved(server_args: Any) -> Any:
     """Return SGLang's options with what it has decided itself, for example for this model. Raises UnsupportedError."""
-    path = "sglang.srt.arg_groups.overrides"
-    try:
-        return importlib.import_module(path).resolved_view(server_args)
-    except (ImportError, AttributeError) as exc:
-        raise _lacking([f"{path}.resolved_view"]) from exc
+    return looked_up("sglang.srt.arg_groups.overrides:resolved_view")(server_args)
 
 
 def draft_runner(scheduler: Any) -> Any:
@@ -175,17 +176,9 @@ def version() -> str:
     return "unknown"
 
 
-def _refuse_if(lacking: list[str]) -> None:
-    if lacking:
-        raise _lacking(lacking)
-
-
-def _lacking(names: list[str]) -> UnsupportedError:
-    return UnsupportedError(
-        f"SGLang {version()} lacks {len(names)} names that weightcast needs ({', '.join(names)}): use SGLang "
-        f"{TESTED_WITH}, or a weightcast version for this SGLang",
-        names,
-    )
+def _refuse_if(names: list[str]) -> None:
+    if names:
+        raise lacking("SGLang", version(), TESTED_WITH, names)
 
 
 def unsupported(options: Any, runner: Any, draft: Any = None, *, keeps_draft: bool = False) -> list[str]:
@@ -206,9 +199,8 @@ def unsupported(options: Any, runner: Any, draft: Any = None, *, keeps_draft: bo
     features = [f"{n}={value!r} ({_OFF[n][1]})" for n, value in found.items() if value not in _OFF[n][0]]
     layers = [layer for each in (runner, draft) if each is not None for layer in each.model.modules()]
     if runner.lora_manager is not None:
-        lora = importlib.import_module("sglang.srt.lora.layers")
-        require(lora, "FusedMoEWithLoRA")
-        if any(isinstance(layer, lora.FusedMoEWithLoRA) for layer in layers):
+        experts = looked_up("sglang.srt.lora.layers:FusedMoEWithLoRA")
+        if any(isinstance(layer, experts) for layer in layers):
             features.append(f"a mixture of experts with LoRA ({_NOT_TRIED})")
         if draft is not None:
             features.append(f"a draft model with enable_lora ({_DRAFT_NOT_TRIED})")

@@ -13,7 +13,6 @@ from torch import nn
 
 from weightcast.errors import InstallError
 from weightcast.format.manifest import TensorSpec
-from weightcast.host import device as host_device
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.plugin.draft import with_draft
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, dry_run, twin
@@ -52,8 +51,8 @@ class SglangModel(LoaderEngine):
             model = with_draft(
                 model,
                 draft.model,
-                None if self._header() is None else _header(draft),
-                _dry_run,
+                None if self._header() is None else self._header(draft),
+                self._dry_run,
                 # A small model has a checkpoint of its own, even if that is the main model's.
                 is_in_model=path == runner.model_config.model_path and not draft.spec_algorithm.is_standalone(),
                 remedy=f"start SGLang with {internals.KEEP_DRAFT}",
@@ -66,21 +65,19 @@ class SglangModel(LoaderEngine):
         self.adapters = None if manager is None else SglangAdapters(manager, runner.server_args, self._header)
         super().__init__(model, unsupported, is_alone=is_alone)
 
-    def _header(self) -> Sequence[TensorSpec] | None:
-        return _header(self._runner)
+    def _header(self, runner: Any = None) -> Sequence[TensorSpec] | None:
+        """Return the tensors of a runner's checkpoint, by default the main model's."""
+        runner = runner or self._runner
+        config, cache = runner.model_config, runner.server_args.download_dir
+        return reference(config.model_path, revision=config.revision, cache_dir=cache)
 
-    def _dry_run(self, specs: Sequence[TensorSpec]) -> DryRunOutcome:
-        return _dry_run(self._model, specs)
+    def _dry_run(self, model: nn.Module, specs: Sequence[TensorSpec]) -> DryRunOutcome:
+        return dry_run(model, _without_memory, specs)
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         self._is_in_session = True
         for session in self._sessions:
             session.begin_weight_update()
-
-    def _finish_load(self) -> list[str]:
-        self._end_load()
-        host_device.synchronize(self.device)
-        return []
 
     def _end_load(self) -> None:
         if self._is_in_session:
@@ -94,16 +91,6 @@ class SglangModel(LoaderEngine):
                 "SGLang could not drop the caches of the former weights, since requests were running: publish again",
                 torn=True,
             )
-
-
-def _header(runner: Any) -> Sequence[TensorSpec] | None:
-    """Return the tensors of a runner's checkpoint."""
-    config = runner.model_config
-    return reference(config.model_path, revision=config.revision, cache_dir=runner.server_args.download_dir)
-
-
-def _dry_run(model: nn.Module, specs: Sequence[TensorSpec]) -> DryRunOutcome:
-    return dry_run(model, _without_memory, specs)
 
 
 def _without_memory(layer: nn.Module, _: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -26,7 +26,7 @@ def register() -> None:
 
         HookRegistry.register(internals.MADE, scheduler.made, HookType.AFTER)
         HookRegistry.register(internals.CALLED, scheduler.called, HookType.AROUND)
-        for loaded in (*internals.LOADED, internals.BEGUN):
+        for loaded in internals.LOADED:
             HookRegistry.register(loaded, scheduler.loads, HookType.BEFORE)
         HookRegistry.register(internals.CHECKED, scheduler.checks, HookType.BEFORE)
         HookRegistry.register(internals.RELEASED, scheduler.releases, HookType.BEFORE)

@@ -53,7 +53,7 @@ def called(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> A
     reply = internals.io("UpdateWeightsFromTensorReqOutput", success=True, message="")
     rank: SchedulerRank | ErrorRecord | None = getattr(manager.scheduler, _RANK, None)
     if isinstance(rank, SchedulerRank):
-        reply.message = rank.answer(request.serialized_named_tensors[0])
+        reply.message = rank.answer_all(request.serialized_named_tensors[0])
     else:
         error = rank or to_record(ClosedError("this SGLang has not started yet"))
         reply.message = msgspec.json.encode([RankReply(0, WeightInfo("default"), error)]).decode()
@@ -89,20 +89,19 @@ def _interrupt(manager: Any, reason: str) -> None:
         rank.changed(is_whole=False)
 
 
-class SchedulerRank:
+class SchedulerRank(RankWorker):
     """One rank of the engine. Raises UnsupportedError if this SGLang lacks a required name."""
 
     def __init__(self, scheduler: Any, ranks: RankConsensus) -> None:
         internals.require(scheduler, "flush_cache", "is_fully_idle", "_engine_paused", "tp_worker", "server_args")
-        internals.require(scheduler, "weight_updater")
-        internals.require(scheduler.weight_updater, "offload_tags", *internals.CHANGES)
+        internals.require(scheduler, "weight_updater", "draft_worker")
+        updater = scheduler.weight_updater
+        internals.require(updater, "offload_tags", *internals.CHANGES)
         internals.require(scheduler.tp_worker, "model_runner")
         internals.require_arguments(scheduler.flush_cache, "empty_cache")
-        internals.require(scheduler, "draft_worker")
-        self._scheduler, self._ranks = scheduler, ranks
+        self._scheduler = scheduler
         runner, parallel = scheduler.tp_worker.model_runner, internals.parallel()
         internals.require(runner, "model", "model_config", "lora_manager")
-        self._engine_rank = parallel.tp_rank
         if parallel.tp_rank == 0:
             warn_if_untested(logger, "SGLang", internals.version(), internals.TESTED_WITH)
         draft = internals.draft_runner(scheduler)
@@ -115,7 +114,7 @@ class SchedulerRank:
         unsupported = internals.unsupported(options, runner, draft, keeps_draft=keeps_draft)
         # Parameters without a copy in host memory have no values once their memory was released.
         self.drops_weights = options.enable_memory_saver and not options.enable_weights_cpu_backup
-        self._rank = RankWorker(
+        super().__init__(
             SglangModel(
                 runner,
                 unsupported=unsupported,
@@ -125,35 +124,33 @@ class SchedulerRank:
                 is_alone=parallel.tp_size == 1,
             ),
             ranks,
-            engine_rank=self._engine_rank,
+            engine_rank=parallel.tp_rank,
             world_size=parallel.tp_size,
             token=os.environ.get(TOKEN_VARIABLE, ""),
-            unsupported=tuple(unsupported),
-            require_ready=self._require_still,
+            unsupported=unsupported,
+            weights_asleep=lambda: "/resume_memory_occupation" if "weights" in updater.offload_tags else "",
         )
-        self.interrupt, self.changed = self._rank.interrupt, self._rank.changed
 
-    def answer(self, message: bytes) -> str:
+    def answer_all(self, message: bytes) -> str:
         """Answer a `RankCall` by the `RankReply` of every rank, both as JSON."""
         values: Any = None
         try:
             with contextlib.suppress(msgspec.DecodeError):  # the rank replies with an error
                 values = msgspec.json.decode(message)
-            reply = self._rank.answer(values)
+            reply = self.answer(values)
         except Exception as exc:
             # The other ranks wait for this one's answer, also after an unexpected error.
             logger.exception("a weight call failed")
-            reply = msgspec.to_builtins(RankReply(self._engine_rank, WeightInfo("default"), to_record(exc)))
+            reply = msgspec.to_builtins(RankReply(self._worker.engine_rank, WeightInfo("default"), to_record(exc)))
         try:
             replies = [msgspec.json.decode(each) for each in self._ranks.gather(msgspec.json.encode(reply))]
         except PeerError as exc:
             replies = [reply | {"error": msgspec.to_builtins(to_record(exc))}]
         return msgspec.json.encode(replies).decode()
 
-    def _require_still(self) -> None:
+    def _require_ready(self) -> None:
         is_still = self._scheduler._engine_paused and self._scheduler.is_fully_idle(ignore_waiting=True)
         # An adapter is added beside the others, between two steps.
-        if not (is_still or self._rank.offered_adapter):
+        if not (is_still or self._worker.offered_adapter):
             raise ClosedError("requests are running: send /pause_generation with mode 'retract' before an install")
-        if "weights" in self._scheduler.weight_updater.offload_tags:
-            raise ClosedError("the weights' memory is released: send /resume_memory_occupation before an install")
+        super()._require_ready()

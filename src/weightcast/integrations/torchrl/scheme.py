@@ -91,10 +91,6 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
             sender.register_model(model)
         self._model_id, self.context, self._sender = model_id, context, sender
 
-    def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Do what `init_on_receiver` does, whose former name this is."""
-        self.init_on_receiver(model_id, context, **kwargs)
-
     def init_on_receiver(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make the receiver for `engine` (or `vllm_engine`, `model`), or for the model `model_id` of `context`.
 
@@ -109,6 +105,8 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         options = {name: kwargs[name] for name in ("transport", "undo") if name in kwargs}
         self._receiver = self.create_receiver(engine, **options)
         self._model_id, self.context, self._initialized_on_receiver = model_id, context, True
+
+    init_on_worker = init_on_receiver  # its former name
 
     def _named(self, model_id: str | None, context: Any) -> Any:
         return None if context is None or model_id is None else _resolve_model(context, model_id)

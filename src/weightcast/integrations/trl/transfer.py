@@ -5,7 +5,6 @@ TRL gathers the weights and passes whole tensors to its first process, which pub
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ import transformers
 import trl
 
 from weightcast.checkpoint.live import CastTo
-from weightcast.errors import PublishError, PublishReport, warn_if_untested
+from weightcast.errors import PublishReport, publish_error, warn_if_untested
 from weightcast.host.deadline import number_of_seconds
 from weightcast.integrations.handed import HandedPublisher, Named, exhaust
 from weightcast.seams.client import EngineClient
@@ -69,9 +68,6 @@ class WeightcastTransfer:
 
         warn_if_untested(logger, "TRL", trl.__version__, TESTED_WITH, symptom="updates fail")
         self.report: PublishReport | None = None
-        self._raises = True
-        if isinstance(options, PublishOptions) and options.on_failure == "report":
-            self._raises, options = False, dataclasses.replace(options, on_failure="raise")
         self._wait_ready_seconds = wait_ready_seconds
         self._has_updated = False
         self._source = TensorSource(dtype=dtype)
@@ -108,17 +104,16 @@ class WeightcastTransfer:
         weights = map(self._copied, iterator) if is_gathered else iterator
         wait_ready_seconds = 0.0 if self._has_updated else self._wait_ready_seconds
         try:
-            self.report = self._handed.publish(weights, wait_ready_seconds=wait_ready_seconds)
-        except PublishError as error:
-            if self._raises or not self._has_updated:
-                if not self._raises:
-                    error.add_note("on_failure='report' applies only after every engine has installed a first update")
-                raise
-            logger.warning("training goes on after a failed update: %s", error)
-            self.report = error.report
+            report = self._handed.publish(weights, wait_ready_seconds=wait_ready_seconds)
         finally:
             exhaust(iterator)  # a copy may have failed
-        self._has_updated = True
+        if not report.ok:
+            error = publish_error(report)
+            if not self._has_updated:
+                error.add_note("on_failure='report' applies only after every engine has installed a first update")
+                raise error
+            logger.warning("training goes on after a failed update: %s", error)
+        self.report, self._has_updated = report, True
 
     def _copied(self, named: Named) -> Named:
         """Copy the tensor to memory that is kept from update to update."""
@@ -145,13 +140,8 @@ class WeightcastMetrics(transformers.TrainerCallback):
         self._trainer = trainer
         self._logged: PublishReport | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: transformers.TrainerControl, **_: Any) -> None:
-        self._log(control)
-
     def on_step_end(self, args: Any, state: Any, control: transformers.TrainerControl, **_: Any) -> None:
-        self._log(control)
-
-    def _log(self, control: transformers.TrainerControl) -> None:
+        """Log the last update, unless it was logged."""
         transfer = self._trainer.weight_transfer  # None except on TRL's first process
         report = transfer.report if transfer else None
         if report is None or report is self._logged:
@@ -161,3 +151,5 @@ class WeightcastMetrics(transformers.TrainerCallback):
         # TRL's own `log` would add the metrics that it has collected for the step's row.
         transformers.Trainer.log(self._trainer, report.metrics())
         control.should_log = is_log_due  # logging a row has reset it
+
+    on_train_begin = on_step_end

@@ -7,10 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from weightcast.control.worker_rpc import METHOD, Ask, RankCall, numbered, replies_to
-from weightcast.errors import UnsupportedError
-from weightcast.format.messages import Offer, PauseMode, UpdateInfo
+from weightcast.format.messages import PauseMode
 from weightcast.integrations.plugin.engine import PluginEngine
-from weightcast.integrations.plugin.metrics import engine_metrics
 from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.served_adapters import ServedAdapters
@@ -38,26 +36,9 @@ class VllmEngine(PluginEngine):
         super().__init__("vLLM", ServerMutex.of_one() if mutex is None else mutex, deadline_seconds, adapters)
         self._client = client
 
-    async def update(self, info: UpdateInfo) -> None:
-        if isinstance(info, Offer) and info.target and self._adapters is None:
-            raise UnsupportedError(
-                "this vLLM has several API servers, which can't agree on the version that an adapter's name stands "
-                "for: start it with --api-server-count 1"
-            )
-        await super().update(info)
-
     async def world_size(self, *, with_data_parallel: bool) -> int:
         parallel = self._client.vllm_config.parallel_config
         return int(parallel.world_size_across_dp if with_data_parallel else parallel.world_size)
-
-    async def pause(self, mode: PauseMode, run: str = "", *, clear_cache: bool = True) -> None:
-        """Stop generation until `resume`. `clear_cache`: False keeps the caches, as an option of vLLM's own route."""
-        if clear_cache:
-            await super().pause(mode)
-            return
-        async with self._alone():
-            await self._in_time(self._client.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
-            engine_metrics().paused.set(True)
 
     @contextlib.asynccontextmanager
     async def waking(self, tags: Sequence[str]) -> AsyncIterator[None]:
@@ -82,10 +63,11 @@ class VllmEngine(PluginEngine):
         replies = replies_to(values, [reply for answer in answers for reply in answer], "vLLM")
         return Replies(replies, len(answers))
 
-    async def _stop(self, mode: PauseMode) -> None:
-        await self._client.renderer.clear_mm_cache_async()
+    async def _stop(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
+        if clear_cache:
+            await self._client.renderer.clear_mm_cache_async()
         # As vLLM's `pause_generation`, but without its sleep afterwards.
-        await self._client.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+        await self._client.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
     async def _schedule(self) -> None:
         # Data-parallel engines with expert parallelism synchronise in a resume, which one that runs would not join.
@@ -95,7 +77,7 @@ class VllmEngine(PluginEngine):
     async def _end_stop(self) -> None:
         # Data-parallel engines with expert parallelism can't resume before all have paused, which waits for running
         # requests. A pause in this mode ends the former one at once.
-        await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        await self._stop("keep", clear_cache=False)
 
     async def _go_on(self) -> None:
         # Unlike vLLM's resume, this does not start an engine whose weights or KV cache are asleep.

@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from weightcast.errors import UnsupportedError
+from weightcast.errors import UnsupportedError, lacking
 
 TESTED_WITH = "0.32"
 _RELOAD = "vllm.model_executor.model_loader.reload"
@@ -111,11 +111,7 @@ def require() -> Internals:
         known = {*dir(found[owner]), *getattr(found[owner], "__dataclass_fields__", ())}
         problems += [f"{found[owner].__name__}.{name}" for name in _ATTRIBUTES[owner] if name not in known]
     if problems:
-        raise UnsupportedError(
-            f"vLLM {version()} lacks {len(problems)} names that weightcast needs ({'; '.join(problems)}): use vLLM "
-            f"{TESTED_WITH}, or a weightcast version for this vLLM",
-            problems,
-        )
+        raise lacking("vLLM", version(), TESTED_WITH, problems)
     return Internals(**found)
 
 
@@ -128,6 +124,7 @@ def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
     """Return the features with which weightcast can't update an engine, by vLLM's names, each with the reason."""
     parallel, cache, offload = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.offload_config
     config, speculation, lora = vllm_config.model_config, vllm_config.speculative_config, vllm_config.lora_config
+    eplb = parallel.enable_eplb
     sleeps_by, quantization = config.sleep_mode_backend, f"quantization={config.quantization!r}"
     layers = [] if config.quantization is None else [each for each in model.modules() if is_quantised(each)]
     kinds = {type(vars(layer).get("scheme") or layer.quant_method).__name__ for layer in layers}
@@ -190,18 +187,15 @@ def unsupported(vllm_config: Any, model: nn.Module) -> list[str]:
         "prefill_context_parallel_size > 1": (parallel.prefill_context_parallel_size > 1, "not tried"),
         "decode_context_parallel_size > 1": (parallel.decode_context_parallel_size > 1, "not tried"),
         "enable_eplb, eplb_config.use_async": (
-            parallel.enable_eplb and parallel.eplb_config.use_async,
+            eplb and parallel.eplb_config.use_async,
             "a thread of vLLM copies experts during an install, and would put former ones back after it: start vLLM "
             "with --eplb-config.use_async=false",
         ),
         "enable_eplb, enable_sleep_mode": (
-            parallel.enable_eplb and config.enable_sleep_mode,
+            eplb and config.enable_sleep_mode,
             "a sleep of level 2 also drops vLLM's record of where it has the experts",
         ),
-        "enable_eplb, pipeline_parallel_size > 1": (
-            parallel.enable_eplb and parallel.pipeline_parallel_size > 1,
-            "not tried",
-        ),
+        "enable_eplb, pipeline_parallel_size > 1": (eplb and parallel.pipeline_parallel_size > 1, "not tried"),
         "enable_elastic_ep": (parallel.enable_elastic_ep, "vLLM changes its number of ranks while it serves"),
         "cpu_offload_gb": (offload.uva.cpu_offload_gb > 0, "vLLM's own reload does not support it"),
         "offload_group_size": (offload.prefetch.offload_group_size > 0, "vLLM's own reload does not support it"),

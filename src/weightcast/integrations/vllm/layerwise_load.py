@@ -1,4 +1,4 @@
-"""One load: packed layers are filled and packed by vLLM one after another, all others are loaded in place.
+"""The layers of one load: packed ones are filled and packed by vLLM one after another, all others are loaded in place.
 
 This is vLLM's layerwise reload, with vLLM's own functions, except for the detection that a layer is complete: vLLM
 calls every loader twice, first to count the copies; here the dry run of the offer has counted the calls. A packed layer
@@ -18,128 +18,24 @@ Two faults of the stock reload on CPUs, where weights are packed for the CPU's k
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from weightcast.errors import InstallError, UnsupportedError
+from weightcast.errors import InstallError
 from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin.dry_run import present, twin
 from weightcast.integrations.vllm import internals
-from weightcast.integrations.vllm.expert_placement import (
-    Placement,
-    expert_placements,
-    require_unmoved,
-    with_placement,
-)
+from weightcast.integrations.vllm.expert_placement import Placement, with_placement
 
 Tensors = dict[str, torch.Tensor]
 Packing = Callable[[str], AbstractContextManager[None]]
 """The context in which vLLM packs a filled layer, given its name."""
 _PRODUCT_BYTES = 16 << 20
 """Amount of a packed table that is read at a time."""
-
-
-class Reload:
-    """Loads into `model`, whose layers must stay the same modules; their tensors may change.
-
-    Call sequence: `begin`, `load` once or more, `finish`; or `abort` at any point, also after an error: the weights are
-    then torn, until another load.
-    """
-
-    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
-        self._model: Any = model
-        self._vllm_config = vllm_config
-        self._packed = {name: layer for name, layer in model.named_modules() if is_packed(layer)}
-        self._attention: list[Any] = [layer for layer in model.modules() if internals.require().is_attention(layer)]
-        self._fillings: list[Filling] = []
-        self._placements: dict[nn.Module, Placement] = {}
-        self._tied: list[Any] = []
-        """Packed layers in host memory whose weight is an earlier layer's. Other shared tensors, such as a router's
-        bias, are never packed."""
-        seen: set[int] = set()
-        for layer in model.modules():
-            weight = layer._parameters.get("weight")
-            if weight is not None and weight.is_cpu and weight.numel():
-                if id(weight) in seen and is_packed(layer):
-                    self._tied.append(layer)
-                seen.add(id(weight))
-
-    @property
-    def processed(self) -> set[str]:
-        """Return the layers for which a load computes more than its tensors set."""
-        layers = {*self._attention, *self._tied}
-        return {name for name, layer in self._model.named_modules() if layer in layers}
-
-    def require_work_rounds(self) -> None:
-        """Raise UnsupportedError if a layer lacks a name that one of the workarounds needs, or if vLLM has freed
-        weights that it would have to load again.
-        """
-        if any(getattr(layer, "is_amx_bmm_enabled", False) for layer in self._attention):
-            raise UnsupportedError(
-                f"vLLM {internals.version()} frees the weights of kv_b_proj after its AMX_MLA attention has packed "
-                "them, and can't load them again: start it with --attention-backend CPU_MLA"
-            )
-        experts: list[Any] = [layer for layer in self._packed.values() if _is_cpu_experts(layer)]
-        methods = [layer.quant_method for layer in experts]
-        lacking = {f"{type(method).__name__}.moe_kernel" for method in methods if not hasattr(method, "moe_kernel")}
-        lacking |= {f"{type(layer).__name__}.cpu_linear" for layer in self._tied if "cpu_linear" not in vars(layer)}
-        if lacking:
-            raise UnsupportedError(
-                f"vLLM {internals.version()} packs weights on a CPU in a way that weightcast does not support, since "
-                f"it has no {', '.join(sorted(lacking))}: use vLLM {internals.TESTED_WITH}"
-            )
-
-    def begin(self, calls: Mapping[str, int], packing: Packing) -> None:
-        """Prepare these layers to be filled. `calls`: number of calls of each layer's loaders."""
-        # An unfinished reload of another client would go on with its buffered tensors.
-        self.abort()
-        self._placements = placements = expert_placements(self._model)
-        layers = ((name, self._packed[name], number) for name, number in calls.items())
-        self._fillings = [
-            Filling(name, layer, number, packing, placements.get(layer)) for name, layer, number in layers
-        ]
-
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Have the model's loader take these tensors. Raises what it raises."""
-        with internals.require().current_config(self._vllm_config):
-            self._model.load_weights(tensors)
-
-    def finish(self) -> list[str]:
-        """Finish the load. If layers lack calls of their loaders, abort it and return their descriptions.
-
-        Raises InstallError (torn) if vLLM has moved experts meanwhile.
-        """
-        with on_failure(self.abort):
-            require_unmoved(self._model, self._placements)
-        missing = [str(filling) for filling in self._fillings if not filling.is_done]
-        if missing:
-            self.abort()
-            return missing
-        self._fillings = []
-        with internals.require().current_config(self._vllm_config):
-            for layer in self._attention:
-                layer.process_weights_after_loading(self._vllm_config.model_config.dtype)
-            for layer in self._tied:
-                layer.quant_method.process_weights_after_loading(layer)
-        return []
-
-    def abort(self) -> None:
-        """Abort a reload: every layer gets its live tensors back, and buffered tensors are freed. Idempotent."""
-        vllm = internals.require()
-        self._fillings = []
-        for layer in self._model.modules():
-            info = vllm.layer_info(layer)
-            if info.kernel_tensors is not None:
-                vllm.put_live_back(layer, info)
-            if info.kernel_tensors is not None or info.can_load():
-                info.reset()
-        vllm.loading_layers.clear()
-        if hasattr(self._model, "_original_do_torchao_reload"):
-            self._model._do_torchao_reload = self._model._original_do_torchao_reload
 
 
 class Filling:
@@ -206,7 +102,7 @@ class Filling:
     def _pack(self) -> None:
         method: Any = self._layer.quant_method
         kernel = getattr(method, "moe_kernel", None)
-        if _is_cpu_experts(self._layer):
+        if is_cpu_experts(self._layer):
             method.moe_kernel = None  # otherwise vLLM would not pack them again
 
         def put_kernel_back() -> None:
@@ -295,7 +191,7 @@ def packed_copy_fault(layer: Any, vllm_config: Any) -> str:
     return ""
 
 
-def _is_cpu_experts(layer: nn.Module) -> bool:
+def is_cpu_experts(layer: nn.Module) -> bool:
     """Return whether a layer holds unquantised experts in host memory, which vLLM packs while they have no kernel."""
     is_unquantised = isinstance(getattr(layer, "quant_method", None), internals.require().experts_method)
     return is_unquantised and all(parameter.is_cpu for parameter in layer.parameters(recurse=False))
@@ -304,12 +200,12 @@ def _is_cpu_experts(layer: nn.Module) -> bool:
 def in_checkpoint_form(layer: nn.Module) -> tuple[Tensors, Tensors]:
     """Return a layer's parameters and buffers without memory, as recorded by vLLM at start-up, except live ones."""
     vllm = internals.require()
-    parameters, buffers = vllm.layer_info(layer).restore_metadata
-    kept = vllm.kept_tensors
-    return (
-        {name: without_memory(tensor, layer) for name, tensor in parameters.items() if name not in kept},
-        {name: without_memory(tensor, layer) for name, tensor in buffers.items() if name not in kept},
+    recorded, kept = vllm.layer_info(layer).restore_metadata, vllm.kept_tensors
+    parameters, buffers = (
+        {name: without_memory(tensor, layer) for name, tensor in tensors.items() if name not in kept}
+        for tensors in recorded
     )
+    return parameters, buffers
 
 
 def without_memory(tensor: torch.Tensor, layer: nn.Module) -> torch.Tensor:

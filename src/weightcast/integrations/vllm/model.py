@@ -9,18 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from weightcast.errors import UnsupportedError, listed
 from weightcast.format.manifest import TensorSpec
-from weightcast.host import device as host_device
+from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin import checkpoint_header
 from weightcast.integrations.plugin import dry_run as loader_dry_run
-from weightcast.integrations.plugin.acceptance import AcceptedOffer
 from weightcast.integrations.plugin.draft import with_draft
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.plugin.model import LoaderEngine, Tensors
@@ -33,10 +32,11 @@ from weightcast.integrations.vllm.expert_placement import (
     with_placement,
 )
 from weightcast.integrations.vllm.layerwise_load import (
-    Reload,
+    Filling,
     has_packed_copy,
     has_plain_weights,
     in_checkpoint_form,
+    is_cpu_experts,
     is_packed,
     packed_copy_fault,
     without_memory,
@@ -60,10 +60,16 @@ class VllmModel(LoaderEngine):
         self.device = device
         self._vllm_config = vllm_config
         unsupported = internals.unsupported(vllm_config, model)
+        if draft is None and not unsupported and internals.updates_draft(vllm_config):
+            unsupported.append(
+                f"speculative_config (vLLM's worker has no draft model; {internals.KEEP_DRAFT} permits it)"
+            )
         has_adapters = vllm_config.lora_config is not None
         self.adapters = VllmAdapters(model, vllm_config, self._header) if has_adapters else None
         if draft is not None and not unsupported:
             model = self._with_draft(model, draft)
+        self._fillings: list[Filling] = []
+        self._placements: dict[nn.Module, Placement] = {}
         parallel = vllm_config.parallel_config
         num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         super().__init__(model, unsupported, is_alone=num_ranks == 1)
@@ -80,8 +86,8 @@ class VllmModel(LoaderEngine):
         both = with_draft(
             model,
             draft,
-            None if self._header() is None else _header(started, config),
-            lambda each, specs: dry_run(each, config, specs),
+            None if self._header() is None else self._header(started),
+            self._dry_run,
             is_in_model=is_in_model,
             remedy=remedy,
             loading=internals.require().any_mtp_layers,
@@ -93,15 +99,47 @@ class VllmModel(LoaderEngine):
             )
         return both
 
-    def _header(self) -> Sequence[TensorSpec] | None:
-        return _header(self._vllm_config.model_config, self._vllm_config)
+    def _header(self, started: Any = None) -> Sequence[TensorSpec] | None:
+        """Return the tensors of the checkpoint of a vLLM model configuration, by default the main model's."""
+        config, started = self._vllm_config, started or self._vllm_config.model_config
+        cache = config.load_config.download_dir
+        return checkpoint_header.reference(started.model, revision=started.revision, cache_dir=cache)
 
-    def _dry_run(self, specs: Sequence[TensorSpec]) -> DryRunOutcome:
-        return dry_run(self._model, self._vllm_config, specs)
+    def _dry_run(self, model: nn.Module, specs: Sequence[TensorSpec]) -> DryRunOutcome:
+        return dry_run(model, self._vllm_config, specs)
 
     def _prepare_dry_run(self) -> None:
-        self._reload = Reload(self._model, self._vllm_config)
-        self._reload.require_work_rounds()
+        """Find the layers. Raises UnsupportedError if one lacks a name that a workaround for it needs, or if vLLM has
+        freed weights that it would have to load again.
+        """
+        self._packed = {name: layer for name, layer in self._model.named_modules() if is_packed(layer)}
+        self._attention: list[Any] = [
+            layer for layer in self._model.modules() if internals.require().is_attention(layer)
+        ]
+        self._tied: list[Any] = []
+        """Packed layers in host memory whose weight is an earlier layer's. Other shared tensors, such as a router's
+        bias, are never packed."""
+        seen: set[int] = set()
+        for layer in self._model.modules():
+            weight = layer._parameters.get("weight")
+            if weight is not None and weight.is_cpu and weight.numel():
+                if id(weight) in seen and is_packed(layer):
+                    self._tied.append(layer)
+                seen.add(id(weight))
+        if any(getattr(layer, "is_amx_bmm_enabled", False) for layer in self._attention):
+            raise UnsupportedError(
+                f"vLLM {internals.version()} frees the weights of kv_b_proj after its AMX_MLA attention has packed "
+                "them, and can't load them again: start it with --attention-backend CPU_MLA"
+            )
+        experts: list[Any] = [layer for layer in self._packed.values() if is_cpu_experts(layer)]
+        methods = [layer.quant_method for layer in experts]
+        lacking = {f"{type(method).__name__}.moe_kernel" for method in methods if not hasattr(method, "moe_kernel")}
+        lacking |= {f"{type(layer).__name__}.cpu_linear" for layer in self._tied if "cpu_linear" not in vars(layer)}
+        if lacking:
+            raise UnsupportedError(
+                f"vLLM {internals.version()} packs weights on a CPU in a way that weightcast does not support, since "
+                f"it has no {', '.join(sorted(lacking))}: use vLLM {internals.TESTED_WITH}"
+            )
 
     def snapshot(self) -> Callable[[], None]:
         """See `LoaderEngine.snapshot`. The undo raises InstallError (torn) if vLLM has moved experts meanwhile."""
@@ -115,27 +153,50 @@ class VllmModel(LoaderEngine):
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         assert self.install_map is not None  # of the offer
-        self._reload.begin(calls, self.install_map.quantising)
+        # An unfinished reload of another client would go on with its buffered tensors.
+        self._end_load()
+        self._placements = placements = expert_placements(self._model)
+        packing, layers = self.install_map.quantising, ((name, self._packed[name], n) for name, n in calls.items())
+        self._fillings = [Filling(name, layer, n, packing, placements.get(layer)) for name, layer, n in layers]
 
     def _load_some(self, tensors: Tensors) -> None:
-        self._reload.load(tensors)
+        with internals.require().current_config(self._vllm_config):
+            super()._load_some(tensors)
 
     def _finish_load(self) -> list[str]:
-        missing = self._reload.finish()
-        host_device.synchronize(self.device)
-        return missing
+        """Raises InstallError (torn) if vLLM has moved experts meanwhile."""
+        with on_failure(self._end_load):
+            require_unmoved(self._model, self._placements)
+        missing = [str(filling) for filling in self._fillings if not filling.is_done]
+        if missing:
+            self._end_load()
+            return missing
+        self._fillings = []
+        with internals.require().current_config(self._vllm_config):
+            for layer in self._attention:
+                layer.process_weights_after_loading(self._vllm_config.model_config.dtype)
+            for layer in self._tied:
+                layer.quant_method.process_weights_after_loading(layer)
+        return []
 
-    def _written(self, accepted: AcceptedOffer) -> Collection[str]:
-        return accepted.modules | self._reload.processed
+    def _written(self, outcome: DryRunOutcome) -> set[str]:
+        # With the layers for which a load computes more than their tensors set.
+        processed = {*self._attention, *self._tied}
+        return outcome.modules | {name for name, layer in self._model.named_modules() if layer in processed}
 
     def _end_load(self) -> None:
-        self._reload.abort()
-
-
-def _header(started: Any, vllm_config: Any) -> Sequence[TensorSpec] | None:
-    """Return the tensors of the checkpoint of a vLLM model configuration."""
-    cache = vllm_config.load_config.download_dir
-    return checkpoint_header.reference(started.model, revision=started.revision, cache_dir=cache)
+        """Give every layer its live tensors back, and free buffered tensors."""
+        vllm, model = internals.require(), cast(Any, self._model)
+        self._fillings = []
+        for layer in model.modules():
+            info = vllm.layer_info(layer)
+            if info.kernel_tensors is not None:
+                vllm.put_live_back(layer, info)
+            if info.kernel_tensors is not None or info.can_load():
+                info.reset()
+        vllm.loading_layers.clear()
+        if hasattr(model, "_original_do_torchao_reload"):
+            model._do_torchao_reload = model._original_do_torchao_reload
 
 
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:
@@ -161,7 +222,6 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
     }
     # vLLM packs these, so a copy to their parameters is not enough.
     quantised = frozenset(name for name, layer in packed.items() if internals.is_quantised(layer))
-    opaque = dict(outcome.opaque)
     reasons: dict[str, str] = {}
     # Tensors of layers that must be filled by their loaders, but are set by other means.
     passed_by, gone, layers = [], [], dict(model.named_modules())
@@ -178,17 +238,11 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
                 passed_by.append(target.name)
     for copy in outcome.copies if reasons else ():
         if copy.target in reasons:
-            opaque.setdefault(copy.name, reasons[copy.target])
-    faults = {"": f"without a call of their loaders it sets {', '.join(passed_by)}"} if passed_by else {}
-    faults |= dict.fromkeys(gone, "vLLM has dropped it after its start, and would not read another value")
-    return dataclasses.replace(
-        outcome,
-        calls=calls,
-        faults=outcome.faults | faults,
-        opaque=opaque,
-        packed_copies=packed_copies,
-        quantised=quantised,
-    )
+            outcome.opaque.setdefault(copy.name, reasons[copy.target])
+    if passed_by:
+        outcome.faults[""] = f"without a call of their loaders it sets {', '.join(passed_by)}"
+    outcome.faults.update(dict.fromkeys(gone, "vLLM has dropped it after its start, and would not read another value"))
+    return dataclasses.replace(outcome, calls=calls, packed_copies=packed_copies, quantised=quantised)
 
 
 def _checkpoint_form(

@@ -22,7 +22,7 @@ from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 from weightcast.control.routes import WEIGHT_ROUTES, Answer, error_reply, guarded, reply
 from weightcast.errors import ClosedError, EngineTornError, WeightcastError
 from weightcast.integrations.plugin import TOKEN_VARIABLE
-from weightcast.integrations.plugin.routes import TornGuard, gate_health, log, path_of
+from weightcast.integrations.plugin.routes import gate_health, log, path_of, torn_guard
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.engine import VllmEngine
 from weightcast.integrations.vllm.served_adapters import ServedAdapters
@@ -62,10 +62,10 @@ class WeightcastRoutes:
             handler = guarded(kind, recorded, self._require_engine, token=token, on_error=log)
             app.add_api_route(path, handler, methods=[method])
         app.add_api_route("/v1/models", self._models, methods=["GET"])
-        app.add_middleware(WakeGuard, find=self._require_engine)
+        app.add_middleware(wake_guard, find=self._require_engine)
         gate_health(app, lambda: self._engine, _HEALTH)
         app.add_middleware(
-            TornGuard,
+            torn_guard,
             find=lambda: self._engine,
             generation=_GENERATION,
             changing=_CHANGING,
@@ -97,24 +97,22 @@ class WeightcastRoutes:
         return self._engine
 
 
-class WakeGuard:
-    """Guards vLLM's own /wake_up: refuses it for a torn engine, and delays it during an install."""
+def wake_guard(app: ASGIApp, find: Callable[[], VllmEngine]) -> ASGIApp:
+    """Return a middleware for vLLM's own /wake_up: refused for a torn engine, and delayed during an install."""
 
-    def __init__(self, app: ASGIApp, find: Callable[[], VllmEngine]) -> None:
-        self._app = app
-        self._find = find
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or path_of(scope) != "/wake_up":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         try:
-            async with self._find().waking(Request(scope).query_params.getlist("tags")):
-                await self._app(scope, receive, send)
+            async with find().waking(Request(scope).query_params.getlist("tags")):
+                await app(scope, receive, send)
         except WeightcastError as exc:
             log(exc)
             answer = error_reply(exc, 409 if isinstance(exc, EngineTornError) else None)
             await answer(scope, receive, send)
+
+    return guarded
 
 
 def _recorded(operation: Any, answer: Answer) -> Answer:

@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from weightcast.control.worker_rpc import Leave
-from weightcast.errors import ClosedError, UnsupportedError, warn_if_untested
+from weightcast.errors import UnsupportedError, warn_if_untested
 from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.rank_consensus import Attempt, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
@@ -60,17 +60,6 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
         # `world_size` is that of one data-parallel engine; for dense models vLLM keeps only the engine's index.
         first_rank = parallel.data_parallel_index * parallel.world_size
         groups = [get_tp_group().cpu_group, get_pp_group().cpu_group]
-        are_asleep = functools.partial(internals.weights_sleep, config, device)
-
-        def require_awake() -> None:
-            if are_asleep():
-                raise ClosedError("the weights' memory is asleep: send /wake_up?tags=weights before the install")
-
-        unsupported = internals.unsupported(config, self.model)
-        if draft is None and internals.updates_draft(config):
-            unsupported.append(
-                f"speculative_config (vLLM's worker has no draft model; {internals.KEEP_DRAFT} permits it)"
-            )
         model = VllmModel(self.model, config, device, draft=draft)
         rank = RankWorker(
             model,
@@ -78,9 +67,8 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             engine_rank=first_rank + parallel.rank,
             world_size=parallel.world_size_across_dp,
             token=os.environ.get(TOKEN_VARIABLE, ""),
-            unsupported=tuple(unsupported),
-            require_ready=require_awake,
-            weights_asleep=are_asleep,
+            unsupported=model.unsupported,
+            weights_asleep=lambda: "/wake_up?tags=weights" if internals.weights_sleep(config, device) else "",
         )
         self._started = model, rank
 

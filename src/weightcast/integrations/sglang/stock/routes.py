@@ -1,4 +1,8 @@
-"""Client of a stock SGLang server's weight routes: one method for each route.
+"""Client of a stock SGLang server's routes for weights and adapters: one method for each route.
+
+SGLang checks the rank and the names of an adapter's layers when it loads it, but shapes only when a request first uses
+it, and its process ends then. It unloads a version once that one's requests have ended; the route waits for them, and
+loads wait for it. A version that was unloaded is loaded again from its directory if a request names it.
 
 Invariants: nothing is sent that SGLang does not check and that would end its process (wrong names, shapes and byte
 counts are refused earlier); a refusal is a ControlError with the server's own text. SGLang silently ignores unknown
@@ -7,18 +11,20 @@ fields, so the bodies are typed here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+import torch
 
 from weightcast.control.client import HttpRoutes
-from weightcast.errors import ControlError, InstallError
+from weightcast.errors import ControlError, InstallError, UnsupportedError
+from weightcast.format.adapters import LoraConfig
 from weightcast.format.manifest import Manifest
 from weightcast.host.deadline import LOAD_SECONDS
 from weightcast.integrations.plugin.checkpoint_header import reference
-from weightcast.integrations.sglang.stock.adapters import SglangStockAdapters
+from weightcast.integrations.sglang import adapter_form
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
 from weightcast.integrations.stock_directory import INCOMPLETE, ServerStatus, StockApi
 from weightcast.links.watchdog import RecoveryRequest
@@ -73,38 +79,37 @@ class SglangRoutes(StockApi):
     mode, "in_place", is not supported: requests would continue with the old weights' cache.
     """
 
-    def __init__(self, routes: HttpRoutes, model: ModelInfo, server: ServerInfo, pause: SglangPause) -> None:
-        self.name, self.kind = routes.name, "stock SGLang"
+    kind, dialect = "stock SGLang", "sglang"
+    remedy = "install weightcast in its environment (if SGLANG_PLUGINS is set there, it must name weightcast)"
+    load_route, unload_route = "/load_lora_adapter", "/unload_lora_adapter"
+    limits = "a larger --max-lora-rank or --max-loaded-loras"
+    is_uniform = True
+
+    def __init__(self, http: HttpRoutes, model: ModelInfo, server: ServerInfo, pause: SglangPause) -> None:
+        self.http, self.name = http, http.name
         self.held = reference(model.model_path, revision=None, cache_dir=None)
         self.dtype = server.dtype
-        self.remedy = "install weightcast in its environment (if SGLANG_PLUGINS is set there, it must name weightcast)"
         self.num_ranks = server.tp_size
-        self.adapters = SglangStockAdapters(
-            routes,
-            self.held,
-            is_enabled=bool(server.enable_lora),
-            max_rank=server.max_lora_rank,
-            capacity=server.max_loaded_loras,
-        )
+        self.has_lora = bool(server.enable_lora)
+        self.max_rank, self.capacity = server.max_lora_rank, server.max_loaded_loras
         self._model_path = model.model_path
         self.version, self.listens_on = server.version, server.host
-        self._routes = routes
         self._pause_mode = pause
         self._former_checksums: tuple[str, Checksums] | None = None
         """The label of the last whole version, and the checksums of its weights."""
 
     def require_unchanged(self) -> None:
-        if self._routes.get("/model_info", ModelInfo).model_path != self._model_path:
+        if self.http.get("/model_info", ModelInfo).model_path != self._model_path:
             raise ControlError(f"{self.name} was restarted with another model: publish again", peer=self.name)
 
     def status(self) -> ServerStatus:
-        return ServerStatus(self._routes.get("/model_info", ModelInfo).weight_version)
+        return ServerStatus(self.http.get("/model_info", ModelInfo).weight_version)
 
     # --- checksums ---
 
     def _checksums(self) -> Checksums:
         """Return checksums of all ranks' present weights. The server reads every weight once."""
-        return self._routes.post_for("/weights_checker", {"action": "checksum"}, Checksums)
+        return self.http.post_for("/weights_checker", {"action": "checksum"}, Checksums)
 
     def require_loadable(self, manifest: Manifest, *, is_torn: bool) -> None:
         """Get the checksums of the former version while the server serves, unless they are known from an update."""
@@ -128,29 +133,29 @@ class SglangRoutes(StockApi):
     # --- pauses ---
 
     def pause(self) -> None:
-        self._routes.post("/pause_generation", {"mode": self._pause_mode})
+        self.http.post("/pause_generation", {"mode": self._pause_mode})
 
     def resume(self) -> None:
         # SGLang's default first empties torch's cache of GPU memory.
-        self._routes.post("/continue_generation", {"torch_empty_cache": False})
+        self.http.post("/continue_generation", {"torch_empty_cache": False})
 
     # --- the session ---
 
     def begin(self) -> None:
         """Open a weight-update session, also if a dead client has left one open."""
         try:
-            self._routes.post("/begin_weight_update", {})
+            self.http.post("/begin_weight_update", {})
         except ControlError:
             # A session has no owner and no timeout. If an open one was not the reason, the second try raises.
-            self._routes.post("/end_weight_update", {})
-            self._routes.post("/begin_weight_update", {})
+            self.http.post("/end_weight_update", {})
+            self.http.post("/begin_weight_update", {})
 
     def end(self) -> None:
-        self._routes.post("/end_weight_update", {})
+        self.http.post("/end_weight_update", {})
 
     def set_label(self, label: str) -> None:
         """Label the present weights, in the scheduler and the HTTP server. No request is aborted."""
-        self._routes.post("/update_weight_version", _label(label))
+        self.http.post("/update_weight_version", _label(label))
 
     # --- weights ---
 
@@ -164,10 +169,10 @@ class SglangRoutes(StockApi):
             "group_name": group,
             "backend": backend,
         }
-        self._routes.post("/init_weights_update_group", body, once=True)
+        self.http.post("/init_weights_update_group", body, once=True)
 
     def leave_group(self, group: str) -> None:
-        self._routes.post("/destroy_weights_update_group", {"group_name": group})
+        self.http.post("/destroy_weights_update_group", {"group_name": group})
 
     def receive(self, places: Sequence[FlatTensor], group: str, *, is_last: bool) -> None:
         """Have every rank receive one broadcast of a flattened bucket, and load it. Blocks until it is loaded.
@@ -182,21 +187,44 @@ class SglangRoutes(StockApi):
             "load_format": _FLATTENED,
             "flush_cache": is_last,
         }
-        self._routes.post("/update_weights_from_distributed", body, once=True)
+        self.http.post("/update_weights_from_distributed", body, once=True)
 
     def map(self, handles: Sequence[str], *, is_last: bool) -> None:
         """Have rank r load the flattened bucket of `handles[r]`."""
         body = {"serialized_named_tensors": handles, "load_format": _FLATTENED, "flush_cache": is_last}
-        self._routes.post("/update_weights_from_tensor", body, once=True)
+        self.http.post("/update_weights_from_tensor", body, once=True)
 
     def load(self, directory: Path, *, was_torn: bool) -> None:
-        self._routes.post("/update_weights_from_disk", _disk(directory))
+        self.http.post("/update_weights_from_disk", _disk(directory))
         self.require_alike(directory.name.partition("-")[0])
+
+    # --- adapters ---
+
+    def require_adapters(self) -> None:
+        if not self.has_lora:
+            raise UnsupportedError(
+                f"{self.name} can't load adapters: start it with --enable-lora, --max-lora-rank and "
+                "--lora-target-modules, or publish the merged model, ModuleSource(model)"
+            )
+        if any(".experts." in spec.name for spec in self.held or ()):
+            raise UnsupportedError(
+                f"{self.name} serves a mixture of experts with LoRA, which was not tried: publish the merged model, "
+                "ModuleSource(model)"
+            )
+
+    def peft_form(
+        self, tensors: Mapping[str, torch.Tensor], config: LoraConfig
+    ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
+        return adapter_form.completed(tensors, config, self.shapes()), adapter_form.settings(config)
+
+    def adapters_in_use(self) -> tuple[str, ...]:
+        """Return none: an adapter's directory is read only when it is loaded."""
+        return ()
 
     # --- for the watchdog ---
 
     def recovery_requests(self, directory: Path, former: str, label: str) -> list[RecoveryRequest]:
-        request = self._routes.recovery_request
+        request = self.http.recovery_request
         is_loaded = {"success": True}
         return [
             request("/update_weight_version", _label(f"{INCOMPLETE}{former}")),
@@ -207,7 +235,7 @@ class SglangRoutes(StockApi):
 
     def restoring_requests(self, former: str) -> list[RecoveryRequest]:
         """End the session; if the weights are those of the former version, restore its label and resume."""
-        request, known = self._routes.recovery_request, self._former_checksums
+        request, known = self.http.recovery_request, self._former_checksums
         unharmed = {"per_engine_checksum": None if known is None else known[1].per_engine_checksum}
         return [
             request("/end_weight_update", {}),
@@ -215,9 +243,6 @@ class SglangRoutes(StockApi):
             request("/update_weight_version", _label(former)),
             request("/continue_generation", {"torch_empty_cache": False}),
         ]
-
-    def close(self) -> None:
-        self._routes.close()
 
 
 def _label(label: str) -> dict[str, Any]:
