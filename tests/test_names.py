@@ -58,7 +58,7 @@ WORDS = {
         frozenset(
             {
                 *("Whole", "_Whole", "_WholeLayer", "whole", "_whole", "_wholes"),
-                *("add_whole", "gather_whole", "whole_digest"),
+                *("add_whole", "gather_whole", "whole_digest", "whole_tensors"),
             }
         ),
     ),

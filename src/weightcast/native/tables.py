@@ -22,7 +22,7 @@ MAX_THREADS = _core.MAX_THREADS
 _PIECE_BYTES = 1 << 20
 """Largest size of a row, so that threads end at about the same time."""
 _COPY_WORDS, _STRIDED_WORDS = 3, 12
-_IN_PLACE = -1
+_COPIED = -1
 """Source of a row whose bytes are in the payload already."""
 
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -235,7 +235,7 @@ class PackTable:
                 runs.append((target, source.nbytes))
             elif target.is_contiguous():
                 runs.append((target.data_ptr(), target.nbytes))
-        rows.append(np.array([(at - start, _IN_PLACE, size) for at, size in runs if size], np.int64).reshape(-1, 3))
+        rows.append(np.array([(at - start, _COPIED, size) for at, size in runs if size], np.int64).reshape(-1, 3))
         rows.append(np.array([(at, 0, end - at) for at, end in gaps], np.int64).reshape(-1, 3))
         found = np.concatenate(rows)
         found = found[np.argsort(found[:, 0], kind="stable")]
@@ -243,7 +243,7 @@ class PackTable:
         if len(found) and (spans[0, 0] < 0 or spans[-1, 1] > payload.nbytes or (spans[:-1, 1] > spans[1:, 0]).any()):
             raise ValueError(f"targets and gaps overlap, or reach outside of the payload of {payload.nbytes} bytes")
         self._rows = np.ascontiguousarray(found)
-        self._in_place = np.flatnonzero(found[:, 1] == _IN_PLACE)
+        self._copied = np.flatnonzero(found[:, 1] == _COPIED)
         self.missing = unfilled_chunks(spans, payload.nbytes)
 
     def run(self, payload: torch.Tensor, *, threads: int = 1, cached: bool = False) -> Sums:
@@ -257,9 +257,9 @@ class PackTable:
         start, rows = payload.data_ptr(), self._rows
         if len(self._strided):
             _core.copy_strided(self._strided + np.array([start] + [0] * (_STRIDED_WORDS - 1)), threads, True)
-        if len(self._in_place):
+        if len(self._copied):
             rows = rows.copy()
-            rows[self._in_place, 1] = start + rows[self._in_place, 0]
+            rows[self._copied, 1] = start + rows[self._copied, 0]
         return _core.copy_and_digest(start, payload.nbytes, rows, threads, cached)
 
 

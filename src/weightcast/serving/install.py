@@ -130,7 +130,7 @@ class Part:
         if not all(as_is):
             names, numbers = [*itertools.compress(names, as_is)], [*itertools.compress(numbers, as_is)]
         start = self.payload.data_ptr()
-        self.blocks += names
+        self.blocks += names  # not as tuples, which would make the garbage collector look at the whole heap
         self.sources += [start + manifest.offsets_bytes[number] for number in numbers]
         return names
 
@@ -253,9 +253,8 @@ class Install:
                     origins.setdefault(entry.record.name, set()).add(layout.manifest.bucket_origins[index])
         straddling = {name for name, found in origins.items() if len(found) > 1}
         self._num_straddling = len(straddling)
-        self.straddling_bytes = sum(
-            r.num_bytes for r in (manifest.tensors if straddling else ()) if r.name in straddling
-        )
+        records = manifest.tensors if straddling else ()
+        self.straddling_bytes = sum(record.num_bytes for record in records if record.name in straddling)
         """Extra memory of a staged update for tensors with pieces from several origins."""
         self.has_lent_views = True
         """True if the engine's loader got views of the last version's buckets, and so may have changed these.

@@ -267,9 +267,9 @@ class PartPacker:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Make the tables of all buckets in host memory that need no views of these."""
+        """Make the tables of all buckets in host memory that need no views of these. Idempotent."""
         for index, num_bytes in enumerate(self._layout.manifest.buckets):
-            if not self._viewed(index):
+            if index not in self._tables and not self._viewed(index):
                 self._make_table(index, torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
 
     @torch.no_grad()

@@ -351,13 +351,15 @@ class Publisher(ClosedOnExit):
     # --- one publish ---
 
     def prepare(self) -> None:
-        """Prepare the first publish while the trainer trains: plan the buckets and allocate the transport's memory.
+        """Prepare the first publish while the trainer trains: plan the buckets and how each is packed, and allocate the
+        transport's memory.
 
-        Reads the source's specs and regions. The memory (see the class; `release` and `close` free it) is populated in
-        the background, as far as this host or container has room; otherwise the first publish does that. Connects no
-        engine. Allocates nothing if only the first publish can know the size: with several trainer ranks, for a source
-        that streams its tensors or has dtype="engine", and for engines whose clients have their own senders. Raises
-        InsufficientMemoryError if the memory does not fit, and what `publish` raises before it connects an engine.
+        Reads the source's specs and regions; `publish` notices tensors that have moved since. The memory (see the
+        class; `release` and `close` free it) is populated in the background, as far as this host or container has room;
+        otherwise the first publish does that. Connects no engine. Allocates nothing if only the first publish can know
+        the size: with several trainer ranks, for a source that streams its tensors or has dtype="engine", and for
+        engines whose clients have their own senders. Raises InsufficientMemoryError if the memory does not fit, and
+        what `publish` raises before it connects an engine.
         """
         with self._acquired():
             if not self._is_joined:
