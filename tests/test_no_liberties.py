@@ -72,6 +72,7 @@ PERMITTED: dict[tuple[str, str], str] = {
     ("checkpoint.conversion", "torch.utils._python_dispatch.TorchDispatchMode"): (
         "for a `with` around transformers' own conversion; torch compiles nothing in the process meanwhile"
     ),
+    ("cli", "os.dup2"): PROGRAM,
     ("cli.serve", "logging.basicConfig"): PROGRAM,
     ("cli.output", "signal.signal"): PROGRAM,
     ("cli.serve_store", "logging.basicConfig"): PROGRAM,

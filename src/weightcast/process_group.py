@@ -339,8 +339,9 @@ class Broadcast:
                 future.value()
         except WeightcastError as exc:
             error = str(exc)
+        # Before the condition, since torch drops a Ctrl-C that comes in here.
+        self._error, self._has_landed = error, True
         with self._condition:
-            self._has_landed, self._error = True, error
             self._condition.notify_all()
 
 

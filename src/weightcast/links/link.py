@@ -145,11 +145,13 @@ class ReadingCondition(threading.Condition):
     Register sockets in `poller`. `on_ready(events)` reads the sockets that are ready and ignores descriptors that it
     does not know. Any waiting thread may call it, with the condition held; it must neither wait nor raise. One thread
     polls at a time; the others wait to be notified, and one of them polls when the first has returned. While no other
-    thread waits, a background thread polls in `wait_unattended`.
+    thread waits, a background thread polls in `wait_unattended`. After a Ctrl-C, which may come between any two calls
+    of Python code, the condition is neither held nor polled.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self._held = threading.RLock()
+        super().__init__(self._held)
         self.on_ready: Callable[[list[tuple[int, int]]], None] = _ignore
         self.poller = select.epoll()
         with on_failure(self.poller.close):
@@ -162,6 +164,10 @@ class ReadingCondition(threading.Condition):
         """Time at which a thread other than the background thread last waited or read."""
         self._num_waiting = 0
         self._alert = threading.Event()
+
+    # `with` calls the lock's own methods: before the first line of methods in Python a Ctrl-C would leave it locked.
+    __enter__ = property(lambda self: self._held.__enter__)
+    __exit__ = property(lambda self: self._held.__exit__)
 
     @property
     def attended_at(self) -> float:
@@ -246,18 +252,28 @@ class ReadingCondition(threading.Condition):
         """Release the condition until a socket is ready or this thread is woken, then read the ready sockets."""
         events: list[tuple[int, int]] = []
         self._is_polled = True
-        self.release()
         try:
+            self.release()
             events = self.poller.poll(seconds)
         finally:
-            self.acquire()
             self._is_polled = False
-            # Let another waiting thread poll, even if this one was interrupted.
-            super().notify_all()
+            try:
+                self.acquire()
+            except BaseException:  # a Ctrl-C, before or after it was acquired
+                with contextlib.suppress(RuntimeError):
+                    self.release()
+                self.acquire()
+                raise
+            finally:
+                # Let another waiting thread poll, even if this one was interrupted.
+                super().notify_all()
+        if self._is_closed:
+            return
         if (self._wake, select.EPOLLIN) in events:
-            os.eventfd_read(self._wake)
+            with contextlib.suppress(BlockingIOError):  # another thread has polled meanwhile, and read it
+                os.eventfd_read(self._wake)
             events.remove((self._wake, select.EPOLLIN))
-        if events and not self._is_closed:
+        if events:
             self.on_ready(events)
 
 

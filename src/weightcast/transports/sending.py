@@ -116,8 +116,8 @@ def check_next(index: int, following: int, num_buckets: int) -> None:
 @contextlib.contextmanager
 def unlocked(condition: threading.Condition) -> Iterator[None]:
     """Release a condition, which is not held recursively, during a wait for something else."""
-    condition.release()
     try:
+        condition.release()
         yield
     finally:
         condition.acquire()
