@@ -95,9 +95,9 @@ class SglangRoutes(StockApi):
         self._model_path = model.model_path
         self.version, self.listens_on = server.version, server.host
         self._pause_mode = pause
-        self._former = ""
-        self._known: Checksums | None = None
-        """The checksums of the weights of the last whole version, whose label is `_former`."""
+        self._former_label = ""
+        self._unharmed: Checksums | None = None
+        """The checksums of the weights of the last whole version, whose label is `_former_label`."""
 
     def require_unchanged(self) -> None:
         if self.http.get("/model_info", ModelInfo).model_path != self._model_path:
@@ -115,20 +115,20 @@ class SglangRoutes(StockApi):
     def require_loadable(self, manifest: Manifest, *, is_torn: bool) -> None:
         """Get the checksums of the former version while the server serves, unless they are known from an update."""
         former = self.status().label.removeprefix(INCOMPLETE)
-        if self._former != former:
-            self._known = None
-        if self._known is None and not is_torn:
-            self._former, self._known = former, self._checksums()
+        if self._former_label != former:
+            self._unharmed = None
+        if self._unharmed is None and not is_torn:
+            self._former_label, self._unharmed = former, self._checksums()
 
     def is_unharmed(self) -> bool:
-        return self._known is not None and self._checksums() == self._known
+        return self._unharmed is not None and self._checksums() == self._unharmed
 
     def require_alike(self, version: str) -> None:
         """Raise InstallError if ranks have different values of a parameter that was equal on all of them before."""
         checksums = self._checksums()
-        if mixed := _mixed(self._known, checksums):
+        if mixed := _mixed(self._unharmed, checksums):
             raise InstallError(f"the ranks of {self.name} have different {mixed}: publish again", torn=True)
-        self._former, self._known = version, checksums
+        self._former_label, self._unharmed = version, checksums
 
     # --- pauses ---
 
@@ -235,7 +235,7 @@ class SglangRoutes(StockApi):
 
     def restoring_requests(self, former: str) -> list[RecoveryRequest]:
         """End the session; if the weights are those of the former version, restore its label and resume."""
-        request, known = self.http.recovery_request, self._known
+        request, known = self.http.recovery_request, self._unharmed
         unharmed = {"per_engine_checksum": None if known is None else known.per_engine_checksum}
         return [
             request("/end_weight_update", {}),
