@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from weightcast.errors import EngineTornError, UnsupportedError
@@ -29,9 +30,11 @@ _ABSENT = object()
 class _Refused:
     """Replaces methods of the engine. `reasons`: by torn part of the engine. `former`: the replaced methods."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Iterable[tuple[Any, str]]) -> None:
         self.reasons: dict[str, str] = {}
-        self.former: list[tuple[Any, str, Any]] = []
+        self.former = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name in places]
+        for owner, name, _ in self.former:
+            setattr(owner, name, self)
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         raise EngineTornError(f"this engine does not generate until a complete update heals it: {self}")
@@ -77,12 +80,7 @@ class Refusal:
         return method if isinstance(method, _Refused) else None
 
     def begin(self, why: str) -> None:
-        refused = self._refused
-        if refused is None:
-            refused = _Refused()
-            for owner, name in self._places():
-                refused.former.append((owner, name, vars(owner).get(name, _ABSENT)))
-                setattr(owner, name, refused)
+        refused = self._refused or _Refused(self._places())
         refused.reasons[self.part] = why
         logger.warning("%s does not generate until a complete update heals it: %s", type(self.engine).__name__, why)
 

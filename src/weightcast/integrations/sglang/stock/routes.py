@@ -95,8 +95,9 @@ class SglangRoutes(StockApi):
         self._model_path = model.model_path
         self.version, self.listens_on = server.version, server.host
         self._pause_mode = pause
-        self._former_checksums: tuple[str, Checksums] | None = None
-        """The label of the last whole version, and the checksums of its weights."""
+        self._former_label = ""
+        self._unharmed: Checksums | None = None
+        """The checksums of the weights of the last whole version, whose label is `_former_label`."""
 
     def require_unchanged(self) -> None:
         if self.http.get("/model_info", ModelInfo).model_path != self._model_path:
@@ -114,21 +115,20 @@ class SglangRoutes(StockApi):
     def require_loadable(self, manifest: Manifest, *, is_torn: bool) -> None:
         """Get the checksums of the former version while the server serves, unless they are known from an update."""
         former = self.status().label.removeprefix(INCOMPLETE)
-        if self._former_checksums is not None and self._former_checksums[0] != former:
-            self._former_checksums = None
-        if self._former_checksums is None and not is_torn:
-            self._former_checksums = former, self._checksums()
+        if self._former_label != former:
+            self._unharmed = None
+        if self._unharmed is None and not is_torn:
+            self._former_label, self._unharmed = former, self._checksums()
 
     def is_unharmed(self) -> bool:
-        return self._former_checksums is not None and self._checksums() == self._former_checksums[1]
+        return self._unharmed is not None and self._checksums() == self._unharmed
 
     def require_alike(self, version: str) -> None:
         """Raise InstallError if ranks have different values of a parameter that was equal on all of them before."""
         checksums = self._checksums()
-        mixed = _mixed(None if self._former_checksums is None else self._former_checksums[1], checksums)
-        if mixed:
+        if mixed := _mixed(self._unharmed, checksums):
             raise InstallError(f"the ranks of {self.name} have different {mixed}: publish again", torn=True)
-        self._former_checksums = version, checksums
+        self._former_label, self._unharmed = version, checksums
 
     # --- pauses ---
 
@@ -235,8 +235,8 @@ class SglangRoutes(StockApi):
 
     def restoring_requests(self, former: str) -> list[RecoveryRequest]:
         """End the session; if the weights are those of the former version, restore its label and resume."""
-        request, known = self.http.recovery_request, self._former_checksums
-        unharmed = {"per_engine_checksum": None if known is None else known[1].per_engine_checksum}
+        request, known = self.http.recovery_request, self._unharmed
+        unharmed = {"per_engine_checksum": None if known is None else known.per_engine_checksum}
         return [
             request("/end_weight_update", {}),
             request("/weights_checker", {"action": "checksum"}, expected=unharmed),
