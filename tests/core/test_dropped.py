@@ -80,16 +80,15 @@ def test_a_collection_in_a_thread_of_its_own_does_not_wait_for_itself() -> None:
     publisher.publish()
     assert publisher._connections is not None
     links = publisher._connections.listener
-    collected, taken = threading.Event(), links._on_message
+    collected, hear = threading.Event(), links._hear
 
     def collecting(*args: object) -> None:
-        if collected.is_set():
-            return
-        gc.collect()
-        collected.set()
-        taken(*args)  # type: ignore[arg-type]
+        if not collected.is_set():
+            gc.collect()
+            collected.set()
+        hear(*args)  # type: ignore[arg-type]
 
-    links._on_message = collecting  # type: ignore[method-assign, assignment]
+    links._hear = collecting  # type: ignore[method-assign, assignment]
     publisher.itself = publisher  # type: ignore[attr-defined]
     hold = client.worker._session
     assert hold is not None
