@@ -261,6 +261,23 @@ def test_whoever_is_asked_says_the_same_of_an_install_that_failed(can_restore: b
 
 
 @pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_a_failed_install_that_is_undone_in_a_torn_engine_leaves_it_torn(install: str) -> None:
+    engine = Undone(nn.Linear(4, 4))
+    client = LocalEngine(engine)
+    source = TensorSource({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
+    with publisher_of(source, transport="memory://", engines=[client], undo=True, install=install) as publisher:
+        publisher.publish()
+        client.gate.tear("by the test")
+        engine.fails = True
+        with pytest.raises(PublishError, match="told to fail") as error:
+            publisher.publish()
+        (failure,) = error.value.failures.values()
+        assert client.gate.torn == "by the test"
+        assert isinstance(failure, InstallError)
+        assert failure.torn
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
 def test_a_second_ctrl_c_while_the_first_one_is_undone_leaves_the_engine_torn(install: str) -> None:
     class Interrupted(ModuleEngine):
         is_interrupted = False

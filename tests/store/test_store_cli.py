@@ -108,6 +108,8 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
     source = TensorSource({"fine": torch.ones(3), "not in the format": torch.ones(3, dtype=torch.complex128)})
     with pytest.raises(UnsupportedError, match="complex128"):
         export(source, tmp_path / "out", max_shard_bytes=1)
+    with pytest.raises(UnsupportedError, match="__metadata__"):  # a file that no reader of safetensors takes
+        export(TensorSource({"__metadata__": torch.ones(3)}), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -51,7 +51,9 @@ class UnfinishedDirectory:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write one file. Raises UnsupportedError for a dtype that the format does not have, OSError."""
+    """Write one file. Raises UnsupportedError for a dtype or a name that the format does not have, OSError."""
+    if "__metadata__" in tensors:
+        raise UnsupportedError("a tensor is named '__metadata__', as is a part of safetensors files: rename it")
     try:
         save_file(dict(tensors), str(file), metadata={"format": "pt"})
     except (SafetensorError, KeyError, ValueError) as exc:

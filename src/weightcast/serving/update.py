@@ -372,7 +372,8 @@ class Update:
                     self.error = to_record(InstallError(message, torn=True))
                     self.state = State.ABORTED
                     try:
-                        self.error = to_record(InstallError(message, torn=not self._go_back(message)))
+                        self._go_back(message)
+                        self.error = to_record(InstallError(message, torn=bool(self._gate.torn)))
                     finally:
                         self._release()
                     if not isinstance(exc, Exception):
@@ -440,11 +441,9 @@ class Update:
                 self._receiver.end()
             finally:
                 try:
-                    is_whole = self._go_back(
-                        f"version {self.version.number} was aborted half-way: {self.error.message}"
-                    )
+                    self._go_back(f"version {self.version.number} was aborted half-way: {self.error.message}")
                     if isinstance(error, InstallError):
-                        error.torn = not is_whole
+                        error.torn = bool(self._gate.torn)
                         self.error = to_record(error)
                 finally:
                     # Before a concurrent abort can return, after which the publisher resumes the engine.
@@ -452,7 +451,7 @@ class Update:
         return True
 
     def _go_back(self, reason: str) -> bool:
-        """Undo the writes; without an undo copy the engine is torn. Returns True if the engine has a whole version.
+        """Undo the writes; without an undo copy the engine is torn. Returns True if it has what it had before.
 
         A Ctrl-C before all is undone leaves the engine torn, too.
         """
