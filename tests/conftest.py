@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def leaves_nothing() -> Iterator[None]:
-    """Fails the test if a thread, child process, socket, pipe or shared memory outlives it by over five seconds."""
+    """Fails the test if a thread, child process, socket, pipe or shared memory outlives it by over half a minute."""
     forking.start_server()
     with nothing_left():
         yield

@@ -87,7 +87,7 @@ def serving(model: Any = None, **options: Any) -> Iterator[Served]:
 
 def publishing(source: Any, *engines: Any, target: Adapter | None = None, **options: Any) -> Publisher:
     target = Adapter("policy") if target is None else target
-    return Publisher(source, engines=engines, options=PublishOptions(target=target, deadline_seconds=20, **options))
+    return Publisher(source, engines=engines, options=PublishOptions(target=target, deadline_seconds=60, **options))
 
 
 class Handmade(TensorSource):

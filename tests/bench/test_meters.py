@@ -81,7 +81,7 @@ def test_private_memory_is_not_shared() -> None:
 
 def test_an_ended_process_is_an_error(child: subprocess.Popen[str]) -> None:
     meter = ProcessMeter(child.pid)
-    child.communicate(timeout=10)
+    child.communicate(timeout=60)
     with pytest.raises(ProcessLookupError, match=str(child.pid)):
         meter.cpu_seconds()
     with pytest.raises(ProcessLookupError, match=str(child.pid)):
@@ -90,5 +90,5 @@ def test_an_ended_process_is_an_error(child: subprocess.Popen[str]) -> None:
 
 def test_children(child: subprocess.Popen[str]) -> None:
     assert child.pid in set(children(os.getpid()))
-    child.communicate(timeout=10)
+    child.communicate(timeout=60)
     assert child.pid not in set(children(os.getpid()))

@@ -34,7 +34,7 @@ class Note(msgspec.Struct, frozen=True):
     text: str
 
 
-def pair(deadline_seconds: float = 5.0) -> tuple[BenchChannel, BenchChannel]:
+def pair(deadline_seconds: float = 60.0) -> tuple[BenchChannel, BenchChannel]:
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours = BenchChannel(near, peer="the engine", deadline_seconds=deadline_seconds)
     return ours, BenchChannel(far, peer="the bench", deadline_seconds=deadline_seconds)
@@ -63,7 +63,7 @@ def test_every_tensor_arrives_at_every_engine() -> None:
     assert slot.publish(tensors, channels) > 0
     slot.end(channels)
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     for target in targets:
         assert all(torch.equal(p, tensors[name]) for name, p in target.named_parameters())
     for channel in channels:

@@ -71,7 +71,7 @@ class Fleet:
 
     def can_generate(self, name: str) -> bool:
         gate = next(e for e in self.engines if e.name == name).gate
-        return any(gate.is_open for _ in Deadline(5.0).polls(0.001, 0.05))
+        return any(gate.is_open for _ in Deadline(PATIENCE_SECONDS).polls(0.001, 0.05))
 
     def is_given_up(self, name: str) -> bool:
         """Return whether an update was begun there, and ended for want of buckets."""

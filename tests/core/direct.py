@@ -59,17 +59,17 @@ class ReadableEngine(RecordingEngine):
 
 
 class DirectEngine(LocalEngine):
-    """A client in the same process, whose worker is impatient."""
+    """A client in the same process."""
 
     def __init__(self, name: str, engine: Any) -> None:
-        super().__init__(engine, name=name, install_deadline_seconds=5.0)
+        super().__init__(engine, name=name, install_deadline_seconds=10.0)
 
 
 @contextlib.contextmanager
 def fleet(source: Any, *engines: Any, **options: Any) -> Iterator[tuple[Publisher, list[DirectEngine]]]:
     """A publisher of `source` over ipc with a direct client for each engine, closed at the end."""
     clients = [DirectEngine(f"engine-{number}", engine) for number, engine in enumerate(engines)]
-    options = {"transport": "ipc://", "bucket_size_bytes": 4096, "deadline_seconds": 10.0, **options}
+    options = {"transport": "ipc://", "bucket_size_bytes": 4096, "deadline_seconds": 20.0, **options}
     try:
         with publisher_of(source, engines=clients, **options) as publisher:
             yield publisher, clients

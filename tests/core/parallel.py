@@ -23,7 +23,7 @@ class ParallelEngine(EngineClient):
                 gate=Gate(),
                 engine_rank=rank,
                 world_size=len(self.engines),
-                install_deadline_seconds=5.0,
+                install_deadline_seconds=10.0,
                 **options,
             )
             for rank, engine in enumerate(self.engines)

@@ -25,7 +25,7 @@ from weightcast.trainer.publisher import Publisher
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 TENSORS = {f"t{i}": torch.full((40, 40), float(i)) for i in range(8)}
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 60.0
 
 
 class HalfWay(RecordingEngine):
@@ -107,7 +107,7 @@ def test_a_persons_resume_does_not_let_generation_into_half_loaded_weights() -> 
     with pytest.raises(PeerTimeoutError), gate.step(timeout_seconds=0.05):
         pass
     gate.end_writing("update")
-    with gate.step(timeout_seconds=1.0):
+    with gate.step(timeout_seconds=DEADLINE_SECONDS):
         pass
 
 

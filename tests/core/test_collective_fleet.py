@@ -24,7 +24,7 @@ from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.publisher import Publisher
 from weightcast.transports.collective.sender import CollectiveSender
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 HELD_UP_SECONDS = 1.0
 TENSORS = {f"t{i}": torch.full((64, 16), float(i)) for i in range(20)}
 

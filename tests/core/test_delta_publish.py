@@ -27,6 +27,7 @@ from weightcast.host.deadline import Deadline
 from weightcast.host.memory import SharedMemory
 from weightcast.serving.worker import Worker
 from weightcast.testing.leftovers import nothing_left
+from weightcast.testing.transport_kit import PATIENCE_SECONDS
 from weightcast.trainer.publisher import Publisher
 
 preloaded("torch", "torch.distributed.fsdp", "sources.delta_ranks")
@@ -241,7 +242,7 @@ def test_ranks_of_one_host_share_a_base_and_the_work(transport: str) -> None:
         assert mapped is not None
         del bases, memories
         publisher.release()
-        for _ in Deadline(10.0).polls(0.01, 0.1):
+        for _ in Deadline(PATIENCE_SECONDS).polls(0.01, 0.1):
             if not os.fstat(mapped.descriptor).st_blocks:
                 break
         else:
@@ -578,7 +579,7 @@ def test_a_release_frees_the_base() -> None:
             tensors["weight"][0, 0] += 1
         gone = weakref.ref(base_of(client.worker))
         publisher.release()
-        assert any(gone() is None for _ in Deadline(10.0).polls())
+        assert any(gone() is None for _ in Deadline(PATIENCE_SECONDS).polls())
         assert publisher.publish().ok
 
 
@@ -596,7 +597,9 @@ def test_a_version_that_was_released_before_it_was_settled_can_be_taken_back() -
         assert report.delta.num_engines == 1
         shared = [base_of(worker) for worker in client.workers]
         publisher.release()
-        assert any(all(worker._session.base is None for worker in client.workers) for _ in Deadline(10.0).polls())
+        assert any(
+            all(worker._session.base is None for worker in client.workers) for _ in Deadline(PATIENCE_SECONDS).polls()
+        )
         del shared
         for worker in client.workers:
             assert worker.unsettled is not None

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 TENSORS = {f"t{i}": torch.full((40, 40), float(i)) for i in range(8)}
 TRANSPORTS = ["ipc://", "memory://", "gloo://127.0.0.1:0"]
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 20.0
 
 
 def made(client: DirectEngine, transport: str = "ipc://", **options: object) -> Publisher:

@@ -194,7 +194,7 @@ def test_garbage_and_half_an_answer_are_asked_for_again(answer: bytes) -> None:
         url = f"http://127.0.0.1:{server.server_port}"
         try:
             reload = RecoveryRequest(f"{url}/reload", expected={"success": True})
-            assert rescue([reload, RecoveryRequest(f"{url}/resume")], give_up_seconds=20)
+            assert rescue([reload, RecoveryRequest(f"{url}/resume")], give_up_seconds=60)
         finally:
             server.shutdown()
             thread.join()
@@ -202,7 +202,7 @@ def test_garbage_and_half_an_answer_are_asked_for_again(answer: bytes) -> None:
 
 
 def test_a_refusal_is_an_answer(server: weightcast.EngineServer) -> None:
-    assert rescue([RecoveryRequest(f"{server.url}/no-such-route")], give_up_seconds=5)
+    assert rescue([RecoveryRequest(f"{server.url}/no-such-route")], give_up_seconds=60)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_what_an_answer_forbids_is_not_sent(
     server: weightcast.EngineServer, path: str, expected: dict[str, object], resumed: bool
 ) -> None:
     server.gate.pause()
-    assert rescue([RecoveryRequest(f"{server.url}{path}", expected=expected), *resume_of(server)], give_up_seconds=5)
+    assert rescue([RecoveryRequest(f"{server.url}{path}", expected=expected), *resume_of(server)], give_up_seconds=60)
     assert server.gate.is_paused is not resumed
 
 

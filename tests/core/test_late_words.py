@@ -19,7 +19,7 @@ from weightcast.trainer.publisher import Publisher
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 TENSORS = {f"t{i}": torch.full((40, 40), float(i)) for i in range(8)}
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 20.0
 
 
 class Lagging(DirectEngine):

@@ -23,6 +23,7 @@ from publishers import publisher_of
 
 from core.direct import DirectEngine, ReadableEngine, RecordingEngine
 from weightcast import Publisher, PublishError, TensorSource
+from weightcast.testing.transport_kit import PATIENCE_SECONDS
 from weightcast.trainer import metrics
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -130,7 +131,7 @@ def test_they_are_served_at_an_address(engines: list[DirectEngine]) -> None:
     source = TensorSource(TENSORS)
     with Publisher(source, transport="memory://", engines=engines, metrics=where) as publisher:
         publisher.publish(2)
-        with build_opener(ProxyHandler({})).open(f"http://{where}/metrics", timeout=20) as reply:
+        with build_opener(ProxyHandler({})).open(f"http://{where}/metrics", timeout=PATIENCE_SECONDS) as reply:
             text = reply.read().decode()
         samples = [sample for metric in text_string_to_metric_families(text) for sample in metric.samples]
         versions = {s.labels["engine"]: s.value for s in samples if s.name == "weightcast_engine_version"}
@@ -160,7 +161,7 @@ def test_a_connection_that_asks_nothing_is_closed(
 ) -> None:
     monkeypatch.setattr(metrics._Request, "timeout", 0.05)
     publisher, listening = served(engines)
-    with publisher, socket.create_connection(listening.getsockname(), timeout=20) as silent:
+    with publisher, socket.create_connection(listening.getsockname(), timeout=PATIENCE_SECONDS) as silent:
         assert silent.recv(1) == b""
     assert "Traceback" not in capfd.readouterr().err
 

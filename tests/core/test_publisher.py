@@ -91,13 +91,13 @@ def test_a_call_that_a_ctrl_c_has_left_is_waited_for() -> None:
             super().update(message)
             if isinstance(message, Offer) and message.version == 1:
                 entered.set()
-                ended.wait(10.0)
+                ended.wait(PATIENCE_SECONDS)
 
     class Interrupting(DirectEngine):
         def update(self, message: Any) -> None:
             super().update(message)
             if isinstance(message, Offer) and message.version == 1:
-                entered.wait(10.0)
+                entered.wait(PATIENCE_SECONDS)
                 raise KeyboardInterrupt
 
     # Futures are waited for in the order of the engines.
@@ -134,7 +134,7 @@ def test_error_in_mid_publish_leaves_nobody_paused_and_the_next_publish_works(
         wire.sender.send = fail_once  # type: ignore[method-assign]
         with pytest.raises(error):
             publisher.publish()
-        assert any(client.gate.is_open or client.gate.torn for _ in Deadline(10.0).polls(0.001, 0.05))
+        assert any(client.gate.is_open or client.gate.torn for _ in Deadline(PATIENCE_SECONDS).polls(0.001, 0.05))
         assert not client.gate.is_paused
         report = publisher.publish()
         assert report.ok

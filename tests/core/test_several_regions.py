@@ -62,7 +62,7 @@ def heads(rows: int, groups: int, columns: int = 64) -> tuple[dict[str, torch.Te
 def published(source: Any, transport: str, **options: Any) -> dict[str, torch.Tensor]:
     with (
         contextlib.closing(DirectEngine("engine", RecordingEngine())) as engine,
-        publisher_of(source, transport=transport, engines=[engine], **options, deadline_seconds=20.0) as publisher,
+        publisher_of(source, transport=transport, engines=[engine], **options, deadline_seconds=60.0) as publisher,
     ):
         publisher.publish()
         publisher.publish()

@@ -23,6 +23,7 @@ from weightcast.errors import IncompatibleWeightsError, InsufficientMemoryError,
 from weightcast.host import memory as host_memory
 from weightcast.host.deadline import Deadline
 from weightcast.testing.leftovers import leftovers
+from weightcast.testing.transport_kit import PATIENCE_SECONDS
 from weightcast.trainer import publisher as publisher_module
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -315,7 +316,7 @@ def test_an_error_that_is_kept_is_whole_and_keeps_nothing_of_a_closed_publisher_
     # gloo can't end a broadcast that is under way, which may read its bucket's pages once more.
     read_again = 2 * mmap.PAGESIZE if transport == "gloo" else 0
     assert memory_bytes("weightcast-buckets") <= before + read_again
-    for _ in Deadline(5.0).polls(0.01, 0.01):  # threads of a group that was closed
+    for _ in Deadline(PATIENCE_SECONDS).polls(0.01, 0.01):  # threads of a group that was closed
         if not (left := {each for each in leftovers() if "memfd" not in each and "mapping" not in each} - had):
             break
     assert not left

@@ -20,6 +20,7 @@ from weightcast.serving import session
 from weightcast.serving.worker import Worker
 from weightcast.store.address import StoreAddress
 from weightcast.store.writing import StoreWriter
+from weightcast.testing.transport_kit import PATIENCE_SECONDS
 from weightcast.transports.ipc import IpcReceiver
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -84,8 +85,8 @@ def test_a_failure_without_a_message_ends_the_hold(monkeypatch: pytest.MonkeyPat
     run, secret, url = "ab" * 16, "cd" * 32, tmp_path.as_uri()
     with contextlib.closing(worker), contextlib.closing(StoreWriter(StoreAddress.parse(url), run, deadline_seconds=5)):
         worker.init(InitInfo(run, "engine", url, "unix:@nobody", secret, lease_seconds=5.0))
-        assert failed.wait(10)
+        assert failed.wait(PATIENCE_SECONDS)
         for thread in threading.enumerate():
             if thread.name == "weightcast-init":
-                thread.join(10)
+                thread.join(PATIENCE_SECONDS)
         assert worker.info().holder == ""

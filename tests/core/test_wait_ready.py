@@ -163,7 +163,7 @@ def test_an_engine_that_is_away_in_between_is_waited_for_again() -> None:
 
     start()
     first = servers.get(timeout=60.0)
-    source, options = ModuleSource(torch.nn.Linear(4, 4)), PublishOptions(deadline_seconds=20.0)
+    source, options = ModuleSource(torch.nn.Linear(4, 4)), PublishOptions(deadline_seconds=60.0)
     with Publisher(source, engines=[f"http://127.0.0.1:{port}"], options=options) as publisher:
         assert publisher.publish(wait_ready_seconds=60.0).ok
         first.close()

@@ -34,7 +34,7 @@ def test_a_signal_is_noted_and_the_former_handlers_come_back(number: signal.Sign
         assert not received
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert inbox.get(timeout=10) is number
+        assert inbox.get(timeout=60) is number
         assert received[0] is number
     assert {each: signal.getsignal(each) for each in SIGNALS} == former
 

@@ -78,7 +78,7 @@ class Demo:
 
     def assert_nothing_left(self) -> None:
         """No process, socket, shared memory or temporary file of this demo stays, after ten seconds at the latest."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while (left := self._left()) and time.monotonic() < deadline:
             threading.Event().wait(0.05)
         assert not left, f"left behind: {left}\n{self.text}"

@@ -65,7 +65,7 @@ class Program:
         out, err = self._process.communicate("", timeout=timeout_seconds)
         self._text += out
         assert self._process.returncode == 0, f"{self._text}\n{err}"
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (left := self.pids()) and time.monotonic() < deadline:
             threading.Event().wait(0.05)
         assert not left, f"still there: {left}"

@@ -20,7 +20,7 @@ import torch
 from network.namespaces import enter
 from torch import nn
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
 NUM_LAYERS = 6
 WIDTH = 96
 STEPS = 1000

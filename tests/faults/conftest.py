@@ -104,13 +104,13 @@ def eventually(check: Callable[[], bool], what: str, seconds: float = DEADLINE_S
 
 def served(engine: EngineProcess) -> tuple[str, dict[str, str]]:
     """The version an engine says it serves and the digests of what it really holds."""
-    reply = httpx.get(f"{engine.url}/weight_digests", timeout=20, trust_env=False)
+    reply = httpx.get(f"{engine.url}/weight_digests", timeout=DEADLINE_SECONDS, trust_env=False)
     reply.raise_for_status()
     return reply.json()["weight_version"], reply.json()["digests"]
 
 
 def weight_info(engine: EngineProcess) -> dict[str, object]:
-    return httpx.get(f"{engine.url}/weight_info", timeout=20, trust_env=False).json()  # type: ignore[no-any-return]
+    return httpx.get(f"{engine.url}/weight_info", timeout=DEADLINE_SECONDS, trust_env=False).json()  # type: ignore[no-any-return]
 
 
 def is_free(engine: EngineProcess) -> bool:

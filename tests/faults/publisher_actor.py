@@ -30,7 +30,7 @@ from weightcast.host import memory as host_memory
 from weightcast.seams.source import Regions
 from weightcast.trainer.deltas import OriginBase
 
-_JOIN_SECONDS = 20.0
+_JOIN_SECONDS = 60.0
 _AVAILABLE_BYTES = host_memory.available_bytes
 
 
@@ -160,7 +160,7 @@ class Trainer:
         _stop_while_encoding(self.stops)
         rank: Rank | None = options.pop("rank", None)
         self.senders = Senders(url, self.stops, options.pop("pack_seconds", 0.0))
-        self._access = {"token": options.get("token"), "timeout_seconds": options.get("deadline_seconds", 20.0)}
+        self._access = {"token": options.get("token"), "timeout_seconds": options.get("deadline_seconds", 60.0)}
         self._clients: dict[str, StoppingClient] = {}
         self._model = build_model(width)
         self._is_fsdp = options.pop("fsdp", False)

@@ -7,6 +7,7 @@ import signal
 import httpx
 import pytest
 
+from faults.actors import DEADLINE_SECONDS
 from faults.conftest import GLOO, IPC, Footprints, Stage, assert_serves, eventually, is_free, on, over_both
 from faults.engine_actor import EngineProcess
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.cluster
 
 
 def is_ready(engine: EngineProcess) -> bool:
-    return httpx.get(f"{engine.url}/weight_ready?max_behind=1", timeout=20, trust_env=False).is_success
+    return httpx.get(f"{engine.url}/weight_ready?max_behind=1", timeout=DEADLINE_SECONDS, trust_env=False).is_success
 
 
 @over_both
@@ -85,7 +86,7 @@ def test_engine_that_is_away_is_named_and_comes_back(stage: Stage) -> None:
 def test_engine_that_was_stopped_is_not_ready_before_it_has_caught_up(stage: Stage) -> None:
     """It slept while versions were published, of which it knows nothing when it goes on."""
     staying, sleeping = stage.engines(2)
-    publisher = stage.publisher(staying, sleeping, deadline_seconds=2.0)
+    publisher = stage.publisher(staying, sleeping, deadline_seconds=6.0)
     assert publisher.publish(0)["failures"] == {}
     assert is_ready(sleeping)
     sleeping.signal(signal.SIGSTOP)

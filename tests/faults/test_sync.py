@@ -21,7 +21,7 @@ def test_a_fault_of_the_late_engine_is_its_own_and_the_next_one_succeeds(transpo
     late = EngineProcess()
     again = late
     # Of several buckets: what has all of them before the fault may have installed the version in time.
-    deadline_seconds = 3.0 if fault == "stop" else DEADLINE_SECONDS
+    deadline_seconds = 6.0 if fault == "stop" else DEADLINE_SECONDS
     options = weightcast.PublishOptions(deadline_seconds=deadline_seconds, bucket_size_bytes=4096)
 
     struck = threading.Event()

@@ -20,7 +20,7 @@ from faults.conftest import (
 from faults.engine_actor import EngineProcess
 from faults.publisher_actor import publish_together
 
-DEADLINE_SECONDS = 3.0
+DEADLINE_SECONDS = 6.0
 OLD, NEW = 1, 2
 EARLY, LATE = ["offer", "mid-bucket"], ["before seal", "paused", "after commit"]
 """Before and after the last bucket was gathered: from then on the publishing rank needs no other."""

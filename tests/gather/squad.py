@@ -32,7 +32,7 @@ from weightcast.trainer.deltas import OriginBase
 from weightcast.trainer.group.rank import _can_map
 from weightcast.trainer.packer import PartPacker
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
 
 _pack = PartPacker.pack
 _context = forking.preloaded(

@@ -20,7 +20,7 @@ def make(ranks: Squad, cut: str, **options: Any) -> None:
 @pytest.fixture
 def pair() -> Iterator[Squad]:
     with squad(2) as ranks:
-        make(ranks, "rows", deadline_seconds=10.0)
+        make(ranks, "rows", deadline_seconds=60.0)
         assert [outcome["error"] for outcome in ranks.publish(1)] == [None] * 2
         yield ranks
 
@@ -114,7 +114,7 @@ def test_what_fails_on_one_rank_before_all_is_packed_is_raised_by_every_start(pa
 def test_a_rank_dies_while_the_engine_installs(victim: int) -> None:
     """The engine has the whole version, or the one before; the survivor's result is an error, in time."""
     with squad(2) as ranks:
-        make(ranks, "rows", deadline_seconds=2.0)
+        make(ranks, "rows", deadline_seconds=6.0)
         ranks.publish(1)
         ranks.all("fill", 2)
         ranks[0].ask("hold_install")

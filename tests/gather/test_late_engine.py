@@ -10,7 +10,7 @@ from gather.squad import squad
 
 pytestmark = pytest.mark.cluster
 
-DEADLINE = 2.0
+DEADLINE = 6.0
 
 
 def test_ranks_wait_with_the_one_that_waits_for_an_engine() -> None:

@@ -14,8 +14,8 @@ from gather.squad import Squad, squad
 
 pytestmark = pytest.mark.cluster
 
-DEADLINE = 2.0
-SLACK = 3.0
+DEADLINE = 5.0
+SLACK = 30.0
 """For starting threads and closing sockets on two busy cores, and the roll call."""
 
 
@@ -108,17 +108,17 @@ def test_the_publishing_rank_stands_still_and_wakes(ranks: Squad) -> None:
 def test_ranks_that_do_not_publish() -> None:
     """Nor are they in the way afterwards, whoever called how often."""
     with squad(2) as members:
-        members.all("make", "many", "rows", deadline_seconds=1.0)
+        members.all("make", "many", "rows", deadline_seconds=DEADLINE)
         for rank in (0, 1):
             kind, text = members[rank].ask("publish")["error"]
             assert kind == "PeerTimeoutError"
             assert text == (
-                f"trainer rank {1 - rank} did not publish within 1 s: call publish on every trainer rank, or pass "
-                "trainer_group=None to publish from one rank alone"
+                f"trainer rank {1 - rank} did not publish within {DEADLINE:g} s: call publish on every trainer rank, "
+                "or pass trainer_group=None to publish from one rank alone"
             )
         assert [outcome["error"] for outcome in members.publish(1)] == [None] * 2
         kind, text = members[0].ask("publish")["error"]
-        assert (kind, "trainer rank 1 did not publish within 1 s" in text) == ("PeerTimeoutError", True)
+        assert (kind, f"trainer rank 1 did not publish within {DEADLINE:g} s" in text) == ("PeerTimeoutError", True)
         outcomes: list[dict[str, Any]] = members.publish(2)
         assert [outcome["error"] for outcome in outcomes] == [None] * 2
         keeps(members, 2)

@@ -204,7 +204,7 @@ def test_a_rank_that_fails_at_a_bucket(ranks: Squad, tmp_path: Path, failing: in
 def test_a_host_that_is_lost_while_it_writes(tmp_path: Path, victim: int, number: int) -> None:
     """The other one fails, the version before stays; a new publisher writes what the lost one can't harm."""
     with squad(2) as two:
-        two.all("make", "many", "rows", hosts=2, num_engines=0, deadline_seconds=3.0, transport=url(tmp_path))
+        two.all("make", "many", "rows", hosts=2, num_engines=0, deadline_seconds=6.0, transport=url(tmp_path))
         for content in (1, 2):
             published(two.publish(content))
         two[victim].ask("stop_at", two[0].ask("spans")[victim][2])

@@ -29,7 +29,7 @@ def test_each_reads_what_the_other_has_queued(bucket_size_bytes: int, waits: boo
     with LazyGpu() as gpu:
         weights = {name: gpu.tensor(tensor) for name, tensor in tensors.items()}
         live = {name: gpu.tensor(torch.zeros(200)) for name in tensors}
-        engine = RolloutEngine(device=gpu.device, deadline_seconds=10.0, deadline_option="deadline_seconds")
+        engine = RolloutEngine(device=gpu.device, deadline_seconds=60.0, deadline_option="deadline_seconds")
         client = LocalEngine(engine, gate=engine.worker.gate)
         client.worker.close()
         client.worker = engine.worker
@@ -47,7 +47,7 @@ def test_each_reads_what_the_other_has_queued(bucket_size_bytes: int, waits: boo
                 publishing = threading.Thread(target=publisher.publish)
                 publishing.start()
                 asyncio.run(load())
-                publishing.join(10)
+                publishing.join(60)
                 for tensor in weights.values():
                     tensor.fill_(-1.0)
                 gpu.synchronize(gpu.device)

@@ -101,7 +101,7 @@ class Engine(EngineClient):
         self._run = ""
 
     def _rank(self, rank: int, group: Any, options: dict[str, Any]) -> RankWorker:
-        ranks = RankConsensus([group], deadline_seconds=10.0)
+        ranks = RankConsensus([group], deadline_seconds=20.0)
         self.models.append(Model())
         return RankWorker(self.models[-1], ranks, engine_rank=rank, world_size=NUM_RANKS, **options)
 
@@ -148,7 +148,7 @@ class Engine(EngineClient):
 
 
 def _gloo(store: Any, rank: int) -> Any:
-    return dist.ProcessGroupGloo(store, rank, NUM_RANKS, datetime.timedelta(seconds=10))
+    return dist.ProcessGroupGloo(store, rank, NUM_RANKS, datetime.timedelta(seconds=20))
 
 
 @contextlib.contextmanager
@@ -227,7 +227,7 @@ def test_an_offer_that_one_rank_refuses_is_taken_by_none(engine: Engine, rank: i
         assert f"the test's fault in validate [engine rank {rank}]" in str(failure(it))
         for thread in threading.enumerate():
             if thread.name == "weightcast-receive":
-                thread.join(10)
+                thread.join(60)
                 assert not thread.is_alive(), "a rank that took the offer waits for buckets"
         assert it.publish().ok
 
@@ -324,7 +324,7 @@ def test_what_was_taken_back_is_told_on_the_links(engine: Engine) -> None:
             engine.call(Settle(it.run, it.version, keep=False))
             for link in links:
                 with pytest.raises(kind):
-                    link.wait(Seal, it.version, Deadline(10.0))
+                    link.wait(Seal, it.version, Deadline(60.0))
 
 
 def test_a_token_is_required_if_there_is_one() -> None:

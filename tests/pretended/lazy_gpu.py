@@ -38,7 +38,7 @@ from weightcast.host.deadline import Deadline
 from weightcast.host.device_memory import DeviceMemory
 
 POISON = 0xCC
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 60.0
 """A wait of the host that takes longer is taken for one that would never end."""
 _CHUNK_ELEMENTS, _KERNEL_CHUNKS, _KERNEL_TENSORS = 1 << 16, 320, 64
 """Of a batch's tensors, what one kernel of torch's takes (MultiTensorApply.cuh, two lists)."""

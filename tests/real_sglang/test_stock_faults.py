@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import signal
 import threading
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -175,21 +174,18 @@ def test_a_trainer_that_is_killed_leaves_a_whole_version_or_nothing(
         old = it.publish(0).version
         former = server.checksum()
         assert python.run(SCRIPT, server.url, when, str(server.setup.tp), str(old + 1000)) == -signal.SIGKILL
-        label = settled(server)
         match when:
             case "before its first broadcast":
-                for _ in Deadline(60.0).polls(0.2, 0.5):
-                    if (label := server.version()) == str(old):
-                        break
-                assert (label, server.checksum()) == (str(old), former)
+                wait_until_settled(server, str(old))
+                assert server.checksum() == former
                 assert_serves(server, 0)
             case "before another broadcast":
-                assert label == f"incomplete, was {old}"
+                wait_until_settled(server, f"incomplete, was {old}")
                 reply = waits(server)
                 it.publish(1, version=old + 2000)
                 reply.join(60)
             case "before the server resumes":
-                assert label == str(old + 1000)
+                wait_until_settled(server, str(old + 1000))
                 assert_serves(server, 2)
         newest = it.publish(1, version=old + 3000).version
         assert server.version() == str(newest)
@@ -220,7 +216,7 @@ def test_a_trainer_that_is_killed_while_the_server_joins_its_group_leaves_it_ser
         former = server.checksum()
         arguments = [server.url, moment, str(server.setup.tp), str(old + 1000)]
         assert python.run(DIE_IN_JOIN, *arguments) == -signal.SIGKILL
-        assert settled(server) == str(old)
+        wait_until_settled(server, str(old))
         assert server.checksum() == former
         assert_serves(server, 0)
         newest = it.publish(1, version=old + 2000).version
@@ -228,16 +224,13 @@ def test_a_trainer_that_is_killed_while_the_server_joins_its_group_leaves_it_ser
         assert_serves(server, 1)
 
 
-def settled(server: Server) -> str:
-    """The label that the guard leaves: it has ended the session, and then decided."""
-    end, clock = time.monotonic() + 60, threading.Event()
-    while time.monotonic() < end:
+def wait_until_settled(server: Server, label: str) -> None:
+    """Until the guard has ended the session, and then decided on this label."""
+    for _ in Deadline(60.0).polls(0.2, 0.5):
         reply = server.post("/end_weight_update")
-        if reply.status_code == 400 and "no weight-update session" in reply.text:
-            clock.wait(3.0)
-            return server.version()
-        clock.wait(0.2)
-    raise AssertionError("the session is still open")
+        if reply.status_code == 400 and "no weight-update session" in reply.text and server.version() == label:
+            return
+    raise AssertionError(f"the label is {server.version()!r}, the session ended or not: {reply.text}")
 
 
 def waits(server: Server) -> threading.Thread:

@@ -55,7 +55,7 @@ def test_fifty_publishes_leave_nothing_behind(server: Server) -> None:
     assert left.num_threads <= before_any.num_threads
 
 
-def settled(server: Server, before: Footprint, seconds: float = 15.0) -> Footprint:
+def settled(server: Server, before: Footprint, seconds: float = 60.0) -> Footprint:
     """The footprint once it is no larger than `before`, or after `seconds`.
 
     The server closes the sockets of answered requests and the links of closed publishers in the background.

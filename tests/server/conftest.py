@@ -70,5 +70,5 @@ def server(
 
 @pytest.fixture
 def http(server: EngineServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as client:
+    with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
         yield client

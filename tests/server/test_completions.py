@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from weightcast.control.server.app import EngineServer
 from weightcast.engines.gate import Gate
 from weightcast.engines.transformers import SamplingParams
+from weightcast.testing.transport_kit import PATIENCE_SECONDS
 
 PROMPT = [5, 9, 17]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -29,7 +30,7 @@ def complete(http: httpx.Client, prompt: Any = PROMPT, **more: Any) -> dict[str,
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE_SECONDS
     while not holds():
         assert time.monotonic() < end, what
         threading.Event().wait(0.01)
@@ -212,7 +213,7 @@ def test_a_client_that_goes_away_gives_its_rows_back(server: EngineServer, gate:
     body = json.dumps({"prompt": PROMPT, "n": 3, "max_tokens": 200, "ignore_eos": True, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     gate.pause("keep")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_SECONDS) as client:
         client.sendall(head + body)
         wait_until(lambda: generator.num_waiting == 3, "the request did not arrive")
     wait_until(lambda: generator.num_waiting + generator.num_running == 0, "the rows of a gone client stayed")
@@ -223,12 +224,14 @@ def test_closing_the_server_answers_what_it_still_owes(server: EngineServer, gat
     gate.pause("keep")
     answers: list[httpx.Response] = []
     asker = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json={"prompt": PROMPT}, timeout=30))
+        target=lambda: answers.append(
+            httpx.post(f"{server.url}/v1/completions", json={"prompt": PROMPT}, timeout=PATIENCE_SECONDS)
+        )
     )
     asker.start()
     generator = server.generator
     assert generator is not None
     wait_until(lambda: generator.num_waiting == 1, "the request did not arrive")
     server.close()
-    asker.join(10)
+    asker.join(PATIENCE_SECONDS)
     assert [(a.status_code, a.json()["error"]["type"]) for a in answers] == [(503, "service_unavailable")]

@@ -22,6 +22,7 @@ from weightcast.errors import EngineTornError, PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.deadline import Deadline
 from weightcast.serving.worker import Worker
+from weightcast.testing.transport_kit import PATIENCE_SECONDS
 from weightcast.trainer.engine_file import EngineFile
 from weightcast.trainer.options import PublishEvent
 
@@ -114,7 +115,7 @@ def test_engines_come_and_leave_with_the_file(fleet: Fleet) -> None:
         fill(2)
         assert set(publisher.publish(2).engines) == {server.url for server in (second, third, fourth)}
         assert first.worker.info().version == 1
-        assert any(not first.worker.info().holder for _ in Deadline(10.0).polls())
+        assert any(not first.worker.info().holder for _ in Deadline(PATIENCE_SECONDS).polls())
         with pytest.raises(ValueError, match="EngineFile"):
             publisher.add_engine(first.url)
         with pytest.raises(ValueError, match="EngineFile"):
@@ -197,7 +198,7 @@ def test_another_client_under_the_same_name_is_another_engine() -> None:
         directory.present = [second, first]
         assert "two engines are named name" in str(publisher.publish().directory_error)
         assert [len(engine.engine.versions) for engine in (first, second)] == [2, 2]
-        assert any(not first.info().holder for _ in Deadline(10.0).polls())
+        assert any(not first.info().holder for _ in Deadline(PATIENCE_SECONDS).polls())
 
 
 class TornEngine(DirectEngine):

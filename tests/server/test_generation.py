@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from weightcast.engines.gate import Gate
 from weightcast.engines.transformers import Completion, Delta, QueueFullError, Request, SamplingParams, TextGenerator
 from weightcast.errors import ClosedError
+from weightcast.testing.transport_kit import PATIENCE_SECONDS
 
 PROMPT = [5, 9, 17, 33, 2]
 TOLERANCE = 1e-2
@@ -241,7 +242,7 @@ def test_the_queue_is_bounded_and_cancelling_makes_room(model: Qwen3ForCausalLM,
 
 
 def wait_for_room(generator: TextGenerator) -> Request:
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             return generator.submit([PROMPT])

@@ -37,6 +37,7 @@ from weightcast.errors import (
 from weightcast.format.messages import InitInfo
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import ServesTraffic
+from weightcast.testing.transport_kit import PATIENCE_SECONDS
 from weightcast.trainer.fleet import Fleet, FleetMember
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -52,7 +53,7 @@ def raw() -> Iterator[Serve]:
     """A server that answers every request with the same bytes, then ends the connection."""
     clients: list[HttpEngine] = []
     listener = socket.create_server(("127.0.0.1", 0))
-    listener.settimeout(30)
+    listener.settimeout(PATIENCE_SECONDS)
 
     def answer_all(answer: bytes) -> None:
         while True:
@@ -69,7 +70,7 @@ def raw() -> Iterator[Serve]:
 
     def serve(answer: bytes) -> HttpEngine:
         threads.submit(answer_all, answer)
-        clients.append(HttpEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_seconds=10))
+        clients.append(HttpEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_seconds=PATIENCE_SECONDS))
         return clients[-1]
 
     yield serve
@@ -230,7 +231,7 @@ def test_nobody_there_died_and_nobody_answering_is_late(raw: Serve) -> None:
 
 
 def late_again(url: str) -> None:
-    engine = HttpEngine(url, timeout_seconds=5)
+    engine = HttpEngine(url, timeout_seconds=PATIENCE_SECONDS)
     try:
         engine.connect()
     finally:
@@ -259,7 +260,7 @@ class ClosesLater(BaseHTTPRequestHandler):
 def test_a_server_that_closes_a_connection_after_an_error_lives() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), ClosesLater) as server, ThreadPoolExecutor(1) as threads:
         serving = threads.submit(server.serve_forever)
-        engine = HttpEngine(f"http://127.0.0.1:{server.server_port}", timeout_seconds=10)
+        engine = HttpEngine(f"http://127.0.0.1:{server.server_port}", timeout_seconds=PATIENCE_SECONDS)
         try:
             for _ in range(2):
                 with pytest.raises(ControlError, match="out of order"):
@@ -269,7 +270,7 @@ def test_a_server_that_closes_a_connection_after_an_error_lives() -> None:
         finally:
             engine.close()
             server.shutdown()
-        serving.result(10)
+        serving.result(PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("abilities", [(), ("lease",), ("install", "undo")])
@@ -348,7 +349,7 @@ def test_an_answer_that_never_ends_is_cut_at_the_deadline() -> None:
         start = time.monotonic()
         with pytest.raises(PeerTimeoutError, match="did not complete its answer"):
             engine.connect()
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < PATIENCE_SECONDS
         stop.set()
         engine.close()
 

@@ -20,6 +20,7 @@ import weightcast
 from weightcast.control import client as control_client
 from weightcast.control.client import HttpEngine, HttpRoutes
 from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError
+from weightcast.testing.transport_kit import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -42,7 +43,7 @@ class ScriptedServer:
         self._answer = answer
         self._listener = socket.create_server(("127.0.0.1", port or free_port()))
         self.port: int = self._listener.getsockname()[1]
-        self.routes = HttpRoutes(f"http://127.0.0.1:{self.port}", token=None, timeout_seconds=10)
+        self.routes = HttpRoutes(f"http://127.0.0.1:{self.port}", token=None, timeout_seconds=PATIENCE_SECONDS)
         self._connections: list[socket.socket] = []
         self._threads = ThreadPoolExecutor(8)
         self._threads.submit(self._accept)
@@ -150,14 +151,14 @@ def test_a_connection_that_was_idle_for_long_is_replaced(serve: Serve, monkeypat
     monkeypatch.setattr(control_client, "_MAX_IDLE_SECONDS", 0.0)
     assert server.get() == "7"
     assert server.num_accepted == 2
-    assert server.num_ended.acquire(timeout=30), "the first one was closed"
+    assert server.num_ended.acquire(timeout=PATIENCE_SECONDS), "the first one was closed"
 
 
 def test_closed_routes_have_no_connection_and_make_none(serve: Serve) -> None:
     server = serve(well)
     server.get()
     server.routes.close()
-    assert server.num_ended.acquire(timeout=30)
+    assert server.num_ended.acquire(timeout=PATIENCE_SECONDS)
     with pytest.raises(weightcast.errors.ClosedError):
         server.get()
     assert server.num_accepted == 1

@@ -15,7 +15,7 @@ from weightcast.engines.gate import Gate
 from weightcast.engines.transformers import Completion, Delta, SamplingParams, TextGenerator, VersionSpan
 from weightcast.errors import EngineTornError, PeerTimeoutError
 
-DEADLINE = 30
+DEADLINE = 60
 PROMPT = [5, 9, 17, 33, 2]
 TOLERANCE = 1e-2
 """Of a log-probability: a batch adds up in another order than one forward pass. Versions are further apart."""

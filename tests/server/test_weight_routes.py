@@ -70,7 +70,7 @@ def plain(leaves_nothing: None, module: torch.nn.Module) -> Iterator[EngineServe
 
 @pytest.fixture
 def ask(plain: EngineServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=plain.url, timeout=30, trust_env=False) as client:
+    with httpx.Client(base_url=plain.url, timeout=60, trust_env=False) as client:
         yield client
 
 
@@ -134,7 +134,7 @@ def test_an_engine_in_quarantine_waits_for_a_complete_update(
 def test_digests_wait_for_an_install_and_health_does_not(plain: EngineServer, ask: httpx.Client) -> None:
     with ThreadPoolExecutor(1) as threads:
         with plain.gate.exclusive():
-            digests = threads.submit(lambda: httpx.get(f"{plain.url}/weight_digests", timeout=30))
+            digests = threads.submit(lambda: httpx.get(f"{plain.url}/weight_digests", timeout=60))
             for _ in range(20):
                 assert ask.get("/health").status_code == 200
                 assert ask.get("/weight_info").status_code == 200
@@ -145,7 +145,7 @@ def test_digests_wait_for_an_install_and_health_does_not(plain: EngineServer, as
 def test_health_answers_while_a_pause_waits_for_a_step(plain: EngineServer, ask: httpx.Client) -> None:
     with ThreadPoolExecutor(1) as threads:
         with plain.step():
-            paused = threads.submit(lambda: httpx.post(f"{plain.url}/pause?mode=wait", timeout=30))
+            paused = threads.submit(lambda: httpx.post(f"{plain.url}/pause?mode=wait", timeout=60))
             while not plain.gate.is_paused:
                 assert ask.get("/health").status_code == 200
             assert not paused.done()
@@ -181,7 +181,7 @@ def test_a_malformed_body_is_400_and_a_manifest_error(ask: httpx.Client, path: s
 
 
 def test_a_body_over_the_cap_is_refused_before_it_is_read(plain: EngineServer, ask: httpx.Client) -> None:
-    with socket.create_connection(("127.0.0.1", plain.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", plain.port), timeout=60) as client:
         client.sendall(b"POST /update_weights HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999999\r\n\r\n{")
         assert client.recv(65536).startswith(b"HTTP/1.1 413")
     undeclared = ask.post("/finish_weight_update", content=(b" " * (1 << 16) for _ in range(17)))
@@ -334,7 +334,7 @@ def test_run_ends_cleanly_at_a_signal(number: signal.Signals) -> None:
             assert httpx.get(f"{url}/health").status_code == 200
             os.kill(process.pid, number)
             assert process.stdout.readline().strip() == "closed"
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
         finally:
             if process.poll() is None:
                 process.kill()

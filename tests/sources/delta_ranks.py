@@ -44,7 +44,7 @@ def run(rank: int, size: int, file: str, transport: str, num_hosts: int) -> None
     clients = [DirectEngine(f"engine-{number}", ModuleEngine(each)) for number, each in enumerate(served)]
     options: dict[str, Any] = {"transport": transport, "delta": "always", "bucket_size_bytes": 4096}
     engines = clients[:1] if rank == 0 else []
-    with publisher_of(ModuleSource(model), engines=engines, deadline_seconds=20.0, **options) as publisher:
+    with publisher_of(ModuleSource(model), engines=engines, deadline_seconds=60.0, **options) as publisher:
         for number in range(5):
             if number == 2:
                 publisher.add_engine(clients[1])

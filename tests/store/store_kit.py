@@ -27,7 +27,7 @@ from weightcast.transports.store import JoinedStoreSender, StoreSender
 
 RUN = "5c" * 16
 OTHER_RUN = "d1" * 16
-LONG_SECONDS = 30.0
+LONG_SECONDS = 60.0
 SHORT_SECONDS = 0.3
 FOLLOW = [sys.executable, "-m", "weightcast.cli", "follow", "--json"]
 

@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store.store_kit import (
@@ -40,7 +40,7 @@ from weightcast.errors import EngineBusyError, InsufficientMemoryError, PeerTime
 from weightcast.format.manifest import WeightVersion
 from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
-from weightcast.store.reading import StoreReader
+from weightcast.store import files, reading
 from weightcast.transports.store import StoreSender
 
 SECONDS = float(os.environ.get("WEIGHTCAST_STORE_SECONDS", "2"))
@@ -284,33 +284,38 @@ def test_a_limit_on_file_sizes_is_an_error_too(tmp_path: Path) -> None:
 # --- speed ---
 
 
-def test_a_poll_without_news_is_cheap(tmp_path: Path) -> None:
+def test_a_poll_without_news_reads_the_pointer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1)
+    records: list[str] = []
+
+    def noted(storage: Any, name: str, kind: Any) -> Any:
+        records.append(name)
+        return read_record(storage, name, kind)
+
+    read_record = reading.read_record
     with Follower(url(tmp_path), Holder()) as follower:
         follower.poll()
-        best = min(_timed(follower) for _ in range(200))
-    assert best < 100e-6, f"{best * 1e6:.0f} us"
+        monkeypatch.setattr(reading, "read_record", noted)
+        assert follower.poll() is None
+    assert records == [files.POINTER]
 
 
-def _timed(follower: Follower) -> float:
-    start = time.perf_counter()
-    assert follower.poll() is None
-    return time.perf_counter() - start
-
-
-def test_an_idle_wait_backs_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_wait_backs_off(tmp_path: Path) -> None:
     """It starts at a millisecond and comes to a quarter of a second."""
+    pauses: list[float] = []
+
+    class Stop(threading.Event):
+        """Waits no time, and is set after twelve pauses."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            pauses.append(timeout)
+            if len(pauses) == 12:
+                self.set()
+            return self.is_set()
+
     write(tmp_path, 1)
-    num_polls = 0
-    commit = StoreReader.commit
-
-    def counted(reader: StoreReader):  # type: ignore[no-untyped-def]
-        nonlocal num_polls
-        num_polls += 1
-        return commit(reader)
-
     with Follower(url(tmp_path), Holder()) as follower:
         follower.poll()
-        monkeypatch.setattr(StoreReader, "commit", counted)
-        assert follower.wait(1.0) is None
-    assert 8 <= num_polls <= 14
+        assert follower.wait(600.0, stop=Stop()) is None
+    assert pauses == [min(0.001 * 2**number, 0.25) for number in range(12)]

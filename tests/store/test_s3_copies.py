@@ -106,7 +106,7 @@ def target(server: ObjectServer, leaves_nothing: None) -> Iterator[Target]:
 
 
 def copy(source: str, target: Target) -> Copied | None:
-    return copy_newest(StoreAddress.parse(source), StoreAddress.parse(target.url), deadline_seconds=5.0)
+    return copy_newest(StoreAddress.parse(source), StoreAddress.parse(target.url), deadline_seconds=30.0)
 
 
 def fail_at(source: str, target: Target, number: int) -> None:
@@ -162,9 +162,9 @@ def test_a_push_to_a_server_of_an_object_store_goes_on(target: Target, tmp_path:
         ends = StoreAddress.parse(url(tmp_path / "source")), StoreAddress.parse(f"{server.url}?num_threads=1")
         target.stop_at = target.sent, 3
         with pytest.raises(PeerError, match="403"):
-            copy_newest(*ends, deadline_seconds=5.0)
+            copy_newest(*ends, deadline_seconds=30.0)
         target.forget()
-        assert copy_newest(*ends, deadline_seconds=5.0)
+        assert copy_newest(*ends, deadline_seconds=30.0)
     assert (target.moved, target.sent) == ([0, 1, 2], list(range(3, NUM_BUCKETS)))
     assert number_served(target.url) == 1
 

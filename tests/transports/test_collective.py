@@ -349,7 +349,7 @@ def test_streaming_two_buckets_arrive_while_one_is_held_and_no_more(hall: Hall) 
 
 def test_who_dies_while_the_group_forms_is_named_and_the_others_form_another() -> None:
     """It has answered the invitation: the others wait for it in gloo, whose timeout ends what is left of that group."""
-    with nothing_left(patience_seconds=DEADLINE_SECONDS):
+    with nothing_left():
         hall = Hall(deadline_seconds=3.0)
         with hall.stack:
             receivers: dict[str, Any] = {peer: hall.receiver(peer) for peer in ("a", "b", "goes")}

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 
 CHILD = Path(__file__).with_name("collective_child.py")
 DEADLINE_SECONDS = 2.0
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
 
 
 class Ends:

@@ -34,7 +34,7 @@ def leftovers() -> set[str]:
 
 
 @contextlib.contextmanager
-def nothing_left(patience_seconds: float = 5.0) -> Iterator[None]:
+def nothing_left(patience_seconds: float = 30.0) -> Iterator[None]:
     """Raise AssertionError, naming them, if new leftovers are still there `patience_seconds` after the block.
 
     Reference cycles are collected meanwhile: an error that a test has caught is in a cycle with the test's own frame,
