@@ -428,10 +428,13 @@ class LiveCheckpoint:
         *,
         buffers: Buffers = "persistent",
         names: Names | None = None,
+        dtype: CastTo | None = None,
         sharded: bool = False,
         on_adapters: OnAdapters | None = None,
     ) -> None:
-        """`sharded`: accept sharded modules. `on_adapters`: None treats adapters as any other module."""
+        """`dtype`: that of the specs of castable tensors. `sharded`: accept sharded modules. `on_adapters`: None treats
+        adapters as any other module.
+        """
         _require_module(module)
         if not (names is None or callable(names) or isinstance(names, Mapping)):
             raise TypeError(f"names is {names!r:.80}; it must be a function of a name, or a mapping of names to names")
@@ -440,10 +443,12 @@ class LiveCheckpoint:
         self.specs: tuple[TensorSpec, ...] = ()
         self.views: dict[str, torch.Tensor] = {}
         self._module, self._buffers, self._names = module, buffers, names
+        self._dtype = None if dtype is None else cast_target(dtype)
         self._sharded = sharded
         self._on_adapters, self._merging = on_adapters, adapters.Merging()
         self._is_adapted = False
         self._blocks = Blocks()
+        self._regions: LookedAtRegions | None = None
         self._keys: object = None
         self._derive()
 
@@ -475,12 +480,18 @@ class LiveCheckpoint:
         self._merging.complete(gather)
 
     def regions(self) -> LookedAtRegions:
-        """Return this rank's parts of each record: the whole tensor, or the rank's shards, which may be none."""
-        shards: dict[str, Sequence[Held]] = {}
-        for name, view in self.views.items():
-            if view.is_meta and (owner := self._blocks.owner(view)) is not None:
-                shards[name] = sharding.held(owner, view)
-        return _LiveRegions(self.views, shards)
+        """Return this rank's parts of each record: the whole tensor, or the rank's shards, which may be none.
+
+        The same object while `views` is. Raises ValueError if a tensor is on the meta device.
+        """
+        if self._regions is None:
+            self.require_memory()
+            shards: dict[str, Sequence[Held]] = {}
+            for name, view in self.views.items():
+                if view.is_meta and (owner := self._blocks.owner(view)) is not None:
+                    shards[name] = sharding.held(owner, view)
+            self._regions = _LiveRegions(self.views, shards)
+        return self._regions
 
     def _read_fsdp1_states(self) -> list[Any]:
         """Return FSDP1's training states. Tensors don't show them on a rank that `summon_full_params` gave none."""
@@ -506,6 +517,7 @@ class LiveCheckpoint:
             blocks=blocks if self._sharded else None,
             merged=merged,
         )
+        specs = cast_specs(specs, self._dtype)
         self._fsdp1_wrappers = _fsdp1_wrappers(self._module)
         self._fsdp1_states = self._read_fsdp1_states()
         if self._on_adapters is not None:
@@ -522,7 +534,7 @@ class LiveCheckpoint:
         if specs != self.specs:
             self.specs = specs
         if changed:
-            self.views, self._blocks, self._keys = views, blocks, keys
+            self.views, self._blocks, self._regions, self._keys = views, blocks, None, keys
         return changed
 
 

@@ -1,10 +1,15 @@
-"""`weightcast pull`: copy the newest version of a store elsewhere into a store of this host."""
+"""`weightcast pull`: copy the newest version of a store into another one. `weightcast push` is this command, too."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
+import threading
 
-from weightcast.cli import copies, values
+from weightcast.cli import exits, output, values
+from weightcast.errors import VersionNotFoundError, WeightcastError
+from weightcast.format.amounts import size
 
 EPILOG = """
 examples:
@@ -17,11 +22,53 @@ becomes the newest one here once every bucket has arrived and was checked. An in
 have arrived: run the same command again. With --follow each newer version is pulled too, until Ctrl-C or SIGTERM.
 """
 
+_LOOK_SECONDS = 0.25
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=values.store, metavar="SOURCE", help="the store to copy from")
-    parser.add_argument("target", type=values.store, metavar="STORE", help="the store to copy into; may not exist yet")
-    copies.add_arguments(parser)
+    add = parser.add_argument
+    add("source", type=values.store, metavar="SOURCE", help="the store to copy from")
+    add("target", type=values.store, metavar="TARGET", help="the store to copy into; may not exist yet")
+    add("--follow", action="store_true", help="then copy each newer version too, until Ctrl-C or SIGTERM")
+    add("--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="longest single wait (%(default)s)")
+    output.add_json(parser)
 
 
-run = copies.run
+def run(args: argparse.Namespace) -> int:
+    with output.stage(output.IMPORTING):
+        from weightcast.store.address import StoreAddress
+        from weightcast.store.copying import copy_newest
+
+    source, target = StoreAddress.parse(args.source), StoreAddress.parse(args.target)
+    pause_seconds, is_empty = 1.0, False
+    with output.until_terminated() if args.follow else contextlib.nullcontext(threading.Event()) as stop:
+        while not stop.is_set():
+            try:
+                with output.measured(f"copying {args.source}") as on_progress:
+                    copied = copy_newest(source, target, deadline_seconds=args.deadline, on_progress=on_progress)
+            except VersionNotFoundError as exc:
+                if not args.follow:
+                    raise
+                if not is_empty:
+                    print(f"weightcast: {exc}; waiting", file=sys.stderr)
+                is_empty = True
+                stop.wait(_LOOK_SECONDS)
+                continue
+            except WeightcastError as exc:
+                if not args.follow:
+                    raise
+                pause_seconds = output.wait_to_retry(exc, pause_seconds, stop)
+                continue
+            pause_seconds = 1.0
+            if copied is not None:
+                text = (
+                    f"version {copied.version} of run {copied.run[:8]}: {size(copied.num_bytes)} in "
+                    f"{copied.seconds:.2f} s, {size(copied.sent_bytes)} sent"
+                )
+                output.show_line(copied, args.json, text)
+            if not args.follow:
+                if copied is None:
+                    output.show(None, args.json, lambda: [f"{args.target} has the newest version of {args.source}"])
+                return exits.OK
+            stop.wait(_LOOK_SECONDS)
+    return exits.OK

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-
-from weightcast.cli import copies, values
+from weightcast.cli.pull import add_arguments as add_arguments
+from weightcast.cli.pull import run as run
 
 EPILOG = """
 examples:
@@ -17,12 +16,3 @@ becomes the newest one there once every bucket has arrived and was checked there
 keeps the buckets that have arrived: run the same command again. With --follow each newer version is pushed too, until
 Ctrl-C or SIGTERM.
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=values.store, metavar="STORE", help="the store to copy from")
-    parser.add_argument("target", type=values.store, metavar="TARGET", help="the store to copy into")
-    copies.add_arguments(parser)
-
-
-run = copies.run

@@ -13,8 +13,6 @@ from weightcast.checkpoint.live import (
     LiveCheckpoint,
     Names,
     OnAdapters,
-    cast_specs,
-    cast_target,
     state_dict_hooks,
 )
 from weightcast.errors import listed
@@ -60,9 +58,10 @@ class ModuleSource:
         buffers: Buffers = "persistent",
         adapters: OnAdapters = "merge",
     ) -> None:
-        self._dtype = None if dtype is None else cast_target(dtype)
         self.casts_to_engines = dtype == "engine"
-        self._live = LiveCheckpoint(model, buffers=buffers, names=names, sharded=True, on_adapters=adapters)
+        self._live = LiveCheckpoint(
+            model, buffers=buffers, names=names, dtype=dtype, sharded=True, on_adapters=adapters
+        )
         if hooks := state_dict_hooks(model, loading=False):
             logger.warning(
                 "the module's parameters and buffers are published under their own names; these hooks, which may "
@@ -70,27 +69,16 @@ class ModuleSource:
                 "TensorSource(model.state_dict())",
                 listed(hooks, separator=", "),
             )
-        self._of: object = None
-        self._specs: tuple[TensorSpec, ...] = ()
-        self._views: object = None
-        self._regions: Regions = {}
 
     def specs(self) -> Sequence[TensorSpec]:
         """Return the whole model's specs; the same object until names, shapes or dtypes change."""
         self._live.refresh()
-        if self._of is not self._live.specs:
-            self._of = self._live.specs
-            self._specs = cast_specs(self._live.specs, self._dtype)
-        return self._specs
+        return self._live.specs
 
     def regions(self) -> Regions:
         """Return this rank's tensors or shards; the same object until the module's tensors are replaced."""
         self._live.refresh(merge=True)
-        if self._views is not self._live.views:
-            self._live.require_memory()
-            self._views = self._live.views
-            self._regions = self._live.regions()
-        return self._regions
+        return self._live.regions()
 
     @property
     def num_gathers(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weightcast.checkpoint import sharding
-from weightcast.checkpoint.live import LiveCheckpoint, cast_specs, cast_target
+from weightcast.checkpoint.live import LiveCheckpoint
 from weightcast.errors import listed
 from weightcast.format.adapters import LoraConfig
 from weightcast.format.manifest import TensorSpec
@@ -49,11 +49,9 @@ class PeftAdapterSource:
         self._adapter = adapter
         if isinstance(dtype, str):
             raise TypeError(f"dtype is {dtype!r}; it must be a torch.dtype or None, which keeps the adapter's")
-        self._dtype = None if dtype is None else cast_target(dtype)
+        self._dtype = dtype
         self._layers: dict[str, Any] = {}
         self._parts: dict[str, tuple[nn.Module, nn.Module]] = {}
-        self._of: object = None
-        self._views: object = None
         self._look()
 
     @property
@@ -65,21 +63,14 @@ class PeftAdapterSource:
     def specs(self) -> Sequence[TensorSpec]:
         """Return the adapter's specs; the same object until names, shapes or dtypes change."""
         self._look()
-        if self._of is not self._live.specs:
-            self._of = self._live.specs
-            self._specs = cast_specs(self._live.specs, self._dtype)
-        return self._specs
+        return self._live.specs
 
     def regions(self) -> Regions:
         """Return this rank's tensors or shards; the same object until the adapter's tensors are replaced."""
         for module in sharding.fsdp_parts(self._model, "FSDPModule"):
             module.reshard()  # optimizers update only the shards
         self._look()
-        if self._views is not self._live.views:
-            self._live.require_memory()
-            self._views = self._live.views
-            self._regions = self._live.regions()
-        return self._regions
+        return self._live.regions()
 
     def _look(self) -> None:
         """Look for other layers, settings and tensors."""
@@ -88,7 +79,7 @@ class PeftAdapterSource:
         parts = {n: (layer.lora_A[self._adapter], layer.lora_B[self._adapter]) for n, layer in self._layers.items()}
         if parts != self._parts:
             self._parts = parts
-            self._live = LiveCheckpoint(_tree(parts), buffers="none", sharded=True)
+            self._live = LiveCheckpoint(_tree(parts), buffers="none", dtype=self._dtype, sharded=True)
         self._config = self._read_config()
         self._live.refresh()
 

@@ -9,13 +9,24 @@ import dataclasses
 import os
 import urllib.parse
 from pathlib import Path
+from typing import Any
 
 SCHEMES = ("file", "s3", "store+http", "store+https")
 MAX_SLOTS = 64
 MAX_THREADS = 256
 MAX_BUFFERS = 8
 """Limit on the buckets that a writer, or a streaming reader, has in memory at once, whatever `num_threads` is."""
-MAX_KEEP_SECONDS = 864_000
+_LIMITS = {
+    "num_slots": (2, MAX_SLOTS),
+    "max_slots": (2, MAX_SLOTS),
+    "num_threads": (1, MAX_THREADS),
+    "full_every": (1, MAX_SLOTS - 1),
+    "by_classes": (0, 1),
+    "fsync": (0, 1),
+    "keep_seconds": (0, 864_000),
+}
+"""The smallest and the largest value of each option that is a number, or 0 or 1."""
+_OF_WRITERS = ("num_slots", "num_threads", "full_every", "by_classes")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,22 +77,11 @@ class DirectoryAddress(StoreAddress):
 
     @classmethod
     def parsed(cls, url: str, parts: urllib.parse.SplitResult) -> DirectoryAddress:
-        options = _options(url, parts, "num_slots", "max_slots", "num_threads", "fsync", "full_every", "by_classes")
-        num_slots, full_every, by_classes, num_threads = _common(url, options, default_num_threads=1)
-        max_slots, fsync = int(options.get("max_slots", max(num_slots + 2, 4))), int(options.get("fsync", 0))
-        if not num_slots <= max_slots <= MAX_SLOTS:
-            raise ValueError(f"{url!r}: 2 <= num_slots <= max_slots <= {MAX_SLOTS} must hold")
-        if fsync not in (0, 1):
-            raise ValueError(f"{url!r}: fsync must be 0 or 1")
-        return cls(
-            Path(urllib.parse.unquote(parts.path)),
-            num_slots=num_slots,
-            max_slots=max_slots,
-            num_threads=num_threads,
-            fsync=bool(fsync),
-            full_every=full_every,
-            by_classes=by_classes,
-        )
+        options = _options(url, parts, *_OF_WRITERS, "max_slots", "fsync")
+        num_slots = options["num_slots"]
+        if options.setdefault("max_slots", min(max(num_slots + 2, 4), MAX_SLOTS)) < num_slots:
+            raise ValueError(f"{url!r}: max_slots must be at least num_slots, which is {num_slots}")
+        return cls(Path(urllib.parse.unquote(parts.path)), **options)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ class ObjectStoreAddress(StoreAddress):
 
     bucket: str
     prefix: str = ""
+    num_threads: int = dataclasses.field(default=3, kw_only=True)
     endpoint: str = dataclasses.field(default="", kw_only=True)
     region: str = dataclasses.field(default="", kw_only=True)
     keep_seconds: int = dataclasses.field(default=300, kw_only=True)
@@ -106,25 +107,12 @@ class ObjectStoreAddress(StoreAddress):
                 f"{url!r} is not the URL of a store; write s3://bucket/prefix, with the server's address, if it is not "
                 "Amazon's, in ?endpoint=https://HOST:PORT, and the keys in AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
             )
-        known = ("num_slots", "num_threads", "full_every", "by_classes", "keep_seconds")
-        options = _options(url, parts, *known, texts=("endpoint", "region", "host"))
-        num_slots, full_every, by_classes, num_threads = _common(url, options, default_num_threads=3)
-        endpoint, keep_seconds = options.get("endpoint", ""), int(options.get("keep_seconds", 300))
+        options = _options(url, parts, *_OF_WRITERS, "keep_seconds", "endpoint", "region", "host")
+        options.pop("host", None)  # for the engines
+        endpoint = options.get("endpoint")
         if endpoint and not endpoint.startswith(("http://", "https://")):
             raise ValueError(f"{url!r}: endpoint must be a URL, such as https://HOST:PORT")
-        if keep_seconds > MAX_KEEP_SECONDS:
-            raise ValueError(f"{url!r}: keep_seconds must be at most {MAX_KEEP_SECONDS}")
-        return cls(
-            parts.netloc,
-            prefix,
-            num_slots=num_slots,
-            num_threads=num_threads,
-            full_every=full_every,
-            by_classes=by_classes,
-            endpoint=endpoint,
-            region=options.get("region", ""),
-            keep_seconds=keep_seconds,
-        )
+        return cls(parts.netloc, prefix, **options)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,6 +125,7 @@ class RemoteAddress(StoreAddress):
     """
 
     url: str
+    num_threads: int = dataclasses.field(default=4, kw_only=True)
     token_file: str = dataclasses.field(default="", kw_only=True)
     ca_file: str = dataclasses.field(default="", kw_only=True)
 
@@ -147,11 +136,8 @@ class RemoteAddress(StoreAddress):
                 f"{url!r} is not the URL of a store; write store+https://HOST:PORT, with the path of a file that has "
                 "the server's token in ?token_file="
             )
-        options = _options(url, parts, "num_threads", texts=("token_file", "ca_file"))
-        *_, num_threads = _common(url, options, default_num_threads=4)
         server = f"{parts.scheme.removeprefix('store+')}://{parts.netloc}{parts.path.rstrip('/')}"
-        token_file, ca_file = (options.get(name, "") for name in ("token_file", "ca_file"))
-        return cls(server, num_threads=num_threads, token_file=token_file, ca_file=ca_file)
+        return cls(server, **_options(url, parts, "num_threads", "token_file", "ca_file"))
 
 
 def read_token(path: Path, option: str) -> str:
@@ -165,35 +151,31 @@ def read_token(path: Path, option: str) -> str:
     return token
 
 
-def _options(url: str, parts: urllib.parse.SplitResult, *numbers: str, texts: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the options of a URL as texts, those of `numbers` checked to be whole numbers. Raises ValueError."""
-    options: dict[str, str] = {}
+def _options(url: str, parts: urllib.parse.SplitResult, *names: str) -> dict[str, Any]:
+    """Return the options in a URL, which may have those of these names; with `num_slots`, if a writer needs it.
+
+    Raises ValueError.
+    """
+    options: dict[str, Any] = {}
     for name, text in urllib.parse.parse_qsl(parts.query, keep_blank_values=True):
-        is_number = text.isascii() and text.isdigit() and len(text) <= 9
-        if name in options or (name not in texts and not is_number):
-            raise ValueError(f"{url!r}: option {name}={text} must be a whole number, given once")
+        if name not in names:
+            raise ValueError(f"{url!r} has the unknown option {name}; known: {', '.join(names)}")
+        if name in options:
+            raise ValueError(f"{url!r} has the option {name} twice: give it once")
         options[name] = text
-    unknown = sorted(options.keys() - {*numbers, *texts})
-    if unknown:
-        known = ", ".join([*numbers, *texts])
-        raise ValueError(f"{url!r} has the unknown option {', '.join(unknown)}; known: {known}")
+        if name in _LIMITS:
+            low, high = _LIMITS[name]
+            if not (text.isascii() and text.isdigit() and len(text) <= 9 and low <= int(text) <= high):
+                raise ValueError(f"{url!r}: {name} must be a whole number from {low} to {high}")
+            options[name] = bool(int(text)) if high == 1 else int(text)
+    if "num_slots" in names:
+        full_every = options.get("full_every", 1)
+        num_slots = options.setdefault("num_slots", min(2 * full_every, MAX_SLOTS))
+        if full_every >= num_slots:
+            raise ValueError(
+                f"{url!r}: full_every must be from 1 to {num_slots - 1}, below num_slots: a version that is a delta "
+                "needs all versions back to the last full one"
+            )
+        if options.get("by_classes") and full_every == 1:
+            raise ValueError(f"{url!r}: by_classes must be 0 unless full_every is above 1")
     return options
-
-
-def _common(url: str, options: dict[str, str], *, default_num_threads: int) -> tuple[int, int, bool, int]:
-    """Return `num_slots`, `full_every`, `by_classes` and `num_threads`, checked. Raises ValueError."""
-    full_every, by_classes = int(options.get("full_every", 1)), int(options.get("by_classes", 0))
-    num_slots = int(options.get("num_slots", max(2, 2 * full_every)))
-    num_threads = int(options.get("num_threads", default_num_threads))
-    if not 2 <= num_slots <= MAX_SLOTS:
-        raise ValueError(f"{url!r}: num_slots must be from 2 to {MAX_SLOTS}")
-    if not 1 <= full_every < num_slots:
-        raise ValueError(
-            f"{url!r}: full_every must be from 1 to {num_slots - 1}, below num_slots: a version that is a delta needs "
-            "all versions back to the last full one"
-        )
-    if by_classes not in (0, 1) or by_classes >= full_every:
-        raise ValueError(f"{url!r}: by_classes must be 0 or 1, and 1 only with full_every above 1")
-    if not 1 <= num_threads <= MAX_THREADS:
-        raise ValueError(f"{url!r}: num_threads must be from 1 to {MAX_THREADS}")
-    return num_slots, full_every, bool(by_classes), num_threads

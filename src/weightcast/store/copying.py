@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -54,27 +54,6 @@ class Copied(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class VersionCopy(Protocol):
-    """A version that is written into the target. `has` and `write` are thread-safe.
-
-    `accepts_deltas`: `write` takes what the source has stored of a delta, else raw buckets only.
-    """
-
-    accepts_deltas: bool
-
-    def has(self, index: int) -> bool:
-        """Return whether bucket `index` is there, intact, from an interrupted copy."""
-
-    def write(self, index: int, data: memoryview) -> None:
-        """Write bucket `index`: its header and what follows. Raises IntegrityError, InsufficientMemoryError."""
-
-    def commit(self) -> None:
-        """Seal the version, and make it the newest. Idempotent. Raises IncompleteUpdateError, IntegrityError."""
-
-    def close(self) -> None:
-        """Stop writing. Idempotent."""
-
-
 class _Arrived:
     """One bucket in memory; see `BucketReader`."""
 
@@ -92,7 +71,11 @@ class _Arrived:
 
 
 class LocalCopy(ClosedOnExit):
-    """See `VersionCopy`. The store is locked until `close`. Memory: one bucket for each calling thread."""
+    """A version that is written into the target. The store is locked until `close`. `has` and `write` are thread-safe.
+
+    `accepts_deltas`: `write` takes what the source has stored of a delta, else raw buckets only. Memory: one bucket for
+    each calling thread.
+    """
 
     def __init__(self, address: StoreAddress, stored: Stored, manifest: Manifest, *, deadline_seconds: float) -> None:
         """Begin the version `stored` of another store. Raises what `StoreWriter` and its `begin` raise."""
@@ -146,6 +129,7 @@ class LocalCopy(ClosedOnExit):
         return self._manifest.buckets[index]
 
     def has(self, index: int) -> bool:
+        """Return whether bucket `index` is there, intact, from an interrupted copy."""
         self.raw_bytes(index)
         if self._digests[index] is None and index in self.left:
             self._writer.keep(index)
@@ -155,6 +139,7 @@ class LocalCopy(ClosedOnExit):
         return self._digests[index] is not None
 
     def write(self, index: int, data: memoryview) -> None:
+        """Write bucket `index`: its header and what follows. Raises IntegrityError, InsufficientMemoryError."""
         arrived = PinnedVersion(self._stored, self._manifest, _Arrived(data), base=self._base)
         buffer, num_bytes = self._read(arrived, index), self.raw_bytes(index)
         if self._is_delta:
@@ -174,6 +159,7 @@ class LocalCopy(ClosedOnExit):
                 self._num_writing -= 1
 
     def commit(self) -> None:
+        """Seal the version, and make it the newest. Idempotent. Raises IncompleteUpdateError, IntegrityError."""
         # For all of it: the request of a push may come again while the first one still seals the version.
         with self._lock:
             if self._is_committed:
@@ -213,7 +199,7 @@ class LocalCopy(ClosedOnExit):
 
 
 class RemoteCopy(ClosedOnExit):
-    """See `VersionCopy`: the server of the store writes the version, and checks it."""
+    """The same calls as `LocalCopy`'s, for a store of a server, which writes the version, and checks it."""
 
     def __init__(self, calls: RemoteCalls, stored: Stored, manifest: Manifest) -> None:
         """Begin the version `stored` of another store. Raises the server's error, PeerError."""
@@ -239,6 +225,9 @@ class RemoteCopy(ClosedOnExit):
             path, self._path = self._path, ""
             with contextlib.suppress(WeightcastError):
                 self._calls.call("DELETE", path, once=True)
+
+
+VersionCopy: TypeAlias = LocalCopy | RemoteCopy
 
 
 def copy_newest(
@@ -269,7 +258,7 @@ def copy_newest(
             return None
         with pinned:
             stored, manifest = pinned.stored, pinned.manifest
-            begun: LocalCopy | RemoteCopy
+            begun: VersionCopy
             if isinstance(target_reader.storage, RemoteStorage):
                 begun = RemoteCopy(target_reader.storage.calls, stored, manifest)
             else:

@@ -13,7 +13,7 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weightcast.control.routes import guarded, natural_number, read_body, refusal, reply
+from weightcast.control.routes import Answer, guarded, natural_number, read_body, refusal, reply
 from weightcast.errors import IntegrityError, ManifestError, StaleVersionError, UnsupportedError
 from weightcast.format.bucket import HEADER_BYTES, slot_size_bytes
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
@@ -32,7 +32,7 @@ from weightcast.store import files
 from weightcast.store.address import RemoteAddress, StoreAddress
 from weightcast.store.copying import LocalCopy
 from weightcast.store.reading import StoreReader, manifest_of
-from weightcast.store.records import MAX_RECORD_BYTES, Commit, ReaderRecord
+from weightcast.store.records import MAX_RECORD_BYTES, Commit
 from weightcast.store.remote import BucketAnswer, CopyAnswer, CopyRequest, PinRequest, RemoteSlots
 from weightcast.store.storage import BucketReader, Pin, read_record
 
@@ -95,22 +95,22 @@ class StoreServer:
         self._beginning = threading.Lock()
         self._leases: dict[str, _Lease] = {}
         self._is_closed = False
-        routes = [
-            ("GET", "/store/records/{name}", StoreServer._record),
-            ("GET", "/store/slots", StoreServer._slots),
-            ("PUT", "/store/pins/{client}/{slot}", StoreServer._pin),
-            ("GET", "/store/pins/{client}/{slot}/buckets/{index}", StoreServer._read_bucket),
-            ("DELETE", "/store/pins/{client}/{slot}", StoreServer._end_pin),
-            ("PUT", "/store/copies/{copy}", StoreServer._begin_copy),
-            ("GET", "/store/copies/{copy}/buckets/{index}", StoreServer._has_bucket),
+        routes: list[tuple[str, str, Answer]] = [
+            ("GET", "/store/records/{name}", _in_thread(self._record)),
+            ("GET", "/store/slots", _in_thread(self._slots)),
+            ("PUT", "/store/pins/{client}/{slot}", _in_thread(self._pin, MAX_RECORD_BYTES)),
+            ("GET", "/store/pins/{client}/{slot}/buckets/{index}", _in_thread(self._read_bucket)),
+            ("DELETE", "/store/pins/{client}/{slot}", _in_thread(lambda request, _: self._end(_pin_name(request)[0]))),
+            ("PUT", "/store/copies/{copy}", _in_thread(self._begin_copy, _MAX_BODY_BYTES)),
+            ("GET", "/store/copies/{copy}/buckets/{index}", _in_thread(self._has_bucket)),
             ("PUT", "/store/copies/{copy}/buckets/{index}", StoreServer._write_bucket),
-            ("POST", "/store/copies/{copy}", StoreServer._commit_copy),
-            ("DELETE", "/store/copies/{copy}", StoreServer._end_copy),
+            ("POST", "/store/copies/{copy}", _in_thread(self._commit_copy)),
+            ("DELETE", "/store/copies/{copy}", _in_thread(lambda request, _: self._end(_copy_name(request)))),
         ]
         guard = functools.partial(guarded, None, find=lambda: self, token=token, on_error=lambda error: None)
         self.app = Starlette(
             routes=[
-                Route("/health", self._health),
+                Route("/health", lambda request: reply({"status": "ok"})),
                 *(Route(path, guard(answer), methods=[method]) for method, path, answer in routes),
             ]
         )
@@ -189,89 +189,66 @@ class StoreServer:
 
     # --- routes of readers ---
 
-    async def _health(self, request: Request) -> Response:
-        return reply({"status": "ok"})
-
-    async def _record(self, request: Request) -> Response:
+    def _record(self, request: Request, body: bytes) -> Response | None:
         name, given = request.path_params["name"], request.query_params.get("slot")
         slot = None if given is None else natural_number("slot", given)
         if name not in (_RECORDS if slot is None else _SLOT_RECORDS):
             return refusal(f"a store has no record {name[:40]!r}", "not_found", 404)
         limit = MAX_MESSAGE_BYTES if name == files.MANIFEST else MAX_RECORD_BYTES
-        data = await run_in_threadpool(self._reader.storage.read, name, limit, slot)
-        return Response(status_code=204) if data is None else Response(data, media_type="application/json")
+        data = self._reader.storage.read(name, limit, slot)
+        return None if data is None else Response(data, media_type="application/json")
 
-    async def _slots(self, request: Request) -> Response:
-        def find() -> RemoteSlots:
-            storage = self._reader.storage
-            slots = [storage.slot_info(number) for number in sorted(storage.slot_numbers())]
-            return RemoteSlots(slots, self._reader.writer().is_alive)
+    def _slots(self, request: Request, body: bytes) -> RemoteSlots:
+        storage = self._reader.storage
+        slots = [storage.slot_info(number) for number in sorted(storage.slot_numbers())]
+        return RemoteSlots(slots, self._reader.writer().is_alive)
 
-        return reply(await run_in_threadpool(find))
+    def _pin(self, request: Request, body: bytes) -> dict[str, str] | None:
+        (name, slot), storage = _pin_name(request), self._reader.storage
+        wanted: PinRequest = decode(body, PinRequest)
+        found = storage.pin(slot, wanted.reader)
+        if found is None:
+            return None
+        pinned = _PinnedSlot(found)
+        # Without a version here the reader finds no seal, and says what is wrong.
+        with on_failure(found.close), contextlib.suppress(IntegrityError):
+            sealed = read_record(storage, files.SEAL, Commit, slot)
+            if sealed is not None:
+                manifest = self._reader.manifest(sealed.newest)
+                pinned.data = storage.open_slot(sealed.newest, manifest)
+                pinned.max_bytes, pinned.num_buckets = slot_size_bytes(manifest), len(manifest.buckets)
+        self._add(name, pinned)
+        return {}
 
-    async def _pin(self, request: Request) -> Response:
-        name, slot = _pin_name(request)
-        body: PinRequest = decode(await read_body(request, MAX_RECORD_BYTES), PinRequest)
-
-        def pin(reader: ReaderRecord) -> bool:
-            storage = self._reader.storage
-            found = storage.pin(slot, reader)
-            if found is None:
-                return False
-            pinned = _PinnedSlot(found)
-            # Without a version here the reader finds no seal, and says what is wrong.
-            with on_failure(found.close), contextlib.suppress(IntegrityError):
-                sealed = read_record(storage, files.SEAL, Commit, slot)
-                if sealed is not None:
-                    manifest = self._reader.manifest(sealed.newest)
-                    pinned.data = storage.open_slot(sealed.newest, manifest)
-                    pinned.max_bytes, pinned.num_buckets = slot_size_bytes(manifest), len(manifest.buckets)
-            self._add(name, pinned)
-            return True
-
-        return reply({}) if await run_in_threadpool(pin, body.reader) else Response(status_code=204)
-
-    async def _read_bucket(self, request: Request) -> Response:
+    def _read_bucket(self, request: Request, body: bytes) -> Response:
         (name, _), index = _pin_name(request), _index(request)
         wanted = _RANGE.fullmatch(request.headers.get("range", ""))
         if wanted is None:
             raise ManifestError("a bucket is read by a header such as `Range: bytes=0-255`", fault="type")
         first, last = int(wanted[1]), int(wanted[2])
-
-        def read() -> memoryview:
-            with self._used(name, _PinnedSlot) as pinned:
-                if pinned.data is None or not (first <= last < pinned.max_bytes and index < pinned.num_buckets):
-                    raise ManifestError(f"bytes {first}-{last} of bucket {index} are not there", fault="bounds")
-                memory = memoryview(bytearray(last + 1 - first))
-                pinned.data.read(index, [memory], first)
-                return memory
-
+        with self._used(name, _PinnedSlot) as pinned:
+            if pinned.data is None or not (first <= last < pinned.max_bytes and index < pinned.num_buckets):
+                raise ManifestError(f"bytes {first}-{last} of bucket {index} are not there", fault="bounds")
+            memory = memoryview(bytearray(last + 1 - first))
+            pinned.data.read(index, [memory], first)
         headers = {"content-range": f"bytes {first}-{last}/*"}
-        return Response(await run_in_threadpool(read), 206, headers, media_type="application/octet-stream")
-
-    async def _end_pin(self, request: Request) -> Response:
-        await run_in_threadpool(self._end, _pin_name(request)[0])
-        return Response(status_code=204)
+        return Response(memory, 206, headers, media_type="application/octet-stream")
 
     # --- routes of a push ---
 
-    async def _begin_copy(self, request: Request) -> Response:
+    def _begin_copy(self, request: Request, body: bytes) -> CopyAnswer:
         if not self._allow_push:
             raise UnsupportedError("this server only lets versions be read: start it with --allow-push")
         name = _copy_name(request)
-        body: CopyRequest = decode(await read_body(request, _MAX_BODY_BYTES), CopyRequest)
-
-        def begin() -> CopyAnswer:
-            manifest = manifest_of(body.stored, bytes(body.manifest), "the manifest that was sent")
-            with self._beginning:
-                self._end_other_copies()
-                copy = LocalCopy(self._address, body.stored, manifest, deadline_seconds=self._deadline_seconds)
-                with on_failure(copy.close):
-                    answer = CopyAnswer(copy.accepts_deltas, sorted(copy.left))
-                self._add(name, copy)
-            return answer
-
-        return reply(await run_in_threadpool(begin))
+        wanted: CopyRequest = decode(body, CopyRequest)
+        manifest = manifest_of(wanted.stored, bytes(wanted.manifest), "the manifest that was sent")
+        with self._beginning:
+            self._end_other_copies()
+            copy = LocalCopy(self._address, wanted.stored, manifest, deadline_seconds=self._deadline_seconds)
+            with on_failure(copy.close):
+                answer = CopyAnswer(copy.accepts_deltas, sorted(copy.left))
+            self._add(name, copy)
+        return answer
 
     def _end_other_copies(self) -> None:
         """End the push that is under way, if there is one, and wait for its requests."""
@@ -282,14 +259,10 @@ class StoreServer:
             with self._condition:
                 self._condition.wait_for(lambda lease=lease: not lease.num_uses, self._deadline_seconds)  # type: ignore[misc]
 
-    async def _has_bucket(self, request: Request) -> Response:
-        name, index = _copy_name(request), _index(request)
-
-        def has() -> BucketAnswer:
-            with self._used(name, LocalCopy) as copy:
-                return BucketAnswer(copy.has(index))
-
-        return reply(await run_in_threadpool(has))
+    def _has_bucket(self, request: Request, body: bytes) -> BucketAnswer:
+        index = _index(request)
+        with self._used(_copy_name(request), LocalCopy) as copy:
+            return BucketAnswer(copy.has(index))
 
     async def _write_bucket(self, request: Request) -> Response:
         name, index = _copy_name(request), _index(request)
@@ -308,19 +281,22 @@ class StoreServer:
         await run_in_threadpool(write, body)
         return Response(status_code=204)
 
-    async def _commit_copy(self, request: Request) -> Response:
-        name = _copy_name(request)
+    def _commit_copy(self, request: Request, body: bytes) -> None:
+        with self._used(_copy_name(request), LocalCopy) as copy:
+            copy.commit()
 
-        def commit() -> None:
-            with self._used(name, LocalCopy) as copy:
-                copy.commit()
 
-        await run_in_threadpool(commit)
-        return Response(status_code=204)
+def _in_thread(answer: Callable[[Request, bytes], object], max_body_bytes: int = 0) -> Answer:
+    """Return the answer of a route that `answer` gives in a thread: None is one without a body."""
 
-    async def _end_copy(self, request: Request) -> Response:
-        await run_in_threadpool(self._end, _copy_name(request))
-        return Response(status_code=204)
+    async def in_thread(server: StoreServer, request: Request) -> Response:
+        body = await read_body(request, max_body_bytes) if max_body_bytes else b""
+        found = await run_in_threadpool(answer, request, body)
+        if isinstance(found, Response):
+            return found
+        return Response(status_code=204) if found is None else reply(found)
+
+    return in_thread
 
 
 def _index(request: Request) -> int:
