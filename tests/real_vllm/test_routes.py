@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from real_engines.setups import on
 
@@ -322,7 +323,7 @@ def test_an_install_goes_on_without_its_client(server: Server) -> None:
 
         def finish(self, version: int) -> None:
             connection = http.client.HTTPConnection(urllib.parse.urlsplit(server.url).netloc, timeout=60)
-            body = json.dumps({"weight_version": str(version)})
+            body = msgspec.json.encode({"weight_version": str(version), "seal": self._seal})
             connection.request("POST", "/finish_weight_update", body, {"content-type": "application/json"})
             while not server.is_paused() and server.version() != str(version):
                 pass
