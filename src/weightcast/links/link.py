@@ -17,6 +17,7 @@ import contextlib
 import errno
 import hmac
 import logging
+import operator
 import os
 import secrets
 import select
@@ -166,8 +167,8 @@ class ReadingCondition(threading.Condition):
         self._alert = threading.Event()
 
     # `with` calls the lock's own methods: before the first line of methods in Python a Ctrl-C would leave it locked.
-    __enter__ = property(lambda self: self._held.__enter__)
-    __exit__ = property(lambda self: self._held.__exit__)
+    __enter__ = property(operator.attrgetter("_held.__enter__"))
+    __exit__ = property(operator.attrgetter("_held.__exit__"))
 
     @property
     def attended_at(self) -> float:
