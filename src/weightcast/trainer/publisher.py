@@ -323,7 +323,7 @@ class Publisher(ClosedOnExit):
     def _is_following(self) -> bool:
         """True if another trainer rank publishes and has the engines, as far as it is known at this point."""
         if self._is_joined or self._trainer_group is None or not (dist.is_available() and dist.is_initialized()):
-            return self._group is not None and not self._group.is_publishing
+            return self._group is not None and not self._group.group.is_publishing
         return dist.get_rank(None if self._trainer_group == "auto" else self._trainer_group) > 0
 
     def _require_open(self) -> None:

@@ -176,12 +176,6 @@ class Group:
             if not is_any_busy(records):
                 return records
 
-    def ask(self, instruction: Record) -> list[Any]:
-        """On the publishing rank: give an instruction once no rank is busy; return the answers, one exchange later."""
-        with self._lock:
-            self.exchange_when_idle(instruction)
-            return self.exchange(Nothing())
-
     def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> None:
         """Fill `rows` with every rank's bytes, one row by group rank. `own`: this rank's row, equally long on all."""
         with self._lock:

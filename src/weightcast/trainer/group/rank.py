@@ -44,14 +44,11 @@ class Rank:
     def __init__(self, trainer_group: Any, source: Source, deadline_seconds: float) -> None:
         """`trainer_group`: None stands for torch.distributed's default group."""
         self.group = Group(trainer_group, deadline_seconds)
-        self.is_publishing = self.group.is_publishing
         self.run = ""
         self._source = source
         self._deadline_seconds = deadline_seconds
         self._regions: SeenRegions | None = None
         self._specs: Sequence[TensorSpec] = ()
-        self._cast_specs: Sequence[TensorSpec] = ()
-        """The specs with the dtypes in which they are published."""
         self._digest = ""
         self._shards: list[Shard] = []
         self._parts: list[HeldRegion] = []
@@ -171,10 +168,10 @@ class Rank:
         reach: list[records.Mappable] = group.exchange(mappable)
         del probe
         with group.error_at_next_exchange():
-            self._cast_specs = cast_by_name(self._specs, settings.dtypes)
+            specs = cast_by_name(self._specs, settings.dtypes)
             leading = leaders_of([each.ranks for each in reach], maps_buckets=settings.maps_buckets)
             parts = [each.parts for each in held]
-            self._assignment = assignment = assign_all(self._cast_specs, parts, leading, settings.bucket_size_bytes)
+            self._assignment = assignment = assign_all(specs, parts, leading, settings.bucket_size_bytes)
             require_reach(settings.url, assignment, [each.host for each in held], group.ranks)
             agreed = records.Agreed(assignment.layout.manifest.digest(), self._prepare(settings))
             self.run = settings.run
@@ -217,7 +214,7 @@ class Rank:
     def _check_finite(self) -> None:
         """Check the shards that this rank packs for NaN and infinity; the next exchange raises NotFiniteError."""
         with self.group.error_at_next_exchange():
-            require_finite(self._cast_specs, self._own_parts())
+            require_finite(self._assignment.layout.manifest.tensors, self._own_parts())
 
     # --- pack ---
 

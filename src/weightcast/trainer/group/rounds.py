@@ -85,8 +85,8 @@ class PublishingRank(Rank, Sender):
             assert prepared is not None, "an exchange with an error raises"
             # Another rank may have lost the group, and with it the agreement, when this rank has not.
             self._has_agreed = not any(start.is_changed for start in started)
-            self._agree_on(prepared)
             self._complete(started)
+            self._agree_on(prepared)
 
             def on_engines_asked() -> None:
                 """Agree again if the engines' replies have changed the settings (dtypes, kind of server)."""
@@ -280,9 +280,12 @@ class PublishingRank(Rank, Sender):
 
     def _ask(self, peers: Sequence[str] = (), *, digests: bool = False, keeps_base: bool = False) -> None:
         """Ask the leaders of the other origins for their reports on these peers; see `AskSenders`."""
-        if self._others:
-            reports = self.group.ask(records.AskSenders(tuple(peers), digests, keeps_base))
-            self._reports = {rank: reports[rank] for rank in self._others}
+        if not self._others:
+            return
+        with self.group.uninterrupted():
+            self.group.exchange_when_idle(records.AskSenders(tuple(peers), digests, keeps_base))
+            reports = self.group.exchange(records.Nothing())
+        self._reports = {rank: reports[rank] for rank in self._others}
 
     def _note_failures(self, statuses: Sequence[Any]) -> None:
         found = [item for rank in self._others for item in statuses[rank].failures.items()]
@@ -371,10 +374,7 @@ class FollowingRank(Rank):
             require_no_step("publish or sync")
             self._read_regions(self._source.regions())
         with self._in_step():
-            started = self._start(is_changed=not self._has_agreed)
-            if any(start.is_changed for start in started):
-                self._agree(group.exchange(records.RankStatus())[0])
-            self._complete(started)
+            self._complete(self._start(is_changed=not self._has_agreed))
             while True:
                 status = records.RankStatus()
                 with group.error_at_next_exchange():
