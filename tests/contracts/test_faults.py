@@ -39,7 +39,7 @@ class Fleet:
     """A trainer's tensors, two engines of their own, and a publisher over `faulty://`."""
 
     def __init__(self, **options: Any) -> None:
-        options = {"bucket_size_bytes": 4096, "deadline_seconds": 2.0, **options}
+        options = {"bucket_size_bytes": 4096, "deadline_seconds": 5.0, **options}
         self.tensors = {f"t{i}": torch.zeros(1024) for i in range(NUM_BUCKETS)}
         self.modules = {name: self._module() for name in ("good", "bad")}
         self.engines = [DirectEngine(name, ModuleEngine(module)) for name, module in self.modules.items()]
@@ -153,7 +153,7 @@ def test_a_receiver_that_raises(faulty: FaultyTransport, fleet: Fleet) -> None:
 
 def test_a_publisher_that_hangs_while_its_heartbeats_go_on_keeps_no_engine_waiting(faulty: FaultyTransport) -> None:
     """Streaming, an engine is paused meanwhile: it gives the update up, and goes back to what it had."""
-    fleet = Fleet(install="streaming", undo=True, deadline_seconds=1.0, lease_seconds=2.0)
+    fleet = Fleet(install="streaming", undo=True, deadline_seconds=3.0, lease_seconds=6.0)
     assert fleet.publish(1.0) == set()
     (sender,), go_on = faulty.senders, threading.Event()
     sender.fault = Stall(1, go_on)

@@ -308,7 +308,7 @@ class Router:
 
     def _run(self, chosen: random.Random) -> None:
         try:
-            with httpx.Client(trust_env=False, timeout=5.0) as client:
+            with httpx.Client(trust_env=False, timeout=30.0) as client:
                 while not self._ends.wait(0.002):
                     with self._members.changed:
                         if not self._members.serving:

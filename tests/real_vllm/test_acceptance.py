@@ -32,7 +32,7 @@ REPETITIVE = PROMPT * 3
 """A prompt in which an n-gram is found for what comes next."""
 NUM_SPECULATED = 40
 NUM_BEFORE_PAUSE = 20
-QUIET_SECONDS = 2.0
+QUIET_SECONDS = 5.0
 """A part that the server has sent comes within this time."""
 NUM_TRIES = 10
 """Of pausing a request while it runs: on a machine with other work it may end before."""

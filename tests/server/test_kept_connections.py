@@ -264,11 +264,11 @@ def test_the_second_attempt_has_what_is_left_of_the_deadline(serve: Serve) -> No
 
     server = serve(answer)
     server.get()
-    server.routes._timeout_seconds = 0.5
+    server.routes._timeout_seconds = 2.0
     start = time.monotonic()
     with pytest.raises(PeerTimeoutError, match="gave no answer in time"):
         server.get()
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < PATIENCE_SECONDS
     release.set()
     assert server.num_accepted == 2
 
@@ -283,7 +283,7 @@ def test_a_header_that_drips_ends_at_the_deadline(serve: Serve) -> None:
         return False
 
     server = serve(answer)
-    server.routes._timeout_seconds = 0.5
+    server.routes._timeout_seconds = 2.0
     with pytest.raises(PeerTimeoutError, match="did not complete its answer"):
         server.get()
     stop.set()

@@ -352,14 +352,15 @@ HALF_SENT = {
 def test_a_request_that_does_not_come_whole_ends_its_connection(
     module: torch.nn.Module, kind: str, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("GRACE_SECONDS", "KEEP_ALIVE_SECONDS"):
-        monkeypatch.setattr(connections, name, 0.2)
-    with EngineServer(ModuleEngine(module)) as server, socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.settimeout(60)
-        client.sendall(HALF_SENT[kind])
-        with contextlib.suppress(ConnectionResetError):
-            while client.recv(1 << 16):
-                pass
+    with EngineServer(ModuleEngine(module)) as server:
+        with monkeypatch.context() as patched, socket.create_connection(("127.0.0.1", server.port)) as client:
+            for name in ("GRACE_SECONDS", "KEEP_ALIVE_SECONDS"):
+                patched.setattr(connections, name, 0.2)
+            client.settimeout(60)
+            client.sendall(HALF_SENT[kind])
+            with contextlib.suppress(ConnectionResetError):
+                while client.recv(1 << 16):
+                    pass
         assert httpx.get(f"{server.url}/weight_info").status_code == 200
 
 
@@ -395,7 +396,7 @@ def test_a_call_that_takes_longer_than_a_request_may_is_answered(
     module: torch.nn.Module, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GRACE_SECONDS", "KEEP_ALIVE_SECONDS"):
-        monkeypatch.setattr(connections, name, 0.05)
+        monkeypatch.setattr(connections, name, 2.0)
     with EngineServer(ModuleEngine(module)) as server:
         with ThreadPoolExecutor(1) as pool, server.step():
             call = pool.submit(httpx.post, f"{server.url}/pause?mode=wait", timeout=60)  # until the step is over

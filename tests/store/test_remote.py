@@ -185,14 +185,17 @@ def test_a_reader_elsewhere_pins_a_slot_until_it_closes_it(server: StoreThread) 
 
 
 def test_idle_clients_lose_their_pin_and_their_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, near: str) -> None:
-    monkeypatch.setattr(store_server, "IDLE_SECONDS", 0.05)
+    def wait_until_idle() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(store_server, "IDLE_SECONDS", 0.05)
+            assert any(not server.store._leases for _ in Deadline(LONG_SECONDS).polls())
+
     monkeypatch.setattr(store_server, "GRACE_SECONDS", 0.05)
     write(tmp_path / "far", 1)
     write(tmp_path / "near", 2)
     with contextlib.closing(StoreThread(tmp_path / "far")) as server:
         with pinned(StoreAddress.parse(server.url)) as version:
-            while server.store._leases:
-                time.sleep(0.01)
+            wait_until_idle()
             with pytest.raises(IntegrityError, match="this reader's pin has ended"):
                 version.read_raw(0)
         reader = StoreReader(StoreAddress.parse(server.url))
@@ -203,8 +206,7 @@ def test_idle_clients_lose_their_pin_and_their_push(tmp_path: Path, monkeypatch:
             RemoteCopy(reader.storage.calls, version.stored, version.manifest) as begun,
         ):
             begun.write(0, version.read_raw(0))
-            while server.store._leases:
-                time.sleep(0.01)
+            wait_until_idle()
             with pytest.raises(StaleVersionError, match="this push has ended"):
                 begun.write(1, version.read_raw(1))
         write(tmp_path / "far", 5)  # the store is free again

