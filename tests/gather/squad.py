@@ -786,7 +786,7 @@ def _count(counts: dict[str, int]) -> None:
     "bucket" also counts what is written into a store.
     """
     from weightcast.process_group import ProcessGroup
-    from weightcast.store.directory import OriginFiles
+    from weightcast.store.directory import LockedSlot
     from weightcast.trainer.group.group import Group
     from weightcast.transports.collective.group import BroadcastGroup
 
@@ -810,13 +810,13 @@ def _count(counts: dict[str, int]) -> None:
         return exchange(self, record)
 
     Group.exchange = exchanging  # type: ignore[method-assign]
-    write = OriginFiles.write
+    write = LockedSlot.write
 
-    def writing(self: OriginFiles, number: int, data: memoryview) -> None:
+    def writing(self: LockedSlot, number: int, data: memoryview) -> None:
         counts["bucket bytes"] = counts.get("bucket bytes", 0) + len(data)
         write(self, number, data)
 
-    OriginFiles.write = writing  # type: ignore[method-assign]
+    LockedSlot.write = writing  # type: ignore[method-assign]
 
 
 def rank_main(pipe: Connection, rank: int, size: int) -> None:

@@ -52,46 +52,8 @@ class SlotFiles:
             os.close(self._descriptors.pop())
 
 
-class OriginFiles:
-    """The open data files of a slot that is being written, which contain some of the version's buckets."""
-
-    def __init__(self, slot: Path, layout: files.FileLayout, span: range, *, fsync: bool) -> None:
-        """`span`: the numbers of the buckets. Raises IntegrityError if a path is not a regular file, OSError."""
-        self._layout = layout
-        self._span = span
-        self._fsync = fsync
-        self._open: dict[int, tuple[Path, int]] = {}
-        with on_failure(self.close):
-            for file in sorted({layout.at(index)[0] for index in span}):
-                path = slot / files.data_name(file)
-                self._open[file] = path, files.open_file(path, os.O_RDWR)
-
-    def write(self, number: int, data: memoryview) -> None:
-        file, offset = self._layout.at(self._span[number])
-        path, descriptor = self._open[file]
-        with files.room_for(path):
-            files.write_at(descriptor, data, offset)
-
-    def finish(self) -> None:
-        """Close the files after all was written, so that a network filesystem's server has the bytes."""
-        while self._open:
-            _, (path, descriptor) = self._open.popitem()
-            with files.room_for(path):
-                try:
-                    if self._fsync:
-                        os.fdatasync(descriptor)
-                finally:
-                    os.close(descriptor)
-
-    def close(self) -> None:
-        while self._open:
-            _, (_, descriptor) = self._open.popitem()
-            with contextlib.suppress(OSError):  # their content is discarded anyway
-                os.close(descriptor)
-
-
 class LockedSlot:
-    """A slot that is being written, and the lock on it; see `Slot`."""
+    """A slot that is being written: the lock on it, and its open data files; see `Slot`."""
 
     def __init__(self, number: int, path: Path, lock: LockFile, address: DirectoryAddress) -> None:
         self.number = number
@@ -99,6 +61,7 @@ class LockedSlot:
         self._path = path
         self._lock = lock
         self._address = address
+        self._open: dict[int, tuple[Path, int]] = {}
 
     @property
     def is_open(self) -> bool:
@@ -151,10 +114,35 @@ class LockedSlot:
         # Unlock the other origins' bytes for their writers. A writer of a former attempt would have blocked this.
         self._lock.unlock_from(locks.PINS_BYTES)
 
-    def open(self, manifest: Manifest, span: range) -> OriginFiles:
-        return OriginFiles(self._path, _layout(manifest, self._address), span, fsync=self._address.fsync)
+    def open(self, manifest: Manifest, span: range) -> None:
+        """See `Slot`. Raises IntegrityError if a path is not a regular file, OSError."""
+        self._layout, self._span = _layout(manifest, self._address), span
+        for file in sorted({self._layout.at(index)[0] for index in span}):
+            path = self._path / files.data_name(file)
+            self._open[file] = path, files.open_file(path, os.O_RDWR)
+
+    def write(self, number: int, data: memoryview) -> None:
+        file, offset = self._layout.at(self._span[number])
+        path, descriptor = self._open[file]
+        with files.room_for(path):
+            files.write_at(descriptor, data, offset)
+
+    def finish(self) -> None:
+        """Close the files after all was written, so that a network filesystem's server has the bytes."""
+        while self._open:
+            _, (path, descriptor) = self._open.popitem()
+            with files.room_for(path):
+                try:
+                    if self._address.fsync:
+                        os.fdatasync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     def close(self) -> None:
+        while self._open:
+            _, (_, descriptor) = self._open.popitem()
+            with contextlib.suppress(OSError):  # their content is discarded anyway
+                os.close(descriptor)
         self._lock.close()
 
 

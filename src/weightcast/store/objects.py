@@ -107,24 +107,8 @@ class ObjectReader:
         self._storage = None
 
 
-class ObjectWriter:
-    """Some buckets of a version that is written, each as an object; see `BucketWriter`. They are sent as they lie."""
-
-    def __init__(self, storage: ObjectStorage, slot: int, span: range) -> None:
-        self._storage = storage
-        self._slot = slot
-        self._span = span
-
-    def write(self, number: int, data: memoryview) -> None:
-        self._storage.put(_bucket_name(self._span[number]), data, self._slot)
-
-    def finish(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class AttemptSlot:
-    """The slot of one attempt to write a version; see `Slot`.
+    """The slot of one attempt to write a version; see `Slot`. Each bucket is an object, and is sent as it lies.
 
     `left`: by the name of its object, the slot of each bucket that former attempts have left.
     """
@@ -133,6 +117,7 @@ class AttemptSlot:
         self.number = number
         self._storage = storage
         self._left = left
+        self._span = range(0)
         self._pid: int | None = os.getpid()
 
     @property
@@ -153,8 +138,13 @@ class AttemptSlot:
 
     def allow_origins(self) -> None: ...
 
-    def open(self, manifest: Manifest, span: range) -> ObjectWriter:
-        return ObjectWriter(self._storage, self.number, span)
+    def open(self, manifest: Manifest, span: range) -> None:
+        self._span = span
+
+    def write(self, number: int, data: memoryview) -> None:
+        self._storage.put(_bucket_name(self._span[number]), data, self.number)
+
+    def finish(self) -> None: ...
 
     def close(self) -> None:
         self._pid = None

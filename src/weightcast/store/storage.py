@@ -39,21 +39,8 @@ class BucketReader(Protocol):
         """Idempotent."""
 
 
-class BucketWriter(Protocol):
-    """Some of the buckets of a version that is written. `write` is thread-safe."""
-
-    def write(self, number: int, data: memoryview) -> None:
-        """Write header and payload of one of these buckets, counted from 0. Raises InsufficientMemoryError, OSError."""
-
-    def finish(self) -> None:
-        """Make everything that was written readable by others. Idempotent. Raises as `write`."""
-
-    def close(self) -> None:
-        """Stop writing; what was written is discarded unless it was finished. Idempotent."""
-
-
 class Slot(Protocol):
-    """A slot that nobody reads, and that nobody else writes until `close`."""
+    """A slot that nobody reads, and that nobody else writes until `close`. `write` is thread-safe."""
 
     number: int
 
@@ -72,15 +59,24 @@ class Slot(Protocol):
     def allow_origins(self) -> None:
         """Allow the writers of other origins to write theirs from now on."""
 
-    def open(self, manifest: Manifest, span: range) -> BucketWriter:
+    def open(self, manifest: Manifest, span: range) -> None:
         """Open these buckets for writing."""
+
+    def write(self, number: int, data: memoryview) -> None:
+        """Write header and payload of one of the open buckets, counted from 0.
+
+        Raises InsufficientMemoryError, OSError.
+        """
+
+    def finish(self) -> None:
+        """Make everything that was written readable by others. Idempotent. Raises as `write`."""
 
     @property
     def is_open(self) -> bool:
         """False after `close`, and in a child forked from the process that has it."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop writing; what was written is discarded unless it was finished. Idempotent."""
 
 
 class ReadStorage(Protocol):

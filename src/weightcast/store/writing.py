@@ -48,7 +48,7 @@ from weightcast.store.records import (
     seal,
     unseal,
 )
-from weightcast.store.storage import BucketReader, BucketWriter, Slot, read_record, slots_of
+from weightcast.store.storage import BucketReader, Slot, read_record, slots_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,6 @@ class _SlotWriter:
         self._run = run
         self._deadline_seconds = deadline_seconds
         self._storage = writable(address, deadline_seconds=deadline_seconds)
-        self._buckets: BucketWriter | None = None
         self._slot: Slot | None = None
 
     @property
@@ -86,21 +85,20 @@ class _SlotWriter:
         return str(self._storage.path(""))
 
     def write(self, number: int, data: memoryview) -> None:
-        """See `BucketWriter.write`."""
-        assert self._buckets is not None
-        self._buckets.write(number, data)
+        """See `Slot.write`."""
+        assert self._slot is not None
+        self._slot.write(number, data)
 
     def finish(self) -> None:
-        """See `BucketWriter.finish`."""
-        assert self._buckets is not None
-        self._buckets.finish()
+        """See `Slot.finish`."""
+        assert self._slot is not None
+        self._slot.finish()
 
     def _release(self) -> None:
         """Stop writing, and release the slot."""
-        for part in (self._buckets, self._slot):
-            if part is not None:
-                part.close()
-        self._buckets = self._slot = None
+        if self._slot is not None:
+            self._slot.close()
+        self._slot = None
 
     def close(self) -> None:
         """Stop writing, and close the storage. Idempotent."""
@@ -209,7 +207,8 @@ class StoreWriter(_SlotWriter):
                 self._storage.write(files.MANIFEST, data, slot.number)
             if len(span) < len(manifest.buckets):
                 slot.allow_origins()
-            self._buckets, self._slot = slot.open(manifest, span), slot
+            slot.open(manifest, span)
+            self._slot = slot
             self._attempt = _Attempt(version, digest, num_files, slot.number, base)
         return encode(SlotAttempt(slot.number, number)).decode()
 
@@ -380,7 +379,8 @@ class OriginWriter(_SlotWriter):
                 with on_failure(slot.close):
                     # Checked again under the lock, from which on no writer uses this slot for another attempt.
                     if self._is_written(where):
-                        self._buckets, self._slot = slot.open(manifest, manifest.spans[origin]), slot
+                        slot.open(manifest, manifest.spans[origin])
+                        self._slot = slot
                         return
                 slot.close()
         path = self._storage.path(files.WRITER)
