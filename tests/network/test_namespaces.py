@@ -166,7 +166,7 @@ def test_a_link_that_goes_down_in_mid_bucket_costs_its_engine_only(hosts: Hosts)
         hosts.net.set_link("engine-b", "up")
     assert {url: kind for url, (kind, _) in failures.items()} == {cut.url: "PeerTimeoutError"}
     # It stalls, does not say why, and the other is sent everything.
-    assert seconds < 2 * DEADLINE_SECONDS + 10.0, "far less than a link that is down would keep a socket"
+    assert seconds < 2 * DEADLINE_SECONDS + 30.0, "far less than a link that is down would keep a socket"
     assert_serves(other, "1", 2)
     assert_serves(cut, "0", 1)
 
