@@ -72,9 +72,9 @@ def test_one_publish_updates_all(fleet: list[Any], started: dict[str, Answer], t
 def test_one_that_is_killed_in_mid_update_is_named_and_the_others_are_right(
     fleet: list[Any], started: dict[str, Answer]
 ) -> None:
-    """Last of this file: what was killed stays dead."""
-    alive = list(fleet)
-    with trainer(SETUP, *(server.url for server in fleet), transport=GLOO, deadline_seconds=30.0) as it:
+    """In mid-delta. Last of this file: what was killed stays dead."""
+    alive, urls = list(fleet), [server.url for server in fleet]
+    with trainer(SETUP, *urls, transport=GLOO, delta="always", deadline_seconds=30.0) as it:
         it.publish(1)
         for seed, victim in enumerate(fleet[:2]):
 
@@ -82,6 +82,7 @@ def test_one_that_is_killed_in_mid_update_is_named_and_the_others_are_right(
                 if done < total:
                     victim.kill()
 
+            it.publish_near(seed)
             begin = time.monotonic()
             error = it.failure(seed, on_progress=kill)
             assert isinstance(error, PeerError), error

@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 from ports import free_port
 from real_engines.process import Footprint, footprint
 from real_engines.setups import on
@@ -21,7 +23,7 @@ from real_vllm.baseline.per_tensor import PerTensorTrainer
 from real_vllm.cold import assert_serves
 from real_vllm.models import model_of
 from real_vllm.servers import ONE, TWO, Server, Setup
-from real_vllm.trainer import checkpoint_tensors, trainer
+from real_vllm.trainer import GLOO, checkpoint_tensors, trainer
 from weightcast.errors import PeerError
 
 # --- 50 publishes in a row ---
@@ -165,10 +167,14 @@ def test_streams_go_on_during_transfers_at_full_speed(server: Server) -> None:
 # --- a server killed in mid-transfer ---
 
 
-@on(ONE)
-def test_a_server_killed_in_mid_transfer_is_served_again_on_the_same_port(server: Server) -> None:
-    with trainer(server.setup, server.url) as it:
+@on(ONE, full=[TWO])
+@pytest.mark.parametrize("options", [{}, {"transport": GLOO, "delta": "always"}], ids=["full", "delta"])
+def test_a_server_killed_in_mid_transfer_is_served_again_on_the_same_port(
+    server: Server, options: dict[str, Any]
+) -> None:
+    with trainer(server.setup, server.url, **options) as it:
         it.publish(1)
+        it.publish_near(0)
         error = it.failure(0, on_progress=lambda done, total: server.kill())
         assert isinstance(error, PeerError), error
         assert server.url in str(error)

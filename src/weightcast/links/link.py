@@ -25,7 +25,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -95,21 +95,19 @@ class Frames:
         self._messages = messages
         self._data = bytearray()
 
-    def feed(self, data: bytes) -> list[Any]:
-        """Return every complete message. Raises ManifestError if the bytes are not a valid frame."""
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Yield every complete message, up to the first bytes that are not a valid frame: these raise ManifestError."""
         self._data += data
-        messages: list[Any] = []
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > MAX_LINK_MESSAGE_BYTES:
                 what = f"a link message of {length} bytes was announced, expected at most {MAX_LINK_MESSAGE_BYTES}"
                 raise malformed("too_large", what)
             if len(self._data) < _LENGTH.size + length:
-                break
+                return
             body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
             del self._data[: _LENGTH.size + length]
-            messages.append(decode(body, self._messages, max_bytes=MAX_LINK_MESSAGE_BYTES))
-        return messages
+            yield decode(body, self._messages, max_bytes=MAX_LINK_MESSAGE_BYTES)
 
 
 def connect(address: str, timeout_seconds: float) -> socket.socket:
