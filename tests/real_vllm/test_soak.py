@@ -168,7 +168,9 @@ def test_streams_go_on_during_transfers_at_full_speed(server: Server) -> None:
 
 
 @on(ONE, full=[TWO])
-@pytest.mark.parametrize("options", [{}, {"transport": GLOO, "delta": "always"}], ids=["full", "delta"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, id="full"), pytest.param({"transport": GLOO, "delta": "always"}, id="delta")]
+)
 def test_a_server_killed_in_mid_transfer_is_served_again_on_the_same_port(
     server: Server, options: dict[str, Any]
 ) -> None:
