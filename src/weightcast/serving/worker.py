@@ -28,6 +28,7 @@ from weightcast.errors import (
     EngineTornError,
     IncompleteUpdateError,
     ManifestError,
+    PeerDiedError,
     PeerTimeoutError,
     StaleVersionError,
     UnsupportedError,
@@ -411,7 +412,14 @@ class Worker:
             self._offered, self._offered_by, self._was_dropped = version, session, False
             self._num_missed = 0
             return
-        self._current(session, seal.version).seal(seal)
+        update = self._current(session, seal.version)
+        if session.is_abandoned:  # as when this process was stopped, and the request waited until it went on
+            raise PeerDiedError(
+                f"version {seal.version} is not sealed: its publisher has ended the link to this engine, and with it "
+                "the update; publish again",
+                peer="trainer",
+            )
+        update.seal(seal)
 
     def _offer(self, session: PublisherSession, offer: Offer) -> None:
         receiver = session.require_receiver()
