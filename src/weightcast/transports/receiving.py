@@ -389,8 +389,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
             else:
                 self._use_arena(self._map(record, descriptor))
         if ready is None:
-            if wanted.unreleased is not None:
-                self._release_read(wanted)
+            self._release_read(wanted)
             return None
         wanted.given, arena = ready, self._arena
         size_bytes = wanted.manifest.buckets[index]
