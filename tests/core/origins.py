@@ -163,7 +163,7 @@ class Hosts:
 
         Raises what the worker refuses it with.
         """
-        offer = Offer(RUN, number, manifest.digest(), manifest, install=install, undo=undo)
+        offer = Offer(RUN, number, manifest.digest(), manifest.text, install=install, undo=undo)
         workers = {host_identity(): num_workers, "another host": 9}
         self.client.update(msgspec.structs.replace(offer, secret=SECRET, workers=workers))
         if self.link is not None:

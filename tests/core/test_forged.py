@@ -32,7 +32,7 @@ def forged(kind: str, publisher: Publisher, version: int, secret: str | None) ->
     assert packing is not None
     proof = {} if secret is None else {"secret": secret}
     if kind == "offer":
-        return Offer(publisher.run, version, packing.manifest_digest, packing.layout.manifest, **proof)
+        return Offer(publisher.run, version, packing.manifest_digest, packing.layout.manifest.text, **proof)
     if kind == "seal":
         return Seal(publisher.run, version, 1, "0" * 32, **proof)
     return Abort(publisher.run, version, "malice", **proof)

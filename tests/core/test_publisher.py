@@ -23,6 +23,7 @@ from weightcast.errors import (
     EngineBusyError,
     IncompatibleWeightsError,
     InsufficientMemoryError,
+    ManifestError,
     PeerDiedError,
     PeerTimeoutError,
     PublishError,
@@ -505,6 +506,16 @@ def test_worker_refuses_what_is_not_its_runs() -> None:
             ):
                 with pytest.raises(RefusedError, match="lacks the secret"):
                     worker.update(message)
+        text = session.install.layout.manifest.text if session.install is not None else ""
+        for manifest, found in (
+            (None, "the offer has no manifest, and this session has not received one"),
+            ("", "not the JSON of a Manifest"),
+            (text[:-2], "not the JSON of a Manifest"),
+            ("{}", "not a Manifest of protocol 4: Object missing required field"),
+            (text, f"the manifest has digest [0-9a-f]{{64}}, but the offer names {digest}"),
+        ):
+            with pytest.raises(ManifestError, match=found):
+                worker.update(Offer(publisher.run, 60, digest, manifest, secret=session.info.secret))
         with pytest.raises(StaleVersionError, match="replayed"):
             worker.update(Offer(publisher.run, 5, digest, secret=session.info.secret))
         with pytest.raises(StaleVersionError, match="not the update in progress"):
@@ -513,7 +524,7 @@ def test_worker_refuses_what_is_not_its_runs() -> None:
             worker.update(Abort("f" * 32, 5, "malice"))
         with pytest.raises(UnsupportedError, match="no transport"):
             worker.init(InitInfo(publisher.run, "x", "pigeon://", "unix:@n", digest, 5.0))
-        with pytest.raises(UnsupportedError, match="protocol 1, this engine speaks 3"):
+        with pytest.raises(UnsupportedError, match="protocol 1, this engine speaks 4"):
             worker.init(InitInfo(publisher.run, "x", "ipc://@n", "unix:@n", digest, 5.0, protocol=1))
         assert session.install is not None
         base, known = DeltaBase(5, "0" * 32, (8,), ("0" * 32,)), session.install.manifest_digest

@@ -79,7 +79,7 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
         InitInfo,
     ),
     "offer.json": (
-        Offer(RUN, 7, "d" * 64, manifest=MANIFEST, base=None, install="streaming", undo=True),
+        Offer(RUN, 7, "d" * 64, manifest=MANIFEST.text, base=None, install="streaming", undo=True),
         UpdateInfo,
     ),
     "offer_known.json": (Offer(RUN, 8, "d" * 64), UpdateInfo),

@@ -70,7 +70,7 @@ def test_header() -> None:
     magic, protocol, origin, run, number, index, codec, raw, encoded, digest = struct.unpack(
         "<8sII16sQQ8sQQ16s", file[:88]
     )
-    assert (magic, protocol, origin, run.hex(), number, index) == (b"wcbucket", 3, 0, VERSION.run, 7, 5)
+    assert (magic, protocol, origin, run.hex(), number, index) == (b"wcbucket", 4, 0, VERSION.run, 7, 5)
     assert (codec, raw, encoded, digest.hex()) == (b"raw\0\0\0\0\0", 1024, 1024, DIGESTS["nh-128"])
     assert file[88:] == bytes(168)
 

@@ -39,7 +39,7 @@ _LAID_OUT_BYTES = 1 << 22
 Target = Callable[[bytes], bool]
 
 
-def manifest(data: bytes) -> bool:
+def manifest(data: bytes | str) -> bool:
     try:
         found = Manifest.decode(data)
     except ManifestError:
@@ -70,7 +70,7 @@ def _message(kind: Any, max_bytes: int = 1 << 28) -> Target:
         again = encode(found)
         assert encode(decode(again, kind)) == again
         if isinstance(found, Offer) and found.manifest is not None:
-            return manifest(encode(found.manifest))
+            return manifest(found.manifest)
         error = getattr(found, "error", None)
         if isinstance(error, ErrorRecord):
             assert isinstance(from_record(error), WeightcastError)

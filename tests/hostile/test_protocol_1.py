@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from weightcast import TensorSource
 from weightcast.errors import IntegrityError, ManifestError, PublishError, UnsupportedError
 from weightcast.format.bucket import BucketBuffer, check_bucket
 from weightcast.format.manifest import decode
-from weightcast.format.messages import InitInfo, LinkMessage, Offer, UpdateInfo, WeightInfo
+from weightcast.format.messages import InitInfo, LinkMessage, Offer, WeightInfo
 from weightcast.links.link import LinkListener, frame
 from weightcast.sources.store import StoreSource
 from weightcast.transports.store import StoreReceiver, StoreSender
@@ -35,14 +36,14 @@ def old(name: str, kind: Any) -> Any:
 def test_an_engine_refuses_a_publisher() -> None:
     with fleet(TensorSource(TENSORS), RecordingEngine()) as (publisher, (client,)):
         with pytest.raises(
-            UnsupportedError, match="publisher speaks protocol 1, this engine speaks 3: install the same version"
+            UnsupportedError, match="publisher speaks protocol 1, this engine speaks 4: install the same version"
         ):
             client.worker.init(old("init", InitInfo))
         publisher.publish(5)
-        offer: Offer = old("offer", UpdateInfo)
-        ours = Offer(publisher.run, 8, "d" * 64, offer.manifest, secret=publisher._connections.listener.secret)
+        manifest = json.dumps(json.loads((HERE / "offer.json").read_bytes())["manifest"])
+        ours = Offer(publisher.run, 8, "d" * 64, manifest, secret=publisher._connections.listener.secret)
         with pytest.raises(
-            ManifestError, match="protocol 1 was offered, this engine speaks 3: install the same version"
+            ManifestError, match="protocol 1 was offered, this engine speaks 4: install the same version"
         ):
             client.worker.update(ours)
         assert publisher.publish().ok
@@ -57,7 +58,7 @@ def test_a_publisher_refuses_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 publisher.publish()
         [error] = caught.value.failures.values()
         assert isinstance(error, UnsupportedError)
-        assert "engine-0 speaks protocol 1, this publisher speaks 3: install the same version" in str(error)
+        assert "engine-0 speaks protocol 1, this publisher speaks 4: install the same version" in str(error)
         assert engine.calls == []
         assert publisher.publish().ok
 
@@ -97,7 +98,7 @@ def test_a_store(tmp_path: Path, end: str) -> None:
     before = sorted(tmp_path.iterdir())
     url = f"file://{tmp_path}"
     words = (
-        "current.json has the format 'weightcast-store-1', expected 'weightcast-store-3': another program or protocol "
+        "current.json has the format 'weightcast-store-1', expected 'weightcast-store-4': another program or protocol "
         "version wrote this store; read it with that one, or publish into an empty directory"
     )
     with contextlib.ExitStack() as stack:

@@ -204,7 +204,7 @@ def test_a_call_without_a_hold_comes_back_as_the_error_it_was(engine: HttpEngine
     manifest = plan(engine.specs(), 1 << 20)
     for call in (
         lambda: engine.finish(1),
-        lambda: engine.update(Offer(RUN, 1, manifest.digest(), manifest)),
+        lambda: engine.update(Offer(RUN, 1, manifest.digest(), manifest.text)),
         lambda: engine.update(Seal(RUN, 1, 1, "0" * 32)),
         lambda: engine.update(Abort(RUN, 1, "why not")),
         lambda: engine.pause(RUN),

@@ -78,7 +78,7 @@ DAMAGES: dict[str, tuple[Damage, type[WeightcastError], str]] = {
     "data cut": (lambda s: cut(s / "data.0"), IntegrityError, r"data\.0 ends after 1000 bytes, expected \d+"),
     "data empty": (lambda s: cut(s / "data.0", 0), IntegrityError, "ends after 0 bytes"),
     "payload changed": (lambda s: flip(s / "data.0", 300), IntegrityError, "bucket 0: .*bytes were changed"),
-    "header changed": (lambda s: flip(s / "data.0", 8), IntegrityError, "header says protocol 7, expected protocol 3"),
+    "header changed": (lambda s: flip(s / "data.0", 8), IntegrityError, "header says protocol 0, expected protocol 4"),
     "last byte of data": (lambda s: flip(s / "data.0", 270_000), IntegrityError, "bucket 5: "),
     "data missing": (lambda s: (s / "data.0").unlink(), IntegrityError, r"data\.0 is missing"),
     "data of another version": (other_slots_data, IntegrityError, "header says version 1, expected version 2"),

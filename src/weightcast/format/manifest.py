@@ -23,7 +23,7 @@ import numpy as np
 from weightcast.errors import malformed
 from weightcast.format.geometry import ALIGNMENT_BYTES, CheckSteps, Region, check_tiling, is_inside, whole
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_TENSORS = 1 << 20
@@ -241,17 +241,24 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         span = self.spans[origin]
         return Manifest(self.protocol, self.digest_kind, self.buckets[span.start : span.stop])
 
+    @functools.cached_property
+    def text(self) -> str:
+        """The manifest's encoding."""
+        return encode(self).decode()
+
     def encode(self) -> bytes:
-        return encode(self)
+        return self.text.encode()
 
     def digest(self) -> str:
-        """The manifest's identity: SHA-256 of its encoding, in hex."""
-        return hashlib.sha256(self.encode()).hexdigest()
+        """The manifest's identity: that of its text."""
+        return digest_of(self.text)
 
     @classmethod
-    def decode(cls, data: bytes) -> Manifest:
+    def decode(cls, data: bytes | str) -> Manifest:
         """Read and check a manifest. Raises ManifestError for anything that `docs/wire-format.md` forbids."""
-        manifest: Manifest = decode(data, cls)
+        found: _EncodedManifest = decode(data, _EncodedManifest, what="Manifest")
+        columns = [decode(getattr(found, name), kind, what=f"Manifest's {name}") for name, kind in _COLUMNS.items()]
+        manifest = cls(found.protocol, found.digest_kind, found.buckets, found.origins, found.forms, *columns)
         manifest.check()
         return manifest
 
@@ -340,6 +347,39 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
             raise malformed("bucket", f"bucket {empty[0]} is empty")
 
 
+class _EncodedManifest(msgspec.Struct):
+    """A manifest with its columns still encoded: a call that decodes all of them holds the GIL for milliseconds."""
+
+    protocol: int
+    digest_kind: str
+    buckets: tuple[int, ...]
+    origins: tuple[int, ...] = ()
+    forms: tuple[TensorForm, ...] = ()
+    names: msgspec.Raw = msgspec.Raw(b"[]")
+    form_numbers: msgspec.Raw = msgspec.Raw(b"[]")
+    bucket_numbers: msgspec.Raw = msgspec.Raw(b"[]")
+    offsets_bytes: msgspec.Raw = msgspec.Raw(b"[]")
+    pieces: msgspec.Raw = msgspec.Raw(b"{}")
+    aliases: msgspec.Raw = msgspec.Raw(b"{}")
+    groups: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+_COLUMNS: Mapping[str, Any] = {
+    "names": tuple[str, ...],
+    "form_numbers": tuple[Number, ...],
+    "bucket_numbers": tuple[BucketNumber, ...],
+    "offsets_bytes": tuple[Number, ...],
+    "pieces": dict[str, tuple[Piece, ...]],
+    "aliases": dict[str, tuple[str, ...]],
+    "groups": dict[str, str],
+}
+
+
+def digest_of(text: str) -> str:
+    """Return the digest of a manifest with this text: SHA-256, in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 T = TypeVar("T")
 encode: Callable[[msgspec.Struct], bytes] = msgspec.json.Encoder().encode
 """Encodes any message of the protocol; equal messages give equal bytes."""
@@ -347,16 +387,26 @@ _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 _making_decoder = threading.Lock()
 
 
-def decode(data: bytes | bytearray | memoryview, kind: type[T] | Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
-    """Decode one message of type `kind`. Raises ManifestError if it is too large, truncated or invalid."""
+def decode(
+    data: bytes | bytearray | memoryview | msgspec.Raw | str,
+    kind: type[T] | Any,
+    *,
+    max_bytes: int = MAX_MESSAGE_BYTES,
+    what: str = "",
+) -> T:
+    """Decode one message of type `kind`. `what`: its name in errors, by default the type's.
+
+    Raises ManifestError if it is too large, truncated or invalid.
+    """
     if len(data) > max_bytes:
         raise malformed("too_large", f"a message of {len(data)} bytes; the limit is {max_bytes}")
     try:
         return (_decoders.get(kind) or _new_decoder(kind)).decode(data)  # type: ignore[no-any-return]
     except msgspec.ValidationError as exc:
-        raise malformed("type", f"not a {_name_of(kind)} of protocol {PROTOCOL}: {exc}") from exc
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise malformed("syntax", f"not the JSON of a {_name_of(kind)}: {exc}; {len(data)} bytes received") from exc
+        raise malformed("type", f"not a {what or _name_of(kind)} of protocol {PROTOCOL}: {exc}") from exc
+    except (msgspec.DecodeError, UnicodeError) as exc:
+        what = what or _name_of(kind)
+        raise malformed("syntax", f"not the JSON of a {what}: {exc}; {len(data)} bytes received") from exc
     except RecursionError as exc:
         raise malformed("depth", "JSON nested too deeply; no message of this protocol has more than 6 levels") from exc
 
@@ -392,13 +442,13 @@ def check_names(names: Sequence[str], aliases: Mapping[str, tuple[str, ...]], gr
     for name, others in aliases.items():
         if len(others) > MAX_ALIASES:
             raise malformed("count", f"{name[:80]!r} has {len(others)} aliases; the limit is {MAX_ALIASES}")
-    seen = set[str]()
-    for name in itertools.chain(names, *aliases.values()):
-        if not 0 < (len(name) if name.isascii() else _name_bytes(name)) <= MAX_NAME_BYTES:
+    every = [*names, *itertools.chain.from_iterable(aliases.values())]
+    lengths = map(len if all(map(str.isascii, every)) else _name_bytes, every)
+    for name, length in zip(every, lengths, strict=True):
+        if not 0 < length <= MAX_NAME_BYTES:
             raise malformed("name", f"the name {name[:80]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
-        if name in seen:
-            raise malformed("duplicate", f"the name {name!r} occurs twice")
-        seen.add(name)
+    if len(set(every)) < len(every):
+        raise malformed("duplicate", f"the name {Counter(every).most_common(1)[0][0]!r} occurs twice")
     for name, group in groups.items():
         if _name_bytes(group) > MAX_NAME_BYTES:
             raise malformed("name", f"the group of {name[:80]!r} is longer than {MAX_NAME_BYTES} bytes")

@@ -21,7 +21,6 @@ from weightcast.format.manifest import (
     MAX_TENSORS,
     MAX_VERSION,
     PROTOCOL,
-    Manifest,
     RunId,
     TensorSpec,
     VersionNumber,
@@ -96,8 +95,10 @@ class DeltaBase(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
-    """A version that a publisher is about to send. The manifest is absent when this link has been sent it before.
+    """A version that a publisher is about to send.
 
+    `manifest`: the manifest's text, which `manifest_digest` is the digest of. It is absent when this link has been sent
+    it before, and a text since engines hand offers on as plain values, of which it would have several for each tensor.
     `base`: the buckets come as deltas on it. `keeps_base`: the worker is asked to keep this version's packed buckets,
     so that the next version can come as deltas. `workers`: to how many workers of each host it is offered, as these
     call their hosts: they share the host's memory. `ranks`: by host, where several ranks of this engine are on one.
@@ -107,7 +108,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
     run: RunId
     version: VersionNumber
     manifest_digest: Digest256
-    manifest: Manifest | None = None
+    manifest: str | None = None
     base: DeltaBase | None = None
     keeps_base: bool = False
     install: InstallMode = "staged"

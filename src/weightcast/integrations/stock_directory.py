@@ -162,9 +162,8 @@ class StockServer(EngineClient, ServesTraffic):
         if isinstance(info, Offer):
             self._has_adapter = bool(info.target)
             if info.target:
-                self._manifest = info.manifest or self._manifest
                 self.api.require_unchanged()
-                self._adapters.check(info.target, info.version, self._require_manifest(), self._store_directory)
+                self._adapters.check(info.target, info.version, self._manifest_of(info), self._store_directory)
                 return
             if info.install != "staged":
                 raise UnsupportedError(
@@ -177,7 +176,8 @@ class StockServer(EngineClient, ServesTraffic):
             if self._has_adapter:
                 self._adapters.write(self._store, version)
                 return
-            aliases = self.wanted_names - {record.name for record in self._require_manifest().tensors}
+            assert self._manifest is not None
+            aliases = self.wanted_names - {record.name for record in self._manifest.tensors}
             self._directory = _written(self._store, self._store_directory, version, aliases)
 
     def check(self, offer: Offer) -> None:
@@ -188,8 +188,7 @@ class StockServer(EngineClient, ServesTraffic):
         if offer.undo:
             raise UnsupportedError(f"{self.name} can't undo an install: publish with undo=False, or {self.api.remedy}")
         self.info()
-        self._manifest = offer.manifest or self._manifest
-        manifest = self._require_manifest()
+        manifest = self._manifest_of(offer)
         if versions := self._adapters.versions():
             labels = ", ".join(version.label for version in versions)
             raise UnsupportedError(
@@ -207,7 +206,9 @@ class StockServer(EngineClient, ServesTraffic):
 
         require_fit(offered, self._held, can_cast=can_cast)
 
-    def _require_manifest(self) -> Manifest:
+    def _manifest_of(self, offer: Offer) -> Manifest:
+        if offer.manifest is not None:
+            self._manifest = Manifest.decode(offer.manifest)
         assert self._manifest is not None, "a manifest is left out only if it was accepted before"
         return self._manifest
 

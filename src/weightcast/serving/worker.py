@@ -39,7 +39,7 @@ from weightcast.errors import (
     trace_of,
 )
 from weightcast.format.bucket import DTYPE_NAMES
-from weightcast.format.manifest import MAX_BYTES, PROTOCOL, Manifest, TensorSpec, WeightVersion
+from weightcast.format.manifest import MAX_BYTES, PROTOCOL, Manifest, TensorSpec, WeightVersion, digest_of
 from weightcast.format.messages import (
     Abort,
     Accepted,
@@ -495,14 +495,15 @@ class Worker:
             known = None
         if known is not None and known.engine is engine and known.specs is specs and known.is_current:
             return known
-        manifest = offer.manifest if known is None else known.layout.manifest
-        if manifest is None:
+        if known is not None:
+            manifest = known.layout.manifest
+        elif offer.manifest is None:
             raise ManifestError(
                 "the offer has no manifest, and this session has not received one with its digest: send the manifest"
             )
-        if known is None:
-            manifest.check()
-            if (digest := manifest.digest()) != offer.manifest_digest:
+        else:
+            manifest = Manifest.decode(offer.manifest)
+            if (digest := digest_of(offer.manifest)) != offer.manifest_digest:
                 raise ManifestError(
                     f"the manifest has digest {digest}, but the offer names {offer.manifest_digest}: send the offer "
                     "again"

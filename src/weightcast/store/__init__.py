@@ -20,7 +20,7 @@ Records are JSON in the encoding of `docs/wire-format.md`, which defines buckets
     .checkpoint              for stock servers to reload; readers ignore it
 
 - `current.json` and `next.json` are `{"format", "newest", "previous", "digest"}`, `seal.json` the same without
-  `previous`. `format` MUST be `weightcast-store-3`: a store of another one is neither read nor written. `newest`
+  `previous`. `format` MUST be `weightcast-store-4`: a store of another one is neither read nor written. `newest`
   and `previous` are `{"run", "number", "slot", "num_files", "num_buckets", "manifest_digest", "root",
   "committed_at", "base"}`; `committed_at` is the Unix time of the seal. `number` in `writer.json` is that of the
   last version that was begun.

@@ -242,9 +242,10 @@ class FleetMember:
             if host and len(links) > 1
         }
         self._local_ranks = several or UNSET
-        # Asked again: a takeover waits for an install of the former run, and this publish must be above its version.
-        self.info = self.client.info()
-        self._require_ours(self.info.holder)
+        if self.info.holder or init.takeover:
+            # A takeover waits for an install of the former run, and this publish must be above its version.
+            self.info = self.client.info()
+            self._require_ours(self.info.holder)
         self._is_connected = True
 
     def _require_ours(self, holder: str) -> None:

@@ -272,7 +272,7 @@ class PublishRun:
                 self.publisher_run,
                 self.number,
                 self._pack_plan.manifest_digest,
-                self._manifest,
+                self._manifest.text,
                 keeps_base=deltas is not None and deltas.begin(self._pack_plan, fill, sent_again, inputs.revisions),
                 install=options.install,
                 undo=options.undo,
