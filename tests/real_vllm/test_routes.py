@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import signal
 import threading
 import time
 import urllib.parse
@@ -27,7 +28,6 @@ from real_vllm.trainer import trainer
 from weightcast import HttpEngine, PublishOptions
 from weightcast.errors import ControlError, EngineTornError, InstallError, PeerTimeoutError, RefusedError
 
-MAX_CONNECTIONS = 16
 TOKEN = "sesame-open"
 GUARDED = Setup(tp=2, token=TOKEN)
 POSTS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
@@ -36,33 +36,28 @@ GETS = ("weight_info", "is_paused", "get_world_size")
 
 
 class FrontEnds:
-    """A connection to each API server of a vLLM: all listen on one port, and the one with the fewest takes the next."""
+    """A connection to each API server of a vLLM: all listen on one port."""
 
     def __init__(self, server: Server) -> None:
-        self._server = server
         self._connections: dict[int, http.client.HTTPConnection] = {}
-        self._spare: list[http.client.HTTPConnection] = []
-        for _ in range(MAX_CONNECTIONS):
-            if len(self._connections) < server.setup.dp:
-                self._connect()
+        for _ in range(server.setup.dp):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+            with contextlib.ExitStack() as stack:
+                # Those that have a connection accept none while they are stopped.
+                for pid in self._connections:
+                    os.kill(pid, signal.SIGSTOP)
+                    stack.callback(os.kill, pid, signal.SIGCONT)
+                # A request, so that one of the others has accepted it.
+                connection.request("GET", "/health")
+                connection.getresponse().read()
+            self._connections[_served_by(server, connection)] = connection
         assert len(self._connections) == server.setup.dp, self._connections
-
-    def _connect(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=60)
-        # A request, so that one of them has accepted it.
-        connection.request("GET", "/health")
-        connection.getresponse().read()
-        pid = _served_by(self._server, connection)
-        if pid in self._connections:
-            self._spare.append(connection)
-        else:
-            self._connections[pid] = connection
 
     def __enter__(self) -> FrontEnds:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for connection in (*self._connections.values(), *self._spare):
+        for connection in self._connections.values():
             connection.close()
 
     def each(self, method: str, path: str, body: Any = None) -> list[tuple[int, str]]:
