@@ -21,9 +21,9 @@ from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.integrations.sglang.stock import route_distributed
 from weightcast.integrations.sglang.stock.buckets import FlatBuckets, buckets, lay_out
-from weightcast.integrations.sglang.stock.handle import handle, in_file, on_gpu, require_tested
+from weightcast.integrations.sglang.stock.handle import handle, in_file, on_gpu
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute, shared
-from weightcast.integrations.sglang.stock.sender import StockSender
+from weightcast.integrations.sglang.stock.server import StockSender
 from weightcast.seams.client import SenderContext
 from weightcast.trainer.packer import Packer
 
@@ -166,9 +166,12 @@ def test_a_handle_is_a_pickle_of_what_sglang_reads_and_of_nothing_else() -> None
 
 @pytest.mark.parametrize("version", ["unknown", "0.5.24", "0.6.0"])
 def test_a_version_whose_reader_is_not_known_is_refused_by_name(version: str) -> None:
-    require_tested("0.5.23", "http://server")
-    with pytest.raises(UnsupportedError, match=rf"http://server is SGLang {version}; .* is known only for 0\.5\.23"):
-        require_tested(version, "http://server")
+    route = TensorRoute(SenderContext("ipc://", VERSION.run, torch.device("cpu"), 10.0))
+    server: Any = types.SimpleNamespace(name="http://127.0.0.1:1", listens_on="127.0.0.1", version="0.5.23")
+    route.open(server)
+    server.version = version
+    with pytest.raises(UnsupportedError, match=rf"127.0.0.1:1 is SGLang {version}; .* is known only for 0\.5\.23"):
+        route.open(server)
 
 
 def test_a_closed_sender_opens_no_update() -> None:
@@ -189,8 +192,10 @@ def test_memory_of_a_gpu_is_shared_once_with_each_rank_of_a_server(monkeypatch: 
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="GPU-0"))
     sent: dict[str, list[list[str]]] = {"a": [], "b": []}
-    routes = {n: types.SimpleNamespace(map=lambda handles, is_last, n=n: sent[n].append(handles)) for n in sent}
-    servers: list[Any] = [types.SimpleNamespace(name=name, num_ranks=2, routes=routes[name]) for name in sent]
+    servers: list[Any] = [
+        types.SimpleNamespace(name=n, num_ranks=2, map=lambda handles, is_last, n=n: sent[n].append(handles))
+        for n in sent
+    ]
     with LazyGpu() as gpu:
         context: Any = types.SimpleNamespace(device=gpu.device)
         route = TensorRoute(context)
@@ -212,16 +217,17 @@ def test_memory_of_a_gpu_is_shared_once_with_each_rank_of_a_server(monkeypatch: 
 def test_a_group_that_breaks_each_time_asks_for_what_may_differ(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL of two versions fails without a word about versions."""
     monkeypatch.setattr(route_distributed, "require", lambda backend: None)
-    monkeypatch.setattr(route_distributed.DistributedRoute, "_group_of", _broken)
+    monkeypatch.setattr(route_distributed.DistributedRoute, "_both", _broken)
     with LazyGpu() as gpu:
         context = SenderContext(f"{backend}://127.0.0.1:0", VERSION.run, gpu.device, 10.0)
         route = route_distributed.DistributedRoute(context)
-        server: Any = types.SimpleNamespace(name="http://server")
+        server: Any = types.SimpleNamespace(name="http://server", num_ranks=1, group=None, join=None)
         with pytest.raises(PeerDiedError, match="lost its group 3 times") as caught:
             route.open(server)
         assert ("this process's version of NCCL" in str(caught.value)) is (backend == "nccl")
         route.close()
 
 
-def _broken(route: object, server: object) -> None:
+def _broken(_: object, server: Any, *rest: object) -> None:
+    server.group = None
     raise route_distributed._Broken("unhandled system error")

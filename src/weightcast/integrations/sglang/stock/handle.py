@@ -14,19 +14,10 @@ import struct
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from weightcast.errors import UnsupportedError
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
 
 TESTED_VERSIONS = ("0.5.23",)
-
-
-def require_tested(version: str, server: str) -> None:
-    """Raise UnsupportedError for a version of SGLang whose reader was not tested."""
-    if version not in TESTED_VERSIONS:
-        raise UnsupportedError(
-            f"{server} is SGLang {version}; its form of shared memory handles is known only for "
-            f"{', '.join(TESTED_VERSIONS)}, and a wrong one ends its process: publish over gloo://, nccl:// or file://"
-        )
+"""Versions of SGLang whose reader was tested."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ import torch
 from weightcast.errors import UnsupportedError
 from weightcast.host import device as host_device
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
-from weightcast.integrations.sglang.stock.handle import CudaHandle, handle, in_file, on_gpu, require_tested
-from weightcast.integrations.sglang.stock.server import SglangStockServer
+from weightcast.integrations.sglang.stock.handle import TESTED_VERSIONS, CudaHandle, handle, in_file, on_gpu
+from weightcast.integrations.sglang.stock.routes import SglangRoutes
 from weightcast.seams.client import SenderContext
 
 
@@ -37,17 +37,29 @@ class TensorRoute:
             return shared(num_bytes)
         return host_device.empty(num_bytes, self.device, "a flattened bucket", "use smaller buckets")
 
-    def open(self, server: SglangStockServer) -> None:
-        """Raise UnsupportedError for a server that can't open a handle."""
-        _require_here(server)
-        require_tested(server.routes.version, server.name)
+    def open(self, server: SglangRoutes) -> None:
+        """Raise UnsupportedError for a server that can't open a handle.
 
-    def ship(
-        self, server: SglangStockServer, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool
-    ) -> None:
+        It must be called at, and listen on, loopback; a container's ports are not.
+        """
+        called = urllib.parse.urlsplit(server.name).hostname or ""
+        if not (_is_loopback(called) and _is_loopback(server.listens_on)):
+            raise UnsupportedError(
+                f"{server.name} listens on {server.listens_on or 'an unknown address'}; ipc:// needs a server that is "
+                "called at, and listens on, this host's loopback (--host 127.0.0.1): start it so, or use gloo:// or "
+                "nccl://"
+            )
+        if server.version not in TESTED_VERSIONS:
+            raise UnsupportedError(
+                f"{server.name} is SGLang {server.version}; its form of shared memory handles is known only for "
+                f"{', '.join(TESTED_VERSIONS)}, and a wrong one ends its process: publish over gloo://, nccl:// or "
+                "file://"
+            )
+
+    def ship(self, server: SglangRoutes, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool) -> None:
         """Send one bucket to a server; return when it has loaded it."""
         handles = [self._handle(flat, places, server.name, rank) for rank in range(server.num_ranks)]
-        server.routes.map(handles, is_last=is_last)
+        server.map(handles, is_last=is_last)
 
     def _handle(self, flat: torch.Tensor, places: Sequence[FlatTensor], server: str, rank: int) -> str:
         storage: Any = flat.untyped_storage()
@@ -71,17 +83,6 @@ def shared(num_bytes: int) -> torch.Tensor:
     """Allocate host memory that other processes of this user can open by name, as torch shares it."""
     storage = torch.UntypedStorage._new_using_filename_cpu(max(num_bytes, 1))
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,), (1,))
-
-
-def _require_here(server: SglangStockServer) -> None:
-    """Raise UnsupportedError unless the server is called at, and listens on, loopback; a container's ports are not."""
-    called = urllib.parse.urlsplit(server.name).hostname or ""
-    if not (_is_loopback(called) and _is_loopback(server.routes.listens_on)):
-        raise UnsupportedError(
-            f"{server.name} listens on {server.routes.listens_on or 'an unknown address'}; ipc:// needs a server that "
-            "is called at, and listens on, this host's loopback (--host 127.0.0.1): start it so, or use gloo:// or "
-            "nccl://"
-        )
 
 
 def _is_loopback(host: str) -> bool:
