@@ -125,12 +125,6 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
 
     # --- at work ---
 
-    def prepare_weights(
-        self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None
-    ) -> Any:
-        """Prepare weights like TorchRL's own scheme; `strategy` is this scheme's by default."""
-        return super().prepare_weights(weights, model_id, self.strategy if strategy is None else strategy, context)
-
     def send(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
         """Write a version, by default of the registered model. Does not wait for readers.
 
@@ -179,9 +173,7 @@ class VLLMDoubleBufferWeightSender:
     """The sender of a scheme. It keeps only a weak reference to the model."""
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
-        """Raises ValueError for an unknown strategy."""
-        self._scheme = scheme
-        self._strategy = WeightStrategy(extract_as=scheme.strategy_name)
+        self._scheme, self._strategy = scheme, scheme.strategy
         self._model_ref: weakref.ref[Any] | None = None
         self._merging = Merging()
         self._transport: VLLMDoubleBufferTransport | None = None
@@ -239,11 +231,10 @@ class VLLMDoubleBufferWeightReceiver:
         load fails on any rank. Without it, and for a model of this process that is not an nn.Module, the engine then
         refuses to generate (EngineTornError) until a complete update.
 
-        Raises TypeError for an object other than a vLLM engine, ValueError for an unknown strategy.
+        Raises TypeError for an object other than a vLLM engine.
         """
         self._scheme = scheme
         self._undo = undo
-        self._strategy = WeightStrategy(extract_as=scheme.strategy_name)
         self._vllm_engine = vllm_engine
         self.last: Followed | None = None
         self._engine = engine_for(vllm_engine, transport=transport, undo=undo)
