@@ -19,7 +19,7 @@ import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from weightcast import registry
 from weightcast.checkpoint.live import CASTABLE
@@ -50,13 +50,6 @@ INCOMPLETE = "incomplete, was "
 """Prefix of a server's label, before the label of its last version."""
 
 
-class ServerStatus(NamedTuple):
-    """The label of a server's weights, and whether it is paused, if the server reports that."""
-
-    label: str
-    is_paused: bool = False
-
-
 class StockApi(AdapterApi, Protocol):
     """The calls to one stock server. Every call has a deadline and raises PeerError. Thread-safe.
 
@@ -71,7 +64,9 @@ class StockApi(AdapterApi, Protocol):
     def require_unchanged(self) -> None:
         """Raise ControlError if another server was started at this URL since this client was made."""
 
-    def status(self) -> ServerStatus: ...
+    def status(self) -> tuple[str, bool]:
+        """Return the label of the server's weights, and whether it is paused; False if the server can't say."""
+        ...
 
     def set_label(self, label: str) -> None: ...
 

@@ -10,7 +10,7 @@ request itself times out.
 from __future__ import annotations
 
 import functools
-import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,9 +41,7 @@ class DistributedRoute:
         if self._backend == "nccl" and context.device.type != "cuda":
             raise UnsupportedError(f"nccl can't send memory of {context.device}: use gloo:// or ipc://")
         self.device = context.device if self._backend == "nccl" else torch.device("cpu")
-        self._run = context.run
         self._deadline_seconds = context.deadline_seconds / 2
-        self._numbers = itertools.count(1)
         # For our part of each server's calls; a failed one may run until its deadline.
         self._pool = ThreadPoolExecutor(max_workers=2 * MAX_PARALLEL, thread_name_prefix="weightcast-stock")
 
@@ -72,7 +70,7 @@ class DistributedRoute:
             try:
                 group = server.group
                 if group is None:
-                    name, size = f"weightcast-{self._run[:12]}-{next(self._numbers)}", 1 + server.num_ranks
+                    name, size = f"weightcast-{secrets.token_hex(8)}", 1 + server.num_ranks
                     group = StockGroup(name, self._backend, self._host, size, self._deadline_seconds)
                     server.group = group
                     self._both(server, group, server.join, group.connect)

@@ -28,7 +28,7 @@ from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.sglang import adapter_form
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
 from weightcast.integrations.sglang.stock.group import StockGroup
-from weightcast.integrations.stock_directory import INCOMPLETE, ServerStatus, StockApi
+from weightcast.integrations.stock_directory import INCOMPLETE, StockApi
 from weightcast.links.watchdog import RecoveryRequest
 
 SglangPause: TypeAlias = Literal["retract", "abort"]
@@ -113,8 +113,8 @@ class SglangRoutes(StockApi):
         if self.http.get("/model_info", ModelInfo).model_path != self._model_path:
             raise ControlError(f"{self.name} was restarted with another model: publish again", peer=self.name)
 
-    def status(self) -> ServerStatus:
-        return ServerStatus(self.http.get("/model_info", ModelInfo).weight_version)
+    def status(self) -> tuple[str, bool]:
+        return self.http.get("/model_info", ModelInfo).weight_version, False
 
     # --- checksums ---
 
@@ -124,7 +124,7 @@ class SglangRoutes(StockApi):
 
     def require_loadable(self, manifest: Manifest, *, is_torn: bool) -> None:
         """Get the checksums of the former version while the server serves, unless they are known from an update."""
-        former = self.status().label.removeprefix(INCOMPLETE)
+        former = self.status()[0].removeprefix(INCOMPLETE)
         if self._former_label != former:
             self._unharmed = None
         if self._unharmed is None and not is_torn:
