@@ -31,7 +31,7 @@ class NemoCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     shard_expert_weights = False
 
     def __init__(self, bucket_size: int, **options: Any) -> None:
-        framework = Framework("NeMo-RL", _OPTIONS, ray.util.get_node_ip_address())
+        framework = Framework("NeMo-RL", _OPTIONS, ray.util.get_node_ip_address)
         self._transfer = RolloutTransfer(bucket_size, framework, options, batch_bytes=bucket_size)
         self._is_policy = False
 

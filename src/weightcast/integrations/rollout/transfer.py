@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -50,11 +50,11 @@ def endpoints_of(metadata: Sequence[Any], num_trainers: int, num_rollouts: int, 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Framework:
-    """A framework's name, the name of its options in errors, and its address of this node."""
+    """A framework's name, the name of its options in errors, and a function that returns this node's address."""
 
     name: str
     options: str
-    own_host: str
+    own_host: Callable[[], str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,6 @@ class RolloutTransfer:
             lease_seconds=min(PublishOptions().lease_seconds, given.deadline_seconds),
         )
         self._framework = framework
-        self._own_host = given.host or framework.own_host.strip("[]")
         self._batch_bytes = batch_bytes
         self._endpoints: list[Endpoint] = []
         self._workers: RolloutWorkers | None = None
@@ -140,7 +139,7 @@ class RolloutTransfer:
                 batch_bytes=self._batch_bytes,
                 deadline_option=f"{self._framework.options}.deadline_seconds",
             )
-            host, self._token, worker = self._own_host, secrets.token_hex(32), self._engine.worker
+            host, self._token, worker = self._own_host(), secrets.token_hex(32), self._engine.worker
             self._server = EngineServer(self._engine, host=host, token=self._token, worker=worker).start()
         self._engine.expect()
         return self._server.url, self._token, host_identity()
@@ -215,7 +214,7 @@ class RolloutTransfer:
     def _make_publisher(self) -> Publisher:
         if self._workers is not None:
             self._workers.close()
-        host, is_on_cpu = self._own_host, self._source.device.type == "cpu"
+        host, is_on_cpu = self._own_host(), self._source.device.type == "cpu"
         url = f"{'gloo' if is_on_cpu else 'nccl'}://" + (f"[{host}]:0" if ":" in host else f"{host}:0")
         if is_on_cpu and {host for *_, host in self._endpoints} == {host_identity()}:
             url = "ipc://"
@@ -250,3 +249,6 @@ class RolloutTransfer:
         workers.shutdown()
         workers.close()
         self._begin()
+
+    def _own_host(self) -> str:
+        return self._given.host or self._framework.own_host().strip("[]")

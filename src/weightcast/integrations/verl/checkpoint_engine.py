@@ -29,7 +29,7 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 "rollout.checkpoint_engine.update_weights_bucket_megabytes to at least 1"
             )
         self._is_trainer = is_master is not None
-        framework = Framework("verl", "engine_kwargs.weightcast", ray.util.get_node_ip_address())
+        framework = Framework("verl", "engine_kwargs.weightcast", ray.util.get_node_ip_address)
         self._transfer = RolloutTransfer(bucket_size, framework, options)
 
     # --- before each update ---
