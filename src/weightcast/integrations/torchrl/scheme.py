@@ -198,7 +198,7 @@ class VLLMDoubleBufferWeightSender:
             weights = self._model_ref()
             if weights is None:
                 raise RuntimeError("Model reference is dead")
-        self._transport.write(extract(self._strategy, weights, self._merging))
+        self._transport.write(extract(weights, self._strategy.extract_as, self._merging))
 
     def close(self) -> None:
         """Release the directory, so that another sender can write to it. Idempotent; the next update opens it again."""
