@@ -25,7 +25,6 @@ from torchrl_scheme.scheme_kit import TENSORS, Copies, sender_of, version_in, vl
 from weightcast import registry
 from weightcast.integrations import torchrl as ours
 from weightcast.integrations.torchrl import VLLMDoubleBufferSyncScheme as Scheme
-from weightcast.integrations.torchrl import VLLMDoubleBufferWeightReceiver as Receiver
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, SHORT_SECONDS, Background
 from weightcast.trainer.publisher import Publisher
 
@@ -334,13 +333,11 @@ def test_a_torchrl_that_was_not_tested_is_named_with_the_one_that_was(
     assert "pip install 'torchrl==0.14.*'" in caplog.text
 
 
-def test_torchrls_own_case_of_a_receiver_with_an_engine_only() -> None:
-    """`TestDoubleBufferPrefixCacheReset`: no attribute besides, one load, two resets."""
+def test_a_prefix_cache_that_is_not_reset_is_reset_once_more(tmp_path: Path) -> None:
     loads, resets = [], []
     engine = vllm_shape(lambda pairs: loads.append(list(pairs)))
     engine.reset_prefix_cache = lambda: resets.append(1) or len(resets) > 1
-    receiver = Receiver.__new__(Receiver)
-    receiver._vllm_engine = engine
+    receiver = Scheme(str(tmp_path)).create_receiver(engine)
     receiver.apply_weights(TensorDict(w=torch.zeros(2)))
     ((pair,),) = loads
     assert (pair[0], pair[1].tolist(), len(resets)) == ("w", [0, 0], 2)

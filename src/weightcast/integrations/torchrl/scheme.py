@@ -17,7 +17,7 @@ from weightcast.checkpoint.adapters import Merging
 from weightcast.errors import InstallError, warn_if_untested
 from weightcast.format.manifest import WeightVersion
 from weightcast.host.closing import on_failure
-from weightcast.integrations.torchrl.engines import RemoteEngine, VllmUnderTorchRL, engine_for
+from weightcast.integrations.torchrl.engines import RemoteEngine, engine_for
 from weightcast.integrations.torchrl.transport import VLLMDoubleBufferTransport, store_url
 from weightcast.integrations.torchrl.weights import extract, named_tensors, plain
 from weightcast.seams.engine import Undoable
@@ -218,10 +218,6 @@ class VLLMDoubleBufferWeightReceiver:
     `last`: the record of the last installed version.
     """
 
-    # For objects made by `__new__`, as in TorchRL's tests, which call `apply_weights`.
-    _engine: VllmUnderTorchRL | None = None
-    _undo = True
-
     def __init__(
         self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True
     ) -> None:
@@ -233,9 +229,7 @@ class VLLMDoubleBufferWeightReceiver:
 
         Raises TypeError for an object other than a vLLM engine.
         """
-        self._scheme = scheme
         self._undo = undo
-        self._vllm_engine = vllm_engine
         self.last: Followed | None = None
         self._engine = engine_for(vllm_engine, transport=transport, undo=undo)
         self._exits = contextlib.ExitStack()
@@ -256,13 +250,11 @@ class VLLMDoubleBufferWeightReceiver:
         damaged, with nothing changed; InstallError if the engine did not install it: all ranks have their former
         weights then, or are `torn`. The next call tries again.
         """
-        engine = self._engine
-        assert engine is not None
         try:
             followed = self._follower.wait(timeout)
         except InstallError as exc:
-            if isinstance(engine, RemoteEngine):
-                exc.torn = engine.is_torn
+            if isinstance(self._engine, RemoteEngine):
+                exc.torn = self._engine.is_torn
             raise
         if followed is None:
             return False
@@ -278,7 +270,7 @@ class VLLMDoubleBufferWeightReceiver:
         if not inplace:
             raise ValueError("Cannot apply weights out of place for vLLM double-buffer")
         tensors = {name: plain(name, tensor) for name, tensor in named_tensors(weights).items()}
-        engine = self._engine or engine_for(self._vllm_engine)
+        engine = self._engine
         restore = engine.snapshot() if self._undo and isinstance(engine, Undoable) else lambda: None
         with on_failure(restore):
             if isinstance(engine, RemoteEngine):
