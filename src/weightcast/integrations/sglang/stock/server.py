@@ -154,7 +154,7 @@ class StockSender(Sender):
         self._pool = ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="weightcast-sglang")
         self._living: list[SglangStockServer] = []
         """Servers that take part in the update."""
-        self.failures: dict[str, WeightcastError] = {}
+        self._failures: dict[str, WeightcastError] = {}
         self._flat: FlatBuckets | None = None
         self._buffer: BucketBuffer | None = None
         self._flight: list[tuple[Future[object], SglangStockServer]] = []
@@ -171,12 +171,16 @@ class StockSender(Sender):
             former.api.leave_group()
         self._by_name[server.name] = server
 
+    @property
+    def failures(self) -> Mapping[str, WeightcastError]:
+        return self._failures
+
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update: open sessions, and mark the servers, which are paused, as incomplete."""
         if self._closed:
             raise ClosedError("this sender was closed: make another publisher")
         self.abort("the publisher began another update")
-        self._living, self.failures = [self._by_name[name] for name in peers], {}
+        self._living, self._failures = [self._by_name[name] for name in peers], {}
         names = frozenset(name for server in self._living for name in server.wanted_names)
         if self._flat is None or (self._flat.manifest, self._flat.names) != (manifest, names):
             self._flat = self._buffer = None
@@ -237,7 +241,7 @@ class StockSender(Sender):
         for future, server in flight:
             error = future.exception()
             if error is not None:
-                self.failures[server.name] = from_record(to_record(error))
+                self._failures[server.name] = from_record(to_record(error))
                 self._living = [other for other in self._living if other is not server]
 
     def connected(self, peers: Sequence[str]) -> list[str]:
