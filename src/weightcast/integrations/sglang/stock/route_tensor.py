@@ -20,7 +20,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing import reductions
+from torch.multiprocessing.reductions import (
+    rebuild_cuda_tensor,
+    rebuild_storage_filename,
+    rebuild_tensor,
+    rebuild_typed_storage,
+)
 
 from weightcast.errors import UnsupportedError
 from weightcast.format.bucket import TORCH_DTYPES
@@ -37,12 +42,12 @@ class TensorRoute:
 
     def __init__(self, context: SenderContext) -> None:
         self.device = context.device
-        self._shares: dict[tuple[int, str, int], Any] = {}
-        """What torch's `_share_cuda_` has returned, by storage, server and rank. Kept, because torch nests one more
+        self._handles: dict[tuple[int, str, int], Any] = {}
+        """Return values of torch's `_share_cuda_`, by storage, server and rank. Kept, because torch nests one more
         wrapper each time a GPU's storage is shared, and frees them recursively."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        self._shares.clear()
+        self._handles.clear()
         if self.device.type == "cpu":
             return shared(num_bytes)
         return host_device.empty(num_bytes, self.device, "a flattened bucket", "use smaller buckets")
@@ -77,19 +82,19 @@ class TensorRoute:
         shape, stride, offset = (flat.numel(),), (1,), int(flat.storage_offset())
         if flat.is_cuda:
             key = (int(storage.data_ptr()), server, rank)
-            if key not in self._shares:
-                self._shares[key] = storage._share_cuda_()
-            _, name, size, storage_offset, *rest = self._shares[key]
+            if key not in self._handles:
+                self._handles[key] = storage._share_cuda_()
+            _, name, size, storage_offset, *rest = self._handles[key]
             uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
             memory = (torch.storage.TypedStorage, torch.uint8, uuid, name, size, storage_offset, False)
-            bucket = _Call(reductions.rebuild_cuda_tensor, torch.Tensor, shape, stride, offset, *memory, *rest)
+            bucket = _Call(rebuild_cuda_tensor, torch.Tensor, shape, stride, offset, *memory, *rest)
         else:
             manager, name, size = storage._share_filename_cpu_()
             # The process that opens it releases one reference.
             storage._shared_incref()
-            opened = _Call(reductions.rebuild_storage_filename, torch.UntypedStorage, manager, name, size)
-            typed = _Call(reductions.rebuild_typed_storage, opened, torch.uint8)
-            bucket = _Call(reductions.rebuild_tensor, torch.Tensor, typed, (offset, shape, stride, False))
+            opened = _Call(rebuild_storage_filename, torch.UntypedStorage, manager, name, size)
+            typed = _Call(rebuild_typed_storage, opened, torch.uint8)
+            bucket = _Call(rebuild_tensor, torch.Tensor, typed, (offset, shape, stride, False))
         layout = [
             types.SimpleNamespace(
                 name=place.name,
@@ -104,7 +109,7 @@ class TensorRoute:
         return base64.b64encode(pickle.dumps({"flattened_tensor": bucket, "metadata": layout}, protocol=4)).decode()
 
     def close(self) -> None:
-        self._shares.clear()
+        self._handles.clear()
 
 
 class _Call:
