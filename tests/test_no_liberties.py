@@ -119,8 +119,12 @@ PERMITTED: dict[tuple[str, str], str] = {
     ("integrations.sglang.registered_adapters", "sets .lora_path of request"): "the version that the name stands for",
     ("integrations.sglang.scheduler", "setattr(scheduler)"): "an attribute of its own name",
     ("integrations.sglang.scheduler", "sets .message of reply"): "a reply that weightcast answers with",
-    ("integrations.torchrl.weights", "warnings.catch_warnings"): "TorchRL warns of what its user has not asked for",
-    ("integrations.torchrl.weights", "warnings.simplefilter"): "within that `with`",
+    **{
+        ("integrations.sglang.stock.route_tensor", f"torch.multiprocessing.reductions.{name}"): (
+            "named in a handle, for SGLang's reader to call; never called here"
+        )
+        for name in ("rebuild_cuda_tensor", "rebuild_storage_filename", "rebuild_tensor", "rebuild_typed_storage")
+    },
     (
         "integrations.trl.transfer",
         "sets .should_log of control",

@@ -334,9 +334,9 @@ def test_other_weights_than_before_are_refused_by_name(
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ([{}], "1 workers have prepared; after the 1 policy workers 0 have an endpoint, expected 1 rollout workers"),
-        ([{}, {}], "2 workers have prepared; after the 1 policy workers 0 have an endpoint"),
-        ([{}, None], "2 workers have prepared; after the 1 policy workers 0 have an endpoint"),
+        ([{}], "1 workers have prepared; after the 1 trainer ranks 0 have an endpoint, expected 1 rollout workers"),
+        ([{}, {}], "2 workers have prepared; after the 1 trainer ranks 0 have an endpoint"),
+        ([{}, None], "2 workers have prepared; after the 1 trainer ranks 0 have an endpoint"),
     ],
 )
 def test_rollout_workers_that_have_not_prepared(make_engine: Callable[..., Any], metadata: Any, words: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import signal
 import threading
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from real_engines.setups import on
 from real_vllm.models import save
 from real_vllm.oracle import PROMPT
 from real_vllm.trainer import FILE, GLOO, IPC, Tensors, checkpoint_tensors, trainer
-from sglang.srt.utils.common import MultiprocessingSerializer, SafeUnpickler
+from sglang.srt.utils.common import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from sglang_dialect.dying import MOMENTS, Moment
 from warm_python import WarmPython
@@ -28,8 +27,7 @@ from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.deadline import Deadline
 from weightcast.integrations.sglang.stock.buckets import lay_out
-from weightcast.integrations.sglang.stock.handle import TESTED_VERSIONS, Global, on_gpu
-from weightcast.integrations.sglang.stock.route_tensor import TensorRoute, shared
+from weightcast.integrations.sglang.stock.route_tensor import TESTED_VERSIONS, TensorRoute, shared
 from weightcast.seams.client import SenderContext
 
 Spoil = Callable[[dict[str, torch.Tensor]], None]
@@ -293,16 +291,38 @@ def test_sglangs_own_reader_reads_a_handle() -> None:
     for place in places:
         place.view(flat).copy_(held[place.name])
     route = TensorRoute(SenderContext("ipc://", "0" * 32, torch.device("cpu"), 10.0))
-    read = MultiprocessingSerializer.deserialize(route._handle(flat, places, "http://server", 0))
+    read = MultiprocessingSerializer.deserialize(route.handle(flat, places, "http://server", 0))
     bucket = FlattenedTensorBucket(flattened_tensor=read["flattened_tensor"], metadata=read["metadata"])
     found = dict(bucket.reconstruct_tensors())
     assert found.keys() == held.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
 
 
-def test_sglangs_reader_may_look_up_each_name_of_a_handle_for_a_gpu() -> None:
-    bucket = on_gpu((0, b"handle", 64, 512, b"counter", 3, b"event", True), "GPU-0", 25, 16)
-    names = [argument for argument in (bucket.function, *bucket.arguments) if isinstance(argument, Global)]
-    reader = SafeUnpickler(io.BytesIO())
-    assert all(callable(reader.find_class(name.module, name.name)) or name.name == "uint8" for name in names)
+GPU_HANDLE = """
+import types, torch
+from sglang.srt.utils import common, patch_torch
+from weightcast.format.manifest import TensorSpec
+from weightcast.integrations.sglang.stock.buckets import lay_out
+from weightcast.integrations.sglang.stock.route_tensor import TensorRoute
+storage = types.SimpleNamespace(
+    data_ptr=lambda: 8, _share_cuda_=lambda: (0, b"handle", 64, 512, b"counter", 3, b"event", True)
+)
+flat = types.SimpleNamespace(
+    is_cuda=True, device=0, numel=lambda: 25, storage_offset=lambda: 16, untyped_storage=lambda: storage
+)
+torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(uuid=f"GPU-{device}")
+torch.cuda.device_count = lambda: 2
+route = TensorRoute(types.SimpleNamespace(device=None))
+handle = route.handle(flat, lay_out([TensorSpec("w", "uint8", (25,))]), "http://server", 0)
+patch_torch.monkey_patch_torch_reductions()  # as SGLang does before it reads one
+patch_torch.reductions._rebuild_cuda_tensor_original = lambda *arguments: arguments
+read = common.MultiprocessingSerializer.deserialize(handle)["flattened_tensor"]
+storage_of_gpu = (torch.storage.TypedStorage, torch.uint8, 0, b"handle", 64, 512, False)
+assert read == (torch.Tensor, (25,), (1,), 16, *storage_of_gpu, b"counter", 3, b"event", True), read
+"""
+
+
+def test_sglangs_own_reader_reads_a_handle_for_a_gpu(python: WarmPython) -> None:
+    """It finds the GPU by its UUID, and torch then gets what it would get from SGLang's own handle."""
+    assert python.run(GPU_HANDLE) == 0
     assert version("sglang") in TESTED_VERSIONS

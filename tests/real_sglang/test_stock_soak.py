@@ -15,7 +15,6 @@ from real_sglang.oracle import assert_serves
 from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup
 from real_sglang.test_transactional_soak import publish_under_streams
 from weightcast.integrations.sglang.stock.group import StockGroup
-from weightcast.links.watchdog import Watchdog
 
 
 @on(STOCK, full=[STOCK_TWO])
@@ -49,8 +48,7 @@ def test_two_thousand_tensors_come_forty_times_as_fast_as_one_by_one(server: Ser
 
 def one_by_one(server: Server, tensors: dict[str, torch.Tensor]) -> float:
     """Seconds for one request and one broadcast for each tensor, as SGLang's plain route has it."""
-    guard = Watchdog()
-    group = StockGroup("one-by-one", "gloo", "127.0.0.1", 2, 60.0, guard)
+    group = StockGroup("one-by-one", "gloo", "127.0.0.1", 2, 60.0)
     body = {"master_address": "127.0.0.1", "master_port": group.port, "rank_offset": 1, "world_size": 2}
     call(server, group.connect, "/init_weights_update_group", body | {"group_name": group.name, "backend": "gloo"})
     try:
@@ -70,8 +68,7 @@ def one_by_one(server: Server, tensors: dict[str, torch.Tensor]) -> float:
         return time.perf_counter() - start
     finally:
         server.post("/destroy_weights_update_group", {"group_name": group.name})
-        group.end()
-        guard.close()
+        group.close()
 
 
 def call(server: Server, beside: object, path: str, body: dict[str, object]) -> None:

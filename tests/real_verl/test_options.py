@@ -94,7 +94,12 @@ def test_an_update_that_is_cancelled_on_its_way_leaves_replicas_paused(monkeypat
         monkeypatch.setattr(manager_module, "RayWorkerGroup", lambda **kwargs: group)
         monkeypatch.setattr(manager_module, "RayClassWithInitArgs", lambda **kwargs: None)
         manager = WeightcastCheckpointManager(CheckpointEngineConfig(backend="weightcast"), group, [replica])
-        monkeypatch.setattr(manager, "_connect", lambda rollout: logs("connect")())
+
+        async def on_all(rollout: Any, method: str, *arguments: Any) -> list[Any]:
+            log.append(method)
+            return [{}, {"endpoint": ("http://worker", "token", "host")}]
+
+        monkeypatch.setattr(manager, "_on_all", on_all)
         updating = asyncio.ensure_future(manager.update_weights(global_steps=1))
         await under_way.wait()
         await asyncio.sleep(0)
@@ -104,7 +109,7 @@ def test_an_update_that_is_cancelled_on_its_way_leaves_replicas_paused(monkeypat
         return manager
 
     manager = asyncio.run(update())
-    assert log == ["abort_all_requests", "release_kv_cache", "connect"]
+    assert log == ["abort_all_requests", "release_kv_cache", "prepare", "init_process_group"]
     assert manager.torn_replicas == [replica]
 
 

@@ -27,7 +27,7 @@ from real_vllm.models import model_of
 from real_vllm.oracle import PROMPT, Answer
 from real_vllm.servers import Server, Setup, completion
 from weightcast import ModuleSource, Publisher, PublishError, PublishOptions, PublishReport, TensorSource
-from weightcast.format.adapters import LoraConfig, tensor_name
+from weightcast.format.adapters import AdapterTarget, LoraConfig, tensor_name
 from weightcast.integrations.stock_adapters import FOLDER, StockAdapters
 from weightcast.trainer.options import Adapter, PublishEvent
 
@@ -312,11 +312,10 @@ def directories(store: str, server: Server) -> set[str]:
     return {path.name.rpartition("-")[0] for path in folder.glob(f"*/*{port}/*")}
 
 
-def load_from_nowhere(self: StockAdapters, version: int) -> None:
+def load_from_nowhere(self: StockAdapters, target: AdapterTarget, version: int, path: Path) -> None:
     """Load a version that the server can't see, as one on another host."""
-    assert self._path is not None
-    shutil.rmtree(self._path)
-    _load(self, version)
+    shutil.rmtree(path)
+    _load(self, target, version, path)
 
 
 def refusal_of_the_second(server: Any, family: str, stores: Path, answers: Callable[[str], Answer]) -> str:

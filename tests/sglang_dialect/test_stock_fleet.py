@@ -333,7 +333,7 @@ def test_a_killed_trainer_leaves_a_server_whole_or_standing_still(start: Start, 
             os.kill(os.getpid(), signal.SIGKILL)
     with publisher(source.step(1), url) as made:
         if when == "before":
-            from weightcast.integrations.sglang.stock.sender import StockSender
+            from weightcast.integrations.sglang.stock.server import StockSender
             StockSender.send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         if when == "after":
             from weightcast.integrations.sglang.stock.server import SglangStockServer

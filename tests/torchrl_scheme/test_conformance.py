@@ -25,7 +25,6 @@ from torchrl_scheme.scheme_kit import TENSORS, Copies, sender_of, version_in, vl
 from weightcast import registry
 from weightcast.integrations import torchrl as ours
 from weightcast.integrations.torchrl import VLLMDoubleBufferSyncScheme as Scheme
-from weightcast.integrations.torchrl import VLLMDoubleBufferWeightReceiver as Receiver
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, SHORT_SECONDS, Background
 from weightcast.trainer.publisher import Publisher
 
@@ -80,9 +79,8 @@ def test_attributes_and_defaults() -> None:
 
 
 def test_an_unknown_strategy_is_an_error() -> None:
-    for make in (lambda s: s.create_sender(), lambda s: s.create_receiver(vllm_shape(print))):
-        with pytest.raises(ValueError, match="extract_as"):
-            make(Scheme("/somewhere", strategy="neither"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="extract_as"):
+        Scheme("/somewhere", strategy="neither").create_sender()  # type: ignore[arg-type]
 
 
 def test_pickling_keeps_what_it_was_made_of(tmp_path: Path) -> None:
@@ -335,13 +333,11 @@ def test_a_torchrl_that_was_not_tested_is_named_with_the_one_that_was(
     assert "pip install 'torchrl==0.14.*'" in caplog.text
 
 
-def test_torchrls_own_case_of_a_receiver_with_an_engine_only() -> None:
-    """`TestDoubleBufferPrefixCacheReset`: no attribute besides, one load, two resets."""
+def test_a_prefix_cache_that_is_not_reset_is_reset_once_more(tmp_path: Path) -> None:
     loads, resets = [], []
     engine = vllm_shape(lambda pairs: loads.append(list(pairs)))
     engine.reset_prefix_cache = lambda: resets.append(1) or len(resets) > 1
-    receiver = Receiver.__new__(Receiver)
-    receiver._vllm_engine = engine
+    receiver = Scheme(str(tmp_path)).create_receiver(engine)
     receiver.apply_weights(TensorDict(w=torch.zeros(2)))
     ((pair,),) = loads
     assert (pair[0], pair[1].tolist(), len(resets)) == ("w", [0, 0], 2)
@@ -406,16 +402,6 @@ def test_connect_sends_and_takes_the_first_version(tmp_path: Path) -> None:
     assert same(taken.held, module.state_dict())
     trainer.shutdown()
     worker.shutdown()
-
-
-def test_prepare_weights_is_torchrls(tmp_path: Path) -> None:
-    scheme, module = Scheme(str(tmp_path)), model()
-    assert isinstance(scheme.prepare_weights(module, "policy"), TensorDict)
-    given = {"a": torch.ones(1)}
-    assert scheme.prepare_weights(given, "policy", WeightStrategy(), None) is given
-    assert scheme.prepare_weights(None, "policy") is None
-    with pytest.raises(ValueError, match="without context"):
-        scheme.prepare_weights("policy", "policy")
 
 
 # --- 7: dtypes and layouts; names are W17's ---

@@ -33,7 +33,6 @@ from weightcast.checkpoint.files import UnfinishedDirectory, write_tensors
 from weightcast.control.client import NOT_READY, HttpRoutes
 from weightcast.errors import (
     ControlError,
-    IncompleteUpdateError,
     InstallError,
     PeerDiedError,
     RefusedError,
@@ -106,10 +105,6 @@ class StockAdapters:
     def __init__(self, api: AdapterApi) -> None:
         self._api = api
         self.name = api.http.name
-        self._target: AdapterTarget | None = None
-        self._folder = Path()
-        self._path: Path | None = None
-        """Directory of the version that was sealed."""
 
     def versions(self) -> tuple[AdapterVersion, ...]:
         """Return the published versions that the server names, by number. The current one has the highest number."""
@@ -139,8 +134,7 @@ class StockAdapters:
 
         Raises UnsupportedError, RefusedError, StaleVersionError, IncompatibleWeightsError.
         """
-        self._target, self._path, api = target, None, self._api
-        self._folder = store / FOLDER / api.dialect / urllib.parse.quote(self.name, safe="")
+        api = self._api
         api.require_adapters()
         if target.base:
             raise UnsupportedError(
@@ -149,7 +143,7 @@ class StockAdapters:
         if problems := list(adapter_problems(manifest, target, api)):
             raise misfit_error(problems)
         served = self._served()
-        ours, label = self._of_target(served), adapter_label(target.name, version)
+        ours, label = self._of(target, served), adapter_label(target.name, version)
         if label in served.keys() - {each.label for each in ours}:
             raise RefusedError(f"{self.name} has an adapter {label!r} already: publish under another name")
         if ours and ours[-1].number >= version:
@@ -157,7 +151,7 @@ class StockAdapters:
                 f"{self.name} names {ours[-1].label} of run {ours[-1].run}, and {label} would not be newer: publish a "
                 "version with a higher number"
             )
-        self._remove_unused(served)
+        self._remove_unused(served, store)
         self._unload([each.label for each in ours[: -1 - target.keep]])
         served = self._served()
         if api.capacity is not None and len(served) >= api.capacity:
@@ -166,41 +160,37 @@ class StockAdapters:
                 f"drop one: publish with a smaller keep, or start it with {api.limits}"
             )
 
-    def write(self, store: str, version: WeightVersion) -> None:
-        """Write the directory of a version in publication.
+    def write(self, target: AdapterTarget, url: str, store: Path, version: WeightVersion) -> Path:
+        """Write and return the directory of a version in publication.
 
-        `store`: the store's URL. Raises IntegrityError, VersionNotFoundError, OSError.
+        `url`: the store's. Raises IntegrityError, VersionNotFoundError, OSError.
         """
-        assert self._target is not None, "an offer comes first"
-        name = f"{adapter_label(self._target.name, version.number)}-{version.run}"
-        path = self._folder / name
+        name = f"{adapter_label(target.name, version.number)}-{version.run}"
+        path = self._folder(store) / name
         with _lock:
             if not path.exists():
                 known = next(path.parent.parent.glob(f"*/{name}"), None)
                 unfinished = UnfinishedDirectory(path)
                 with on_failure(unfinished.discard):
                     if known is None:
-                        source = registry.stored_source(store, version=version)
-                        tensors, settings = self._api.peft_form(joined_tensors(source), self._target.config)
+                        source = registry.stored_source(url, version=version)
+                        tensors, settings = self._api.peft_form(joined_tensors(source), target.config)
                         write_tensors(unfinished.path / "adapter_model.safetensors", tensors)
                         (unfinished.path / "adapter_config.json").write_text(json.dumps(settings, indent=2))
                     else:
-                        for file in known.iterdir():
-                            _link(file, unfinished.path / file.name)
+                        shutil.copytree(known, unfinished.path, copy_function=_link, dirs_exist_ok=True)
                     unfinished.finish()
             os.utime(path)  # The server begins to load it now, also if it was written for an earlier try.
-        self._path = path
+        return path
 
-    def load(self, version: int) -> None:
+    def load(self, target: AdapterTarget, version: int, path: Path) -> None:
         """Have the server load the sealed version, and unload those that are older than `keep`.
 
         Raises InstallError if the server refuses it, RefusedError if it has another version of this name: its other
         versions go on. After a lost reply, ask for `versions`; a proxy's failure raises PeerDiedError, since the server
         may go on loading behind it.
         """
-        if self._target is None or self._path is None:
-            raise IncompleteUpdateError(f"no version was sealed for {self.name}: publish again")
-        label, path = adapter_label(self._target.name, version), self._path
+        label = adapter_label(target.name, version)
         try:
             self._api.http.post(self._api.load_route, {"lora_name": label, "lora_path": str(path)}, once=True)
         except ControlError as exc:
@@ -224,13 +214,12 @@ class StockAdapters:
                 ) from exc
             # Loaded by an earlier request, whose reply was lost.
         try:
-            self._unload([each.label for each in self._of_target(self._served())[: -1 - self._target.keep]])
+            self._unload([each.label for each in self._of(target, self._served())[: -1 - target.keep]])
         except WeightcastError as exc:
             logger.warning("%s did not unload older versions, the next offer will: %s", self.name, exc)
 
-    def _of_target(self, served: Mapping[str, str]) -> list[AdapterVersion]:
-        assert self._target is not None, "an offer comes first"
-        return [version for version in self._versions(served) if version.name == self._target.name]
+    def _of(self, target: AdapterTarget, served: Mapping[str, str]) -> list[AdapterVersion]:
+        return [version for version in self._versions(served) if version.name == target.name]
 
     def _unload(self, labels: Sequence[str]) -> None:
         for label in labels:
@@ -238,7 +227,10 @@ class StockAdapters:
 
     # --- the directories ---
 
-    def _remove_unused(self, served: Mapping[str, str]) -> None:
+    def _folder(self, store: Path) -> Path:
+        return store / FOLDER / self._api.dialect / urllib.parse.quote(self.name, safe="")
+
+    def _remove_unused(self, served: Mapping[str, str], store: Path) -> None:
         """Remove directories of versions that the server does not name, and no request uses.
 
         A version has lost its name in an earlier publish, so the requests that had found it by then have begun. A
@@ -246,7 +238,7 @@ class StockAdapters:
         """
         named = {Path(root).name for root in served.values()}
         newest = {version.name: version.number for version in self._versions(served)}
-        unnamed = [path for path in self._folder.glob("*") if path.name not in named]
+        unnamed = [path for path in self._folder(store).glob("*") if path.name not in named]
         in_use = self._api.adapters_in_use() if unnamed else ()
         for path in unnamed:
             match = _ROOT.search(str(path))
@@ -256,7 +248,7 @@ class StockAdapters:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _link(source: Path, target: Path) -> None:
+def _link(source: str, target: str) -> None:
     """Make a hard link; a copy where the filesystem has none."""
     try:
         os.link(source, target)

@@ -19,7 +19,7 @@ import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from weightcast import registry
 from weightcast.checkpoint.live import CASTABLE
@@ -31,6 +31,7 @@ from weightcast.errors import (
     UnsupportedError,
     VersionNotFoundError,
 )
+from weightcast.format.adapters import AdapterTarget
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.messages import InitInfo, Offer, Seal, UpdateInfo, WeightInfo
 from weightcast.integrations.stock_adapters import AdapterApi, StockAdapters
@@ -49,13 +50,6 @@ INCOMPLETE = "incomplete, was "
 """Prefix of a server's label, before the label of its last version."""
 
 
-class ServerStatus(NamedTuple):
-    """The label of a server's weights, and whether it is paused, if the server reports that."""
-
-    label: str
-    is_paused: bool = False
-
-
 class StockApi(AdapterApi, Protocol):
     """The calls to one stock server. Every call has a deadline and raises PeerError. Thread-safe.
 
@@ -70,7 +64,9 @@ class StockApi(AdapterApi, Protocol):
     def require_unchanged(self) -> None:
         """Raise ControlError if another server was started at this URL since this client was made."""
 
-    def status(self) -> ServerStatus: ...
+    def status(self) -> tuple[str, bool]:
+        """Return the label of the server's weights, and whether it is paused; False if the server can't say."""
+        ...
 
     def set_label(self, label: str) -> None: ...
 
@@ -107,10 +103,11 @@ class StockServer(EngineClient, ServesTraffic):
         self._label = ""
         self._run = self._version_run = self._store = ""
         self._manifest: Manifest | None = None
-        self._directory: Path | None = None
         self._adapters = StockAdapters(api)
-        self._has_adapter = False
-        """True if the update in progress is of an adapter."""
+        self._target: AdapterTarget | None = None
+        """The adapter that the update in progress is of; None: of the model."""
+        self._directory: Path | None = None
+        """That of the sealed version."""
 
     # --- control ---
 
@@ -160,10 +157,10 @@ class StockServer(EngineClient, ServesTraffic):
         """Upon an offer, check it. Upon a seal, write the directory, before the pause."""
         self._directory = None
         if isinstance(info, Offer):
-            self._has_adapter = bool(info.target)
-            if info.target:
+            self._target = info.target or None
+            if self._target is not None:
                 self.api.require_unchanged()
-                self._adapters.check(info.target, info.version, self._manifest_of(info), self._store_directory)
+                self._adapters.check(self._target, info.version, self._accepted(info), self._store_directory)
                 return
             if info.install != "staged":
                 raise UnsupportedError(
@@ -173,10 +170,10 @@ class StockServer(EngineClient, ServesTraffic):
             self.check(info)
         elif isinstance(info, Seal):
             version = WeightVersion(info.run, info.version)
-            if self._has_adapter:
-                self._adapters.write(self._store, version)
+            if self._target is not None:
+                self._directory = self._adapters.write(self._target, self._store, self._store_directory, version)
                 return
-            assert self._manifest is not None
+            assert self._manifest is not None, "an offer comes first"
             aliases = self.wanted_names - {record.name for record in self._manifest.tensors}
             self._directory = _written(self._store, self._store_directory, version, aliases)
 
@@ -188,7 +185,7 @@ class StockServer(EngineClient, ServesTraffic):
         if offer.undo:
             raise UnsupportedError(f"{self.name} can't undo an install: publish with undo=False, or {self.api.remedy}")
         self.info()
-        manifest = self._manifest_of(offer)
+        manifest = self._accepted(offer)
         if versions := self._adapters.versions():
             labels = ", ".join(version.label for version in versions)
             raise UnsupportedError(
@@ -206,7 +203,7 @@ class StockServer(EngineClient, ServesTraffic):
 
         require_fit(offered, self._held, can_cast=can_cast)
 
-    def _manifest_of(self, offer: Offer) -> Manifest:
+    def _accepted(self, offer: Offer) -> Manifest:
         if offer.manifest is not None:
             self._manifest = Manifest.decode(offer.manifest)
         assert self._manifest is not None, "a manifest is left out only if it was accepted before"
@@ -232,11 +229,11 @@ class StockServer(EngineClient, ServesTraffic):
 
         If it is raised for a model, the server is torn.
         """
-        if self._has_adapter:
-            self._adapters.load(version)
-            return
         if self._directory is None:
             raise IncompleteUpdateError(f"no version was sealed for {self.name}: publish again")
+        if self._target is not None:
+            self._adapters.load(self._target, version, self._directory)
+            return
         self.info()
         was_torn = self.is_torn
         self.mark()
@@ -266,7 +263,7 @@ class StockServer(EngineClient, ServesTraffic):
 
     def recovery_requests(self, run: str) -> list[RecoveryRequest]:
         """Return requests for the whole install of the sealed version, even if it had begun, and a resume."""
-        if self._directory is None:
+        if self._directory is None or self._target is not None:
             return []
         version = self._directory.name.partition("-")[0]
         return self.api.recovery_requests(self._directory, self.former, version)

@@ -15,7 +15,7 @@ from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
 from weightcast.integrations.handed import Named
 from weightcast.integrations.rollout.threads import in_thread
-from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer
+from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer, endpoints_of
 
 _OPTIONS = 'policy.generation.refit_cfg["weightcast.integrations.nemo_rl:NemoCheckpointEngine"]'
 
@@ -52,13 +52,8 @@ class NemoCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises ValueError if a rollout worker has no endpoint.
         """
-        endpoints = [prepared.get("endpoint") for prepared in metadata[train_world_size:] if prepared]
-        if len(endpoints) != rollout_world_size or not all(endpoints):
-            raise ValueError(
-                f"{len(metadata)} workers have prepared; after the {train_world_size} policy workers "
-                f"{sum(map(bool, endpoints))} have an endpoint, expected {rollout_world_size} rollout workers: call "
-                "prepare() on every worker"
-            )
+        remedy = "call prepare() on every worker"
+        endpoints = endpoints_of(metadata, train_world_size, rollout_world_size, remedy)
         self._is_policy = True
         self._transfer.send_to(endpoints if worker_rank == 0 else [])
 

@@ -74,7 +74,7 @@ class RolloutEngine:
         with self._condition:
             self._tensors, self._progress_at = tensors, time.monotonic()
             self._condition.notify_all()
-            while self._is_loading:
+            while self._error is None and self._tensors is not None:
                 remaining_seconds = self._progress_at + self._deadline_seconds - time.monotonic()
                 if remaining_seconds <= 0:
                     self._tensors = None
@@ -85,10 +85,6 @@ class RolloutEngine:
                 self._condition.wait(remaining_seconds)
             if self._error is not None:
                 raise from_record(to_record(self._error))
-
-    @property
-    def _is_loading(self) -> bool:
-        return self._tensors is not None and self._error is None
 
     def commit(self, version: WeightVersion) -> None:
         """Complete the update. Raises StaleVersionError if the framework expects another step."""

@@ -6,32 +6,52 @@ each tensor together; after a failure nothing is kept, and the next update conne
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
 
+import msgspec
 import torch
 
 from weightcast import registry
+from weightcast.control.client import HttpEngine
 from weightcast.control.server.app import EngineServer
-from weightcast.errors import InstallError, PublishError, PublishReport, from_record, to_record
-from weightcast.format.messages import InstallMode
+from weightcast.errors import InstallError, PublishError, PublishReport, WeightcastError, from_record, to_record
+from weightcast.format.messages import InitInfo, InstallMode, UpdateInfo, WeightInfo
 from weightcast.format.plan import fitting_bucket_size
 from weightcast.host.deadline import GRACE_SECONDS, number_of_seconds
 from weightcast.host.memory import host_identity
 from weightcast.integrations.handed import HandedPublisher, Named, exhaust
 from weightcast.integrations.rollout.receiving import RolloutEngine
-from weightcast.integrations.rollout.workers import RolloutWorkers
+from weightcast.seams.client import EngineClient
 from weightcast.sources.stream import IteratorSource
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
+
+T = TypeVar("T")
 
 _UNFIT = ("memory:", "file:")
 """Unsupported transports: within one process; and stores, to which a resumed trainer would write versions again."""
 
 Endpoint = tuple[str, str, str]
 """A rollout worker's URL, its token, and the identity of its host (see `host_identity`)."""
+
+
+def endpoints_of(metadata: Sequence[Any], num_trainers: int, num_rollouts: int, remedy: str) -> list[Endpoint]:
+    """Return the rollout workers' endpoints. `metadata`: what each worker has prepared, trainer ranks first.
+
+    Raises ValueError, with the remedy, if a rollout worker has none.
+    """
+    found = [prepared.get("endpoint") for prepared in metadata[num_trainers:] if prepared]
+    if len(found) != num_rollouts or not all(found):
+        raise ValueError(
+            f"{len(metadata)} workers have prepared; after the {num_trainers} trainer ranks {sum(map(bool, found))} "
+            f"have an endpoint, expected {num_rollouts} rollout workers: {remedy}"
+        )
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +80,64 @@ class RolloutOptions:
     deadline_seconds: float = 300.0
     host: str | None = None
     keep_connected: bool = True
+
+
+class RolloutWorkers(EngineClient):
+    """The trainer's client of all rollout workers, which are one engine: updated together or not at all.
+
+    The framework pauses the workers.
+
+    `has_finished`: the workers were asked to install a version, so after a failure some of them may have it.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint], *, name: str, timeout_seconds: float) -> None:
+        """`endpoints`: in the order of the workers' engine ranks."""
+        self.name = name
+        self.has_finished = False
+        self._clients = [HttpEngine(url, token=token, timeout_seconds=timeout_seconds) for url, token, _ in endpoints]
+        self._pool = ThreadPoolExecutor(len(self._clients), thread_name_prefix="weightcast-rollout")
+
+    def info(self) -> WeightInfo:
+        infos = self._each(HttpEngine.info)
+        holders = {info.holder for info in infos}
+        return msgspec.structs.replace(
+            max(infos, key=lambda info: -1 if info.version is None else info.version),
+            holder=holders.pop() if len(holders) == 1 else "",
+            instance=infos[0].instance,
+        )
+
+    def init(self, info: InitInfo) -> None:
+        self._each(lambda client: client.init(info))
+
+    def update(self, info: UpdateInfo) -> None:
+        self._each(lambda client: client.update(info))
+
+    def finish(self, version: int) -> None:
+        self.has_finished = True
+        self._each(lambda client: client.finish(version))
+
+    def shutdown(self) -> None:
+        """End the workers' waits, as far as they can be reached."""
+        with contextlib.suppress(WeightcastError):
+            self._each(HttpEngine.shutdown)
+
+    def close(self) -> None:
+        """Close the connections, which the publisher does not do for a given client. Idempotent."""
+        self._pool.shutdown(wait=True)
+        for client in self._clients:
+            client.close()
+
+    def _each(self, call: Callable[[HttpEngine], T]) -> list[T]:
+        """Make a call on every worker; return the results. Raises the first error, once all have answered."""
+        futures = [self._pool.submit(call, client) for client in self._clients]
+        errors = list(filter(None, [future.exception() for future in futures]))
+        if errors:
+            try:
+                raise next((error for error in errors if isinstance(error, WeightcastError)), errors[0])
+            finally:
+                # A frame that refers to the error it raises is a cycle, which would keep all its frames alive.
+                del errors, futures
+        return [future.result() for future in futures]
 
 
 class RolloutTransfer:

@@ -6,7 +6,6 @@ from weightcast.control.client import HttpRoutes
 from weightcast.errors import UnsupportedError
 from weightcast.format.messages import PauseMode
 from weightcast.integrations.sglang.stock.routes import ModelInfo, ServerInfo, SglangPause, SglangRoutes
-from weightcast.integrations.sglang.stock.sender import StockSender
 from weightcast.integrations.sglang.stock.server import SglangStockServer
 from weightcast.seams.client import EngineClient
 
@@ -48,4 +47,4 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> EngineClient | None:
             f"{routes.name} serves weights {what}, which can't be sent to stock SGLang: start it without "
             "--quantization, from a checkpoint that is not quantised"
         )
-    return SglangStockServer(api, join=StockSender.joined)
+    return SglangStockServer(api)

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,10 +24,8 @@ from weightcast.trainer.relay import Relay
 
 logger = logging.getLogger(__name__)
 
-VllmUnderTorchRL: TypeAlias = "DirectModel | RemoteEngine"
 
-
-def engine_for(vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True) -> VllmUnderTorchRL:
+def engine_for(vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True) -> DirectModel | RemoteEngine:
     """Return the engine for a vLLM object. `transport`: from this process to workers in other processes.
 
     `undo`: workers in other processes keep a host copy of the live weights while they load.

@@ -17,7 +17,7 @@ from weightcast.checkpoint.adapters import Merging
 from weightcast.errors import InstallError, warn_if_untested
 from weightcast.format.manifest import WeightVersion
 from weightcast.host.closing import on_failure
-from weightcast.integrations.torchrl.engines import RemoteEngine, VllmUnderTorchRL, engine_for
+from weightcast.integrations.torchrl.engines import RemoteEngine, engine_for
 from weightcast.integrations.torchrl.transport import VLLMDoubleBufferTransport, store_url
 from weightcast.integrations.torchrl.weights import extract, named_tensors, plain
 from weightcast.seams.engine import Undoable
@@ -125,12 +125,6 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
 
     # --- at work ---
 
-    def prepare_weights(
-        self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None
-    ) -> Any:
-        """Prepare weights like TorchRL's own scheme; `strategy` is this scheme's by default."""
-        return super().prepare_weights(weights, model_id, self.strategy if strategy is None else strategy, context)
-
     def send(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
         """Write a version, by default of the registered model. Does not wait for readers.
 
@@ -179,9 +173,7 @@ class VLLMDoubleBufferWeightSender:
     """The sender of a scheme. It keeps only a weak reference to the model."""
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
-        """Raises ValueError for an unknown strategy."""
-        self._scheme = scheme
-        self._strategy = WeightStrategy(extract_as=scheme.strategy_name)
+        self._scheme, self._strategy = scheme, scheme.strategy
         self._model_ref: weakref.ref[Any] | None = None
         self._merging = Merging()
         self._transport: VLLMDoubleBufferTransport | None = None
@@ -206,7 +198,7 @@ class VLLMDoubleBufferWeightSender:
             weights = self._model_ref()
             if weights is None:
                 raise RuntimeError("Model reference is dead")
-        self._transport.write(extract(self._strategy, weights, self._merging))
+        self._transport.write(extract(weights, self._strategy.extract_as, self._merging))
 
     def close(self) -> None:
         """Release the directory, so that another sender can write to it. Idempotent; the next update opens it again."""
@@ -226,10 +218,6 @@ class VLLMDoubleBufferWeightReceiver:
     `last`: the record of the last installed version.
     """
 
-    # For objects made by `__new__`, as in TorchRL's tests, which call `apply_weights`.
-    _engine: VllmUnderTorchRL | None = None
-    _undo = True
-
     def __init__(
         self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True
     ) -> None:
@@ -239,12 +227,9 @@ class VLLMDoubleBufferWeightReceiver:
         load fails on any rank. Without it, and for a model of this process that is not an nn.Module, the engine then
         refuses to generate (EngineTornError) until a complete update.
 
-        Raises TypeError for an object other than a vLLM engine, ValueError for an unknown strategy.
+        Raises TypeError for an object other than a vLLM engine.
         """
-        self._scheme = scheme
         self._undo = undo
-        self._strategy = WeightStrategy(extract_as=scheme.strategy_name)
-        self._vllm_engine = vllm_engine
         self.last: Followed | None = None
         self._engine = engine_for(vllm_engine, transport=transport, undo=undo)
         self._exits = contextlib.ExitStack()
@@ -265,13 +250,11 @@ class VLLMDoubleBufferWeightReceiver:
         damaged, with nothing changed; InstallError if the engine did not install it: all ranks have their former
         weights then, or are `torn`. The next call tries again.
         """
-        engine = self._engine
-        assert engine is not None
         try:
             followed = self._follower.wait(timeout)
         except InstallError as exc:
-            if isinstance(engine, RemoteEngine):
-                exc.torn = engine.is_torn
+            if isinstance(self._engine, RemoteEngine):
+                exc.torn = self._engine.is_torn
             raise
         if followed is None:
             return False
@@ -287,7 +270,7 @@ class VLLMDoubleBufferWeightReceiver:
         if not inplace:
             raise ValueError("Cannot apply weights out of place for vLLM double-buffer")
         tensors = {name: plain(name, tensor) for name, tensor in named_tensors(weights).items()}
-        engine = self._engine or engine_for(self._vllm_engine)
+        engine = self._engine
         restore = engine.snapshot() if self._undo and isinstance(engine, Undoable) else lambda: None
         with on_failure(restore):
             if isinstance(engine, RemoteEngine):

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from weightcast.engines.tensors import TensorSink
 from weightcast.integrations.handed import HandedPublisher
@@ -23,7 +22,6 @@ from weightcast.sources.tensors import TensorSource
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
-_PASS_ON = WeightStrategy()
 THREADED_BUCKET_BYTES = 64 << 20
 """Larger than most tensors, since with several threads a tensor cut over buckets must be joined for vLLM's loader."""
 
@@ -70,7 +68,7 @@ class VLLMDoubleBufferTransport:
         After an error the former version stays.
         """
         del model_id  # a directory holds one model
-        self.write(extract(_PASS_ON, weights))
+        self.write(extract(weights))
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write a version of extracted weights, tensors under dotted names; see `send_weights`."""

@@ -6,14 +6,13 @@ non-persistent buffers and without extra state, which an engine can't load.
 
 from __future__ import annotations
 
-import warnings
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDictBase, is_non_tensor, is_tensor_collection
 from torch import nn
-from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from weightcast.checkpoint.adapters import Merging, has_adapters, require_merged
 from weightcast.checkpoint.live import require_here, require_uncomputed, saved_besides
@@ -24,19 +23,16 @@ _EXTRA_STATES = ("_extra_state", "__extra_state__")
 """Names of a module's extra state in a state dict, and in a TensorDict."""
 
 
-def extract(strategy: WeightStrategy, weights: Any, merging: Merging | None = None) -> dict[str, torch.Tensor]:
-    """Return the named tensors of a model, extracted by TorchRL's strategy, or of extracted weights.
+def extract(weights: Any, strategy: str = "tensordict", merging: Merging | None = None) -> dict[str, torch.Tensor]:
+    """Return the named tensors of a model, or of a TensorDict or dict of extracted weights.
 
-    Copied are only adapted layers of a model with PEFT adapters, which are merged into the memory of `merging`. Raises
-    TypeError for a leaf other than a tensor; ValueError for a doubled name, and for adapters that can't be merged or
-    that came without their model.
+    `strategy`: TorchRL's; only with "state_dict" FSDP1 gathers its parameters. Copied are only adapted layers of a
+    model with PEFT adapters, which are merged into the memory of `merging`. Raises TypeError for a leaf other than a
+    tensor; ValueError for a doubled name, and for adapters that can't be merged or that came without their model.
     """
     if isinstance(weights, nn.Module):
-        tensors = _of_module(strategy, weights, merging or Merging())
-    else:
-        if not isinstance(weights, TensorDictBase) and hasattr(weights, "state_dict"):
-            weights = strategy.extract_weights(weights)
-        tensors = named_tensors(weights)
+        weights = _state_dict(weights, strategy, merging or Merging())
+    tensors = named_tensors(weights)
     require_merged(tensors)
     return tensors
 
@@ -70,7 +66,7 @@ def _collect(weights: Any, prefix: str, found: dict[str, torch.Tensor]) -> None:
             raise TypeError(f"{name!r} is a {found_type}, not a tensor: leave it out of the weights")
 
 
-def _of_module(strategy: WeightStrategy, module: nn.Module, merging: Merging) -> dict[str, torch.Tensor]:
+def _state_dict(module: nn.Module, strategy: str, merging: Merging) -> dict[str, Any]:
     require_uncomputed(module)
     packed = [name for name in saved_besides(module) if not name.endswith("_extra_state")]
     if packed:
@@ -78,26 +74,15 @@ def _of_module(strategy: WeightStrategy, module: nn.Module, merging: Merging) ->
             f"{listed(packed)}: the module's state dict has these beside its parameters and buffers (packed or "
             "quantised weights), and they would be left out: send a module whose weights are plain parameters"
         )
-    is_adapted = has_adapters(module)
-    if not is_adapted and hasattr(module, "merge_and_unload"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a warning that it is experimental
-            # Not a PEFT model, but one that merges its own adapters, only with this strategy.
-            strategy = WeightStrategy(extract_as="state_dict")
     for name, parameter in module.named_parameters():
-        # FSDP1 gathers its parameters in a state dict.
-        if strategy.extract_as != "state_dict" or not getattr(parameter, "_fsdp_flattened", False):
+        if strategy != "state_dict" or not getattr(parameter, "_fsdp_flattened", False):
             require_here(name, parameter)
-    extracted = merging.merge(module).state_dict() if is_adapted else strategy.extract_weights(module)
-    if isinstance(extracted, TensorDictBase):
-        extracted = extracted.exclude("__extra_state__")
-    else:
-        extracted = {name: value for name, value in extracted.items() if not name.endswith("_extra_state")}
-    tensors = named_tensors(extracted)
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        for name in part._non_persistent_buffers_set:  # a state dict leaves these out
-            tensors.pop(f"{prefix}.{name}" if prefix else name, None)
-    return tensors
+    if has_adapters(module):
+        return merging.merge(module).state_dict()
+    if hasattr(module, "merge_and_unload"):  # it is not of PEFT, but merges its own adapters, in place
+        model: Any = copy.deepcopy(module)
+        module = model.merge_and_unload()
+    return {name: value for name, value in module.state_dict().items() if not name.endswith("_extra_state")}
 
 
 def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from verl.checkpoint_engine.base import CheckpointEngine
 
 from weightcast.integrations.handed import Named
 from weightcast.integrations.rollout.threads import in_thread
-from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer
+from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer, endpoints_of
 
 
 class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -44,14 +44,10 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Give trainer rank 0 the endpoints of all rollout workers, and each rollout worker its rank.
 
-        Raises ValueError if a rollout worker has no server, since it was created as a trainer's.
+        Raises ValueError if a rollout worker has no endpoint, since it was created as a trainer's.
         """
-        endpoints = [prepared.get("endpoint") for prepared in metadata[actor_wg_world_size:]]
-        if len(endpoints) != rollout_world_size or not all(endpoints):
-            raise ValueError(
-                f"{len(endpoints)} rollout workers have prepared, {sum(map(bool, endpoints))} of them with a server; "
-                f"expected {rollout_world_size}: pass is_master only on trainer ranks"
-            )
+        remedy = "pass is_master only on trainer ranks"
+        endpoints = endpoints_of(metadata, actor_wg_world_size, rollout_world_size, remedy)
         trainers: dict[str, list[Any]] = {
             "rank": list(range(actor_wg_world_size)),
             "rollout_world_size": [None] * actor_wg_world_size,

@@ -57,7 +57,10 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
                 _raise_first(await self._outcomes(getattr(replica, call)() for replica in replicas))
             workers = [worker for replica in replicas for worker in replica.workers]
             rollout = RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
-            await self._connect(rollout)
+            # What verl's `build_process_group` does, with a deadline.
+            metadata = await self._on_all(rollout, "prepare")
+            sizes = self.actor_wg.world_size, rollout.world_size
+            await self._on_all(rollout, "init_process_group", *self.backend_cls.build_topology(*sizes, metadata))
             refs = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
             refs += rollout.update_weights(global_steps=global_steps)
             torn = replicas  # assumed until the outcome is known, since this wait may be cancelled
@@ -72,12 +75,6 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
         if errors:
             raise errors[0]
         return {name: value for metrics in trainers for name, value in (metrics or {}).items()}
-
-    async def _connect(self, rollout: Any) -> None:
-        """Do what verl's `build_process_group` does, with a deadline."""
-        metadata = await self._on_all(rollout, "prepare")
-        sizes = self.actor_wg.world_size, rollout.world_size
-        await self._on_all(rollout, "init_process_group", *self.backend_cls.build_topology(*sizes, metadata))
 
     async def _on_all(
         self, rollout: Any, method: str, on_trainers: Mapping[str, Any] = {}, on_rollouts: Mapping[str, Any] = {}

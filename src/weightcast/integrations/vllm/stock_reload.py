@@ -25,7 +25,7 @@ from weightcast.format.manifest import Manifest
 from weightcast.format.messages import PauseMode
 from weightcast.host.deadline import LOAD_SECONDS
 from weightcast.integrations.plugin.checkpoint_header import reference
-from weightcast.integrations.stock_directory import INCOMPLETE, ServerStatus, StockApi, StockServer
+from weightcast.integrations.stock_directory import INCOMPLETE, StockApi, StockServer
 from weightcast.integrations.vllm.plugin import BACKEND, OPTION, PLUGINS
 from weightcast.links.watchdog import RecoveryRequest
 
@@ -88,9 +88,9 @@ class StockVllmApi(StockApi):
         self._pause_mode = pause
         self._num_ranks = 1
 
-    def status(self) -> ServerStatus:
+    def status(self) -> tuple[str, bool]:
         label = self.http.get("/weight_info", _WeightInfoReply).weight_version
-        return ServerStatus(label, self.http.get("/is_paused", _IsPaused).is_paused)
+        return label, self.http.get("/is_paused", _IsPaused).is_paused
 
     def set_label(self, label: str) -> None:
         self.http.post("/update_weight_version", _label(label))

@@ -71,8 +71,8 @@ class FlatBuckets:
     """The flattened buckets of a manifest, which use one or two slots in turn, allocated by `allocate`.
 
     `names`: the manifest's aliases that the servers need as well. `places[k]`: the tensors of flattened bucket k.
-    `parts[i]`: for the publisher's bucket i, by flattened bucket, the index of each entry for it and the tensor of
-    which the entry is a piece.
+    `parts[i]`: for the publisher's bucket i, by flattened bucket, the index of each entry for it and the memory to copy
+    it to.
     """
 
     def __init__(self, manifest: Manifest, names: Collection[str], allocate: Callable[[int], torch.Tensor]) -> None:
@@ -87,23 +87,23 @@ class FlatBuckets:
         sources = {name: r for r in records for name in r.names if name == r.name or name in names}
         specs = [TensorSpec(name, r.dtype, r.shape, group=r.load_group) for name, r in sources.items()]
         self.places = [lay_out(held) for held in buckets(specs, capacity)]
+        self._sizes = [places[-1].end for places in self.places]
+        slot_bytes = max(self._sizes, default=0)
+        self._slots = [allocate(slot_bytes) for _ in self.places[:_NUM_SLOTS]]
         homes: dict[str, list[tuple[int, FlatTensor]]] = {}
         for number, places in enumerate(self.places):
             for place in places:
                 homes.setdefault(sources[place.name].name, []).append((number, place))
-        self.parts: list[dict[int, list[tuple[int, FlatTensor]]]] = []
+        self.parts: list[dict[int, list[tuple[int, torch.Tensor]]]] = []
         for entries in self._layout.entries:
-            parts: dict[int, list[tuple[int, FlatTensor]]] = {}
+            parts: dict[int, list[tuple[int, torch.Tensor]]] = {}
             for index, entry in enumerate(entries):
                 for number, place in homes[entry.record.name]:
-                    parts.setdefault(number, []).append((index, place))
+                    target = narrow(place.view(self.bucket(number)), entry.piece.region)
+                    parts.setdefault(number, []).append((index, target))
             self.parts.append(dict(sorted(parts.items())))
         order = [number for parts in self.parts for number in parts]
         assert order == sorted(order), "the plan has a tensor after one of a later flattened bucket"
-        self._sizes = [places[-1].end for places in self.places]
-        slot_bytes = max(self._sizes, default=0)
-        self._slots = [allocate(slot_bytes) for _ in self.places[:_NUM_SLOTS]]
-        self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def bucket(self, number: int) -> torch.Tensor:
         """Return the memory of flattened bucket `number`."""
@@ -113,10 +113,4 @@ class FlatBuckets:
     def fill(self, number: int, index: int, payload: torch.Tensor) -> None:
         """Copy the pieces that the publisher's bucket `index` has for flattened bucket `number`. On a GPU: queued."""
         parts, views = self.parts[index][number], self._layout.views(index, payload)
-        targets = self._targets.get((number, index))
-        if targets is None:
-            flat = self.bucket(number)
-            entries = self._layout.entries[index]
-            targets = [narrow(place.view(flat), entries[entry].piece.region) for entry, place in parts]
-            self._targets[number, index] = targets
-        copy_all(targets, [views[entry] for entry, _ in parts])
+        copy_all([target for _, target in parts], [views[entry] for entry, _ in parts])

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from weightcast.errors import PeerDiedError
-from weightcast.host.closing import awaited_at_exit
+from weightcast.host.closing import awaited_at_exit, on_failure
 from weightcast.process_group import ProcessGroup, Store, in_time, join_store, serve_store, wait
 
 
@@ -35,22 +35,23 @@ class StockGroup:
 
     def connect(self) -> None:
         """Connect; block until all members have joined, at most for the deadline. Raises PeerError."""
-        # A separate client: a wait for a key ends when the store's server ends, not with the client's object.
-        client = join_store(self.host, self.port, self._deadline_seconds)
-        # The prefixes are those of torch's helper, which SGLang's `init_custom_process_group` calls.
-        device = "cpu" if self.backend == "gloo" else "cuda"
-        # Without a device, since NCCL members connect at the first broadcast, and rank 0 must not wait earlier.
-        self._group = ProcessGroup(
-            self.backend,
-            PrefixStore(f"{device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, client))),
-            rank=0,
-            size=self.size,
-            timeout_seconds=self._deadline_seconds,
-            host=self.host if self.backend == "gloo" else "",
-            # No limit, as in SGLang: NCCL applies each member's limit after all have agreed on their channels.
-            max_ctas=None,
-            is_left=lambda: self._served is None,
-        )
+        with on_failure(self.close):
+            # A separate client: a wait for a key ends when the store's server ends, not with the client's object.
+            client = join_store(self.host, self.port, self._deadline_seconds)
+            # The prefixes are those of torch's helper, which SGLang's `init_custom_process_group` calls.
+            device = "cpu" if self.backend == "gloo" else "cuda"
+            # Without a device, since NCCL members connect at the first broadcast, and rank 0 must not wait earlier.
+            self._group = ProcessGroup(
+                self.backend,
+                PrefixStore(f"{device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, client))),
+                rank=0,
+                size=self.size,
+                timeout_seconds=self._deadline_seconds,
+                host=self.host if self.backend == "gloo" else "",
+                # No limit, as in SGLang: NCCL applies each member's limit after all have agreed on their channels.
+                max_ctas=None,
+                is_left=lambda: self._served is None,
+            )
         if self._served is None:
             self.close()
 
@@ -59,13 +60,14 @@ class StockGroup:
         group = self._group
         if group is None:
             raise PeerDiedError(f"the group {self.name} was closed: publish again")
-        if not flat.is_cuda:
-            wait(group.broadcast(flat, root=0))
-            return
-        # The first broadcast connects the members, for which NCCL waits without a deadline.
-        begin = functools.partial(group.broadcast, flat, root=0)
-        what = f"a broadcast in {self.name}"
-        group.wait(in_time(begin, flat.device, self._deadline_seconds, what, self._is_closed), self._is_closed)
+        with on_failure(self.close):
+            if not flat.is_cuda:
+                wait(group.broadcast(flat, root=0))
+                return
+            # The first broadcast connects the members, for which NCCL waits without a deadline.
+            begin = functools.partial(group.broadcast, flat, root=0)
+            what = f"a broadcast in {self.name}"
+            group.wait(in_time(begin, flat.device, self._deadline_seconds, what, self._is_closed), self._is_closed)
 
     def _is_closed(self) -> bool:
         return self._group is None

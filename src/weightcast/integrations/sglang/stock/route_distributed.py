@@ -10,7 +10,7 @@ request itself times out.
 from __future__ import annotations
 
 import functools
-import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,7 +22,7 @@ from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
 from weightcast.integrations.sglang.stock.group import StockGroup
-from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, SglangStockServer
+from weightcast.integrations.sglang.stock.routes import MAX_PARALLEL, SglangRoutes
 from weightcast.process_group import require
 from weightcast.seams.client import SenderContext
 
@@ -41,49 +41,44 @@ class DistributedRoute:
         if self._backend == "nccl" and context.device.type != "cuda":
             raise UnsupportedError(f"nccl can't send memory of {context.device}: use gloo:// or ipc://")
         self.device = context.device if self._backend == "nccl" else torch.device("cpu")
-        self._run = context.run
         self._deadline_seconds = context.deadline_seconds / 2
-        self._numbers = itertools.count(1)
         # For our part of each server's calls; a failed one may run until its deadline.
         self._pool = ThreadPoolExecutor(max_workers=2 * MAX_PARALLEL, thread_name_prefix="weightcast-stock")
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return host_device.empty(num_bytes, self.device, "a flattened bucket", "use smaller buckets")
 
-    def open(self, server: SglangStockServer) -> None:
+    def open(self, server: SglangRoutes) -> None:
         """Have the server join a group, unless it is in one already."""
-        self._retried(server, self._group_of)
+        self._send(server)
 
-    def ship(
-        self, server: SglangStockServer, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool
-    ) -> None:
+    def ship(self, server: SglangRoutes, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool) -> None:
         """Send one bucket to a server; return when it has loaded it."""
+        self._send(server, lambda group: server.receive(places, group, is_last=is_last), flat)
 
-        def bring(server: SglangStockServer) -> None:
-            group = self._group_of(server)
-            receive = functools.partial(server.routes.receive, places, group.name, is_last=is_last)
-            self._both(server, group, receive, functools.partial(group.broadcast, flat))
+    def _send(
+        self,
+        server: SglangRoutes,
+        receive: Callable[[StockGroup], None] | None = None,
+        flat: torch.Tensor | None = None,
+    ) -> None:
+        """Have the server join a group, unless it is in one, and then receive `flat` in it, if that is given.
 
-        self._retried(server, bring)
-
-    def _group_of(self, server: SglangStockServer) -> StockGroup:
-        """Return the server's group, made if there is none. Raises PeerError."""
-        group = server.group
-        if group is None:
-            name, size = f"weightcast-{self._run[:12]}-{next(self._numbers)}", 1 + server.num_ranks
-            server.group = group = StockGroup(name, self._backend, self._host, size, self._deadline_seconds)
-            join = functools.partial(server.routes.join_group, name, self._host, group.port, 1, size, self._backend)
-            self._both(server, group, join, group.connect)
-        return group
-
-    def _retried(self, server: SglangStockServer, call: Callable[[SglangStockServer], object]) -> None:
-        """Make a call, and repeat it if only the group broke. Raises PeerError."""
-        for number in range(_MAX_TRIES):
+        Both are tried again if only the group broke. Raises PeerError.
+        """
+        for tries_left in reversed(range(_MAX_TRIES)):
             try:
-                call(server)
+                group = server.group
+                if group is None:
+                    name, size = f"weightcast-{secrets.token_hex(8)}", 1 + server.num_ranks
+                    group = StockGroup(name, self._backend, self._host, size, self._deadline_seconds)
+                    server.group = group
+                    self._both(server, group, server.join, group.connect)
+                if receive is not None and flat is not None:
+                    self._both(server, group, receive, functools.partial(group.broadcast, flat))
                 return
             except _Broken as exc:
-                if number + 1 == _MAX_TRIES:
+                if not tries_left:
                     versions = " and has this process's version of NCCL" if self._backend == "nccl" else ""
                     raise PeerDiedError(
                         f"{server.name} lost its group {_MAX_TRIES} times ({exc}): check that it can reach this "
@@ -92,21 +87,16 @@ class DistributedRoute:
                     ) from exc
 
     def _both(
-        self, server: SglangStockServer, group: StockGroup, ask: Callable[[], None], beside: Callable[[], None]
+        self, server: SglangRoutes, group: StockGroup, ask: Callable[[StockGroup], None], beside: Callable[[], None]
     ) -> None:
         """Make a request and, at the same time, our part of it. Raises _Broken, or the server's error.
 
         Unless both succeed, the group is closed.
         """
-
-        def join_group() -> None:
-            with on_failure(group.close):
-                beside()
-
-        own = self._pool.submit(join_group)
+        own = self._pool.submit(beside)
         try:
             with on_failure(group.close):
-                ask()
+                ask(group)
         except PeerError as exc:
             if not isinstance(exc, ControlError):
                 server.group = None  # it does not answer, or may still be joining

@@ -11,6 +11,7 @@ fields, so the bodies are typed here.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -19,17 +20,20 @@ import msgspec
 import torch
 
 from weightcast.control.client import HttpRoutes
-from weightcast.errors import ControlError, InstallError, UnsupportedError
+from weightcast.errors import ControlError, InstallError, UnsupportedError, WeightcastError
 from weightcast.format.adapters import LoraConfig
 from weightcast.format.manifest import Manifest
 from weightcast.host.deadline import LOAD_SECONDS
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.sglang import adapter_form
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
-from weightcast.integrations.stock_directory import INCOMPLETE, ServerStatus, StockApi
+from weightcast.integrations.sglang.stock.group import StockGroup
+from weightcast.integrations.stock_directory import INCOMPLETE, StockApi
 from weightcast.links.watchdog import RecoveryRequest
 
 SglangPause: TypeAlias = Literal["retract", "abort"]
+MAX_PARALLEL = 64
+"""Limit on the servers that are called concurrently."""
 _FLATTENED = "flattened_bucket"
 
 
@@ -68,6 +72,10 @@ class Checksums(msgspec.Struct):
     ranks: list[RankChecksums]
     per_engine_checksum: str
 
+    def differ(self, name: str) -> bool:
+        """Return whether the ranks have different values of a parameter."""
+        return len({rank.checksums.get(name) for rank in self.ranks}) > 1
+
 
 class SglangRoutes(StockApi):
     """The routes of the server at `routes`. Every call has a deadline, and raises PeerError. Thread-safe.
@@ -95,6 +103,8 @@ class SglangRoutes(StockApi):
         self._model_path = model.model_path
         self.version, self.listens_on = server.version, server.host
         self._pause_mode = pause
+        self.group: StockGroup | None = None
+        """The group that its ranks have joined, if any."""
         self._former_label = ""
         self._unharmed: Checksums | None = None
         """The checksums of the weights of the last whole version, whose label is `_former_label`."""
@@ -103,8 +113,8 @@ class SglangRoutes(StockApi):
         if self.http.get("/model_info", ModelInfo).model_path != self._model_path:
             raise ControlError(f"{self.name} was restarted with another model: publish again", peer=self.name)
 
-    def status(self) -> ServerStatus:
-        return ServerStatus(self.http.get("/model_info", ModelInfo).weight_version)
+    def status(self) -> tuple[str, bool]:
+        return self.http.get("/model_info", ModelInfo).weight_version, False
 
     # --- checksums ---
 
@@ -114,7 +124,7 @@ class SglangRoutes(StockApi):
 
     def require_loadable(self, manifest: Manifest, *, is_torn: bool) -> None:
         """Get the checksums of the former version while the server serves, unless they are known from an update."""
-        former = self.status().label.removeprefix(INCOMPLETE)
+        former = self.status()[0].removeprefix(INCOMPLETE)
         if self._former_label != former:
             self._unharmed = None
         if self._unharmed is None and not is_torn:
@@ -125,10 +135,12 @@ class SglangRoutes(StockApi):
 
     def require_alike(self, version: str) -> None:
         """Raise InstallError if ranks have different values of a parameter that was equal on all of them before."""
-        checksums = self._checksums()
-        if mixed := _mixed(self._unharmed, checksums):
-            raise InstallError(f"the ranks of {self.name} have different {mixed}: publish again", torn=True)
-        self._former_label, self._unharmed = version, checksums
+        before, now = self._unharmed, self._checksums()
+        if before is not None and len(before.ranks) == len(now.ranks):
+            for name in before.ranks[0].checksums:
+                if now.differ(name) and not before.differ(name):
+                    raise InstallError(f"the ranks of {self.name} have different {name}: publish again", torn=True)
+        self._former_label, self._unharmed = version, now
 
     # --- pauses ---
 
@@ -159,22 +171,27 @@ class SglangRoutes(StockApi):
 
     # --- weights ---
 
-    def join_group(self, group: str, host: str, port: int, rank_offset: int, size: int, backend: str) -> None:
+    def join(self, group: StockGroup) -> None:
         """Have every rank join a group; block until all members have. The server does nothing else meanwhile."""
         body = {
-            "master_address": host,
-            "master_port": port,
-            "rank_offset": rank_offset,
-            "world_size": size,
-            "group_name": group,
-            "backend": backend,
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": group.size,
+            "group_name": group.name,
+            "backend": group.backend,
         }
         self.http.post("/init_weights_update_group", body, once=True)
 
-    def leave_group(self, group: str) -> None:
-        self.http.post("/destroy_weights_update_group", {"group_name": group})
+    def leave_group(self) -> None:
+        """Have the server leave its group, if it still answers, and close the group."""
+        group, self.group = self.group, None
+        if group is not None:
+            with contextlib.suppress(WeightcastError):
+                self.http.post("/destroy_weights_update_group", {"group_name": group.name})
+            group.close()
 
-    def receive(self, places: Sequence[FlatTensor], group: str, *, is_last: bool) -> None:
+    def receive(self, places: Sequence[FlatTensor], group: StockGroup, *, is_last: bool) -> None:
         """Have every rank receive one broadcast of a flattened bucket, and load it. Blocks until it is loaded.
 
         `is_last`: drop the cache of the old weights.
@@ -183,7 +200,7 @@ class SglangRoutes(StockApi):
             "names": [place.name for place in places],
             "dtypes": [place.dtype for place in places],
             "shapes": [place.shape for place in places],
-            "group_name": group,
+            "group_name": group.name,
             "load_format": _FLATTENED,
             "flush_cache": is_last,
         }
@@ -251,16 +268,3 @@ def _label(label: str) -> dict[str, Any]:
 
 def _disk(directory: Path) -> dict[str, Any]:
     return {"model_path": str(directory), "flush_cache": True}
-
-
-def _mixed(before: Checksums | None, after: Checksums) -> str:
-    """Return a parameter that was equal on all ranks before and now is not, since not all ranks have loaded it."""
-
-    def is_alike(checksums: Checksums, name: str) -> bool:
-        return len({rank.checksums.get(name) for rank in checksums.ranks}) == 1
-
-    if before is None or len(after.ranks) < 2 or len(before.ranks) != len(after.ranks):
-        return ""
-    return next(
-        (name for name in before.ranks[0].checksums if is_alike(before, name) and not is_alike(after, name)), ""
-    )
