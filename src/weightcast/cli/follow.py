@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_update(parser, transport_help="the transport to the engines")
     add("--once", action="store_true", help="end after the first version that all engines have installed")
     output.add_json(parser)
-    parser.set_defaults(usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:

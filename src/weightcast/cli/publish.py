@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checkpoint_help = "a directory of safetensors files, or a store, whose newest version goes into another one"
     add("checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
     output.add_engines(parser, required=False)
-    parser.set_defaults(usage_error=parser.error)
     add(
         "--version",
         type=number,

@@ -83,7 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     quarantine_help = "have an engine that differs refuse to serve until a complete update"
     add("--quarantine", action="store_true", help=quarantine_help)
-    parser.set_defaults(usage_error=parser.error)
     output.add_json(parser)
 
 
