@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from weightcast.sources.safetensors import SafetensorsSource
 
     found = cost(SafetensorsSource(args.base), SafetensorsSource(args.checkpoint))
-    output.show(found, args.json, lambda: _view(found))
+    output.show(found, args.json, _view(found))
     return exits.OK
 
 

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
                         f"version {followed.version} of run {followed.run[:8]}: {size(followed.num_bytes)} in "
                         f"{followed.seconds:.2f} s, {followed.lag_seconds:.2f} s after its commit"
                     )
-                output.show_line(followed, args.json, text)
+                output.show(followed, args.json, [text])
                 if args.once:
                     return exits.OK
     return exits.NEGATIVE if args.once else exits.OK

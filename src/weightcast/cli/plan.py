@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         if args.relays != 0:
             relays = plan_relays(specs, deployment, found, num_relays=args.relays)
             found = msgspec.structs.replace(found, relays=relays)
-    output.show(found, args.json, lambda: _view(found, deployment))
+    output.show(found, args.json, _view(found, deployment))
     return exits.OK
 
 
@@ -120,10 +120,10 @@ def _view(it: Estimate, to: Deployment) -> Iterator[str | Table]:
     yield "the first host's commands for each job; --json has those of all:"
     firsts: dict[str, str] = {}
     for each in it.relays.commands:
-        job, *engines = each.command.split(" --engine ")
-        if len(engines) > 2:
-            engines = [f"{engines[0]} ...", engines[-1]]
-        firsts.setdefault(job.split()[1], f"  {each.host}: {' --engine '.join([job, *engines])}")
+        job, *urls = each.command.split(" --engine ")
+        if len(urls) > 2:
+            urls = [f"{urls[0]} ...", urls[-1]]
+        firsts.setdefault(job.split()[1], f"  {each.host}: {' --engine '.join([job, *urls])}")
     yield from firsts.values()
 
 

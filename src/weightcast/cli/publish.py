@@ -87,5 +87,5 @@ def run(args: argparse.Namespace) -> int:
         report = stack.enter_context(publisher).publish(
             args.version, wait_ready_seconds=args.wait, on_progress=on_progress
         )
-    output.show(report, args.json, lambda: str(report).splitlines())
+    output.show(report, args.json, str(report).splitlines())
     return exits.OK if report.ok else exits.NEGATIVE

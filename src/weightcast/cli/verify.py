@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         verdict = _verify_store(args.checkpoint)
     else:
         args.usage_error("at least one --engine is required, unless a store is verified")
-    output.show(verdict, args.json, lambda: _view(verdict))
+    output.show(verdict, args.json, _view(verdict))
     return exits.OK if verdict.ok else exits.NEGATIVE
 
 

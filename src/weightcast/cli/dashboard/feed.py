@@ -7,6 +7,7 @@ delay the others; the history is bounded; texts of engines are on one line and c
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import queue
 import threading
@@ -73,14 +74,14 @@ class FleetChanges(msgspec.Struct, frozen=True):
     publishes: list[FinishedPublish]
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class _Engine:
     """An engine that is asked. `was_given`: by the caller, and not by the publisher."""
 
-    def __init__(self, client: HttpEngine, *, was_given: bool) -> None:
-        self.client = client
-        self.was_given = was_given
-        self.answer: Answer | None = None
-        self.has_left = False
+    client: HttpEngine
+    was_given: bool
+    answer: Answer | None = None
+    has_left: bool = False
 
 
 _Lane: TypeAlias = "queue.SimpleQueue[tuple[float, _Engine | None]]"
@@ -124,9 +125,9 @@ class Feed:
         """Engines with the time of their next request: those that have answered, and those that gave no answer."""
         for url in urls:
             self._add(url.rstrip("/"), was_given=True)
-        calls: list[Callable[[], None]] = [functools.partial(self._ask_engines, self._lanes[0])] * _NUM_THREADS
+        calls: list[Callable[[], None]] = [self._compare, self._ask_publisher]
+        calls += [functools.partial(self._ask_engines, self._lanes[0])] * _NUM_THREADS
         calls += [functools.partial(self._ask_engines, self._lanes[1])] * _NUM_LATE_THREADS
-        calls += [self._compare] if self._publisher is None else [self._compare, self._ask_publisher]
         for call in calls:
             # Daemons, since the process must be able to end while an engine gives no answer.
             threading.Thread(target=call, name="weightcast-dashboard", daemon=True).start()
@@ -173,8 +174,7 @@ class Feed:
             next_lane.put((time.monotonic() + self._every_seconds, engine))
 
     def _ask_publisher(self) -> None:
-        assert self._publisher is not None
-        while not self._end.is_set():
+        while self._publisher is not None and not self._end.is_set():
             try:
                 found, error = self._publisher.get(PATH, Publishes), ""
             except WeightcastError as exc:
@@ -242,15 +242,15 @@ class Feed:
 
 def _row(found: EngineStatus, known: EngineHistory | None) -> EngineRow:
     last, info, reason = None if known is None else known.last, found.info, ""
+    failure = None if last is None else last.error
     if found.error is not None:
         reason = f"{found.error.kind}: {found.error.message}"
     elif info is not None and info.torn:
         reason = info.torn
     elif info is not None and found.state == "behind":
-        has_failed = last is not None and last.error is not None and last.version > (info.version or -1)
         offered = info.offered
-        if has_failed and last is not None and last.error is not None:
-            reason = f"version {last.version}: {last.error.kind}: {last.error.message}"
+        if last is not None and failure is not None and last.version > (info.version or -1):
+            reason = f"version {last.version}: {failure.kind}: {failure.message}"
         elif offered is UNSET or (offered.run, offered.number) == (info.run, info.version):
             reason = "no newer version was offered to it: is it in its publisher's list of engines?"
         else:
@@ -267,7 +267,7 @@ def _row(found: EngineStatus, known: EngineHistory | None) -> EngineRow:
         run="" if info is None else _text(info.run, _MAX_LABEL_CHARACTERS),
         behind=found.behind,
         reason=_text(reason),
-        pause_seconds=None if last is None or last.error is not None else last.pause_seconds,
+        pause_seconds=None if last is None or failure is not None else last.pause_seconds,
         compared=compared,
         needs_attention=found.state in ("torn", "no answer") or compared == "differs",
     )
