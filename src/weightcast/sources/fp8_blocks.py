@@ -155,7 +155,7 @@ class Fp8BlockSource:
         """Make the regions, and a part for each quantised region; memory is kept where it has the same sizes."""
         self.specs()
         regions, problems = dict[str, list[Held]](), list[str]()
-        wanted, views = list[_Wanted](), list[torch.Tensor]()
+        wanted, views = list[tuple[str, torch.dtype, Region, torch.device]](), list[torch.Tensor]()
         for name, held in found.items():
             spec = self._quantised.get(name)
             if spec is None:
@@ -163,7 +163,7 @@ class Fp8BlockSource:
                 continue
             for region, view in held:
                 if region.numel:
-                    wanted.append(_Wanted(name, TORCH_DTYPES[spec.dtype], region, view.device))
+                    wanted.append((name, TORCH_DTYPES[spec.dtype], region, view.device))
                     views.append(view)
                     problems += _cut_blocks(spec, region, self._block)
         if problems:
@@ -172,43 +172,37 @@ class Fp8BlockSource:
                 "shard over a number of ranks that divides the weights into whole blocks, or gather the weights and "
                 "publish them from one rank"
             )
-        if wanted != [part.wanted for part in self._parts]:
+        if wanted != [(part.name, part.dtype, part.region, part.weight.device) for part in self._parts]:
             self._parts, self._scales = [], {}  # before the new memory is made
-            self._parts = self._with_memory(wanted)
+            with torch.inference_mode(False):
+                self._make_parts(wanted)
         for part in self._parts:
-            name, region = part.wanted.name, part.wanted.region
-            regions.setdefault(name, []).append((region, part.weight))
-            regions.setdefault(_scale_name(name), []).append((_scale_region(region, self._block), part.scale))
+            regions.setdefault(part.name, []).append((part.region, part.weight))
+            scales = regions.setdefault(_scale_name(part.name), [])
+            scales.append((_scale_region(part.region, self._block), part.scale))
         self._regions, self._views = regions, views
 
-    def _with_memory(self, wanted: Sequence[_Wanted]) -> list[_Part]:
-        with torch.inference_mode(False):
-            shapes = [_scale_region(each.region, self._block).sizes for each in wanted]
-            scales: dict[torch.device, Iterator[torch.Tensor]] = {}
-            for device in {each.device for each in wanted}:
-                here = [math.prod(shape) for each, shape in zip(wanted, shapes, strict=True) if each.device == device]
-                self._scales[device] = torch.empty(sum(here), device=device)
-                self._quantisers[device] = BlockQuantiser(device, self._block)
-                scales[device] = iter(torch.split(self._scales[device], here))
-            return [
-                _Part(
-                    each,
-                    torch.empty(each.region.sizes, dtype=torch.float8_e4m3fn, device=each.device),
-                    next(scales[each.device]).view(shape),
-                )
-                for each, shape in zip(wanted, shapes, strict=True)
-            ]
+    def _make_parts(self, wanted: Sequence[tuple[str, torch.dtype, Region, torch.device]]) -> None:
+        shapes = [_scale_region(region, self._block).sizes for _, _, region, _ in wanted]
+        scales: dict[torch.device, Iterator[torch.Tensor]] = {}
+        for device in {device for *_, device in wanted}:
+            here = [math.prod(shape) for (*_, other), shape in zip(wanted, shapes, strict=True) if other == device]
+            self._scales[device] = torch.empty(sum(here), device=device)
+            self._quantisers[device] = BlockQuantiser(device, self._block)
+            scales[device] = iter(torch.split(self._scales[device], here))
+        for (name, dtype, region, device), shape in zip(wanted, shapes, strict=True):
+            weight = torch.empty(region.sizes, dtype=torch.float8_e4m3fn, device=device)
+            self._parts.append(_Part(name, dtype, region, weight, next(scales[device]).view(shape)))
 
     @torch.no_grad()
     def _quantise(self) -> None:
         """Quantise the present weights. Raises NotFiniteError with each weight that has NaN or infinity."""
         with torch.inference_mode(False):
             for part, view in zip(self._parts, self._views, strict=True):
-                quantiser = self._quantisers[part.wanted.device]
-                quantiser.quantise(view, part.wanted.dtype, part.weight, part.scale)
+                self._quantisers[part.weight.device].quantise(view, part.dtype, part.weight, part.scale)
             if all(bool(torch.isfinite(scales).all()) for scales in self._scales.values()):
                 return
-            found = [part.wanted.name for part in self._parts if not torch.isfinite(part.scale).all()]
+            found = [part.name for part in self._parts if not torch.isfinite(part.scale).all()]
         problems = [f"{name!r} holds NaN or infinity" for name in dict.fromkeys(found)]
         raise NotFiniteError(
             f"weights can't be quantised, so nothing was sent: {listed(problems)}; mend the weights", problems
@@ -216,20 +210,12 @@ class Fp8BlockSource:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A region of a weight that this rank quantises, cast to `dtype` before."""
+class _Part:
+    """A region of a weight that this rank quantises, cast to `dtype` before, and the memory of the outcome."""
 
     name: str
     dtype: torch.dtype
     region: Region
-    device: torch.device
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Part:
-    """A region of a weight that this rank quantises, and the memory of the outcome."""
-
-    wanted: _Wanted
     weight: torch.Tensor
     scale: torch.Tensor
 

@@ -55,7 +55,7 @@ _MODEL = (
 _NORMS = (
     _rule(
         "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight "
-        "self_attention.linear_qkv_down_proj.layer_norm_weight",
+        "self_attention.linear_qkv_down_proj.layer_norm_weight self_attention.in_proj.layer_norm_weight",
         "input_layernorm.weight",
         Whole("hidden"),
     ),
@@ -147,14 +147,10 @@ def _router(prefix: str) -> tuple[Rule, ...]:
     return (_rule("mlp.router.weight", f"{prefix}.gate.weight", Whole("experts", "hidden"), "moe"),)
 
 
-_ROUTER_BIAS = (
-    _rule(
-        "mlp.router.expert_bias",
-        "mlp.gate.e_score_correction_bias",
-        Whole("experts"),
-        "moe expert_bias",
-        dtype="float32",
-    ),
+_ROUTER_BIAS = _inside(
+    "mlp",
+    "mlp",
+    _rule("router.expert_bias", "gate.e_score_correction_bias", Whole("experts"), "moe expert_bias", dtype="float32"),
 )
 
 
@@ -270,15 +266,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_next": Family(
         _MODEL,
-        (
-            _rule(
-                "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight "
-                "self_attention.in_proj.layer_norm_weight",
-                "input_layernorm.weight",
-                Whole("hidden"),
-            ),
-            _NORMS[1],
-        )
+        _NORMS
         + _when("softmax", _GATED_ATTENTION + _QK_NORMS)
         + _when("linear", _DELTA_NET)
         + _MLP
