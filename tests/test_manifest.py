@@ -95,6 +95,14 @@ def test_what_a_manifest_says_of_itself() -> None:
     assert TensorSpec("a", "int8", (1,), aliases=("b", "c")).names == ("a", "b", "c")
 
 
+def test_a_region_knows_whether_it_is_the_whole() -> None:
+    assert Region((0, 0), (2, 3)).covers((2, 3))
+    assert Region((), ()).covers(())
+    assert not Region((1, 0), (2, 3)).covers((3, 3))
+    assert not Region((1, 0), (2, 3)).covers((2, 3))
+    assert Region((4, 4), (2, 3)).numel == 6
+
+
 regions = st.builds(
     lambda o, s: Region(tuple(o), tuple(s)),
     st.lists(st.integers(0, 3), min_size=2, max_size=2),

@@ -455,8 +455,8 @@ class LiveCheckpoint:
         for module in self._fsdp2_modules:
             module.reshard()  # what a forward pass has left unsharded, since optimizers update only the shards
         is_other = self._changes.has_changed()
-        if self._fsdp1_wrappers:
-            is_other |= self._fsdp1_states != self._read_fsdp1_states()
+        if self._fsdp1_states:
+            is_other |= any(wrapper._handle._training_state != was for wrapper, was in self._fsdp1_states.items())
         return ((merge and self.merging is not None) or is_other) and self._derive()
 
     def require_memory(self) -> None:
@@ -478,10 +478,6 @@ class LiveCheckpoint:
                     shards[name] = sharding.held(owner, view)
             self._regions = _LiveRegions(self.views, shards)
         return self._regions
-
-    def _read_fsdp1_states(self) -> list[Any]:
-        """Return FSDP1's training states. Tensors don't show them on a rank that `summon_full_params` gave none."""
-        return [wrapper._handle._training_state for wrapper in self._fsdp1_wrappers]
 
     def _derive(self) -> bool:
         blocks = Blocks()
@@ -506,8 +502,8 @@ class LiveCheckpoint:
             merged=merged,
         )
         specs = cast_specs(specs, self._dtype)
-        self._fsdp1_wrappers = _fsdp1_wrappers(self._module)
-        self._fsdp1_states = self._read_fsdp1_states()
+        # Tensors don't show FSDP1's training state on a rank that `summon_full_params` gave none.
+        self._fsdp1_states = {wrapper: wrapper._handle._training_state for wrapper in _fsdp1_wrappers(self._module)}
         if self._on_adapters is not None:
             adapters.require_merged(name for spec in specs for name in spec.names)
         self._changes = TensorChangeDetector(self._module, with_buffers=self._buffers != "none")

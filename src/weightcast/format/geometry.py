@@ -32,6 +32,10 @@ class Region(msgspec.Struct, frozen=True, gc=False):
         """Number of elements."""
         return math.prod(self.sizes)
 
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Return whether this region is all of a tensor of this shape."""
+        return self.sizes == tuple(shape) and not any(self.offsets)
+
 
 def align(num_bytes: int) -> int:
     """Round up to the alignment of the wire format."""

@@ -24,16 +24,8 @@ from weightcast.errors import NotFiniteError, listed
 from weightcast.format.bucket import TORCH_DTYPES
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
-from weightcast.seams.source import (
-    CollectiveSource,
-    Gather,
-    Held,
-    LookedAtRegions,
-    Regions,
-    Source,
-    StreamSource,
-    casts_to_engines,
-)
+from weightcast.seams.source import Gather, Held, Regions, Source, StreamSource
+from weightcast.sources.joined import JoinedSource
 
 _QUANTISABLE = frozenset({"float16", "bfloat16", "float32"})
 _LEFT = frozenset({"embed_tokens", "lm_head", "gate", "shared_expert_gate", "router"})
@@ -72,14 +64,13 @@ class Fp8BlockSource:
                 "and their scales from the stream"
             )
         self._block, self._ignored = _read(quantization_config)
-        self._source = source
-        self.casts_to_engines = casts_to_engines(source)
+        self._source = JoinedSource(source)  # whose regions are the same object while nothing has moved
+        self.casts_to_engines = self._source.casts_to_engines
         self._of: object = None
         self._specs: tuple[TensorSpec, ...] = ()
         self._quantised: Mapping[str, TensorSpec] = {}
         """The specs of the weights before they are quantised, by name."""
         self._found: Regions | None = None
-        self._held: list[Sequence[Held]] = []
         self._regions: Regions = {}
         self._parts: list[_Part] = []
         self._views: list[torch.Tensor] = []
@@ -106,13 +97,10 @@ class Fp8BlockSource:
     def regions(self) -> Regions:
         """Return this rank's regions with the present weights quantised; the same object while the source's are."""
         found = self._source.regions()
-        # Value by value, since a source may have changed the mapping that it returned before.
-        held = [] if isinstance(found, LookedAtRegions) else list(found.values())
-        is_same = found is self._found and len(held) == len(self._held)
-        if not is_same or any(a is not b for a, b in zip(held, self._held, strict=True)):
+        if found is not self._found:
             self._found = None
             self._lay_out(found)
-            self._found, self._held = found, held
+            self._found = found
         if not self.num_gathers:
             self._quantise()
         return self._regions
@@ -120,11 +108,10 @@ class Fp8BlockSource:
     @property
     def num_gathers(self) -> int:
         """The source's: see `CollectiveSource`."""
-        return self._source.num_gathers if isinstance(self._source, CollectiveSource) else 0
+        return self._source.num_gathers
 
     def complete(self, gather: Gather) -> None:
         """Complete the source, then quantise. See `CollectiveSource`."""
-        assert isinstance(self._source, CollectiveSource)
         self._source.complete(gather)
         self._quantise()
 

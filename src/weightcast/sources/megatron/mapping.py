@@ -202,10 +202,10 @@ class TensorMapping:
     def _parts(self, match: Match, tensor: torch.Tensor) -> Iterator[tuple[int, LayoutPart]]:
         """Yield the parts of a parameter, each with the index of its expert in the whole model."""
         sizes, layout = self.sizes, match.rule.layout
-        axis = self._parallel.expert_tensor if match.rule.axis == "expert" else self._parallel.tensor
         if not match.rule.is_of_experts:
-            yield from ((0, part) for part in layout.parts(sizes, axis, tensor))
+            yield from ((0, part) for part in layout.parts(sizes, self._parallel.tensor, tensor))
             return
+        axis = self._parallel.expert_tensor
         num_local = local_size(sizes["experts"], self._parallel.expert)
         if match.expert is None:
             shape = layout.local_shape(sizes, axis)
