@@ -32,7 +32,7 @@ ROOMS_OF_LEAVES = ("sources", "engines", "transports", "integrations")
 """In these, what lies side by side doesn't know of each other."""
 SHARED_BY_LEAVES = (
     *("engines.gate", "integrations.handed", "integrations.plugin", "integrations.rollout"),
-    *("integrations.stock_adapters", "integrations.stock_directory"),
+    *("integrations.stock_adapters", "integrations.stock_directory", "sources.joined"),
     *("transports.kept_memory", "transports.receiving", "transports.records", "transports.sending"),
 )
 

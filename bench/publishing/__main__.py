@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(result.encode().decode() + "\n")
     else:
-        output.show(result, False, lambda: report.view(result))
+        output.show(result, False, report.view(result))
     if args.plot is not None:
         sys.stdout.flush()
         report.plot(result, args.plot)

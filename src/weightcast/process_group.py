@@ -33,7 +33,7 @@ from weightcast.errors import (
 )
 from weightcast.host import device as host_device
 from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline, in_background
-from weightcast.host.descriptors import require_free, shortage
+from weightcast.host.descriptors import require_free
 
 _MAX_CTAS = 8
 """Thread blocks that a broadcast may take from the engine's own kernels."""
@@ -64,7 +64,7 @@ def serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
 
     Raises PeerError if none could be started by the deadline, or if this process has too few file descriptors left.
     """
-    _require_descriptors("a store", _STORE_DESCRIPTORS)
+    require_free(_STORE_DESCRIPTORS, "a store")
     end = time.monotonic() + timeout_seconds
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     attempt = datetime.timedelta(seconds=min(timeout_seconds, GRACE_SECONDS))
@@ -153,7 +153,7 @@ class ProcessGroup:
         torch_groups: Any = dist
         with translated("the process group"):
             if backend == "gloo":
-                _require_descriptors("the process group", _GLOO_DESCRIPTORS + size)
+                require_free(_GLOO_DESCRIPTORS + size, "the process group")
                 gloo = torch_groups.ProcessGroupGloo
                 options = gloo._Options()
                 interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -368,13 +368,6 @@ def translated(what: str) -> Translated:
         raise (PeerTimeoutError if is_late else PeerDiedError)(f"{what} failed: {reason}") from error
 
     return Translated((dist.DistError, RuntimeError, ValueError), raise_as_peers)
-
-
-def _require_descriptors(what: str, count: int) -> None:
-    try:
-        require_free(count)
-    except OSError as exc:
-        raise PeerError(f"{what} needs {count} file descriptors: {shortage(exc) or exc}") from exc
 
 
 def require(backend: str) -> None:

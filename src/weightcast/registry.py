@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import importlib
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightcast.seams.client import EngineClient
@@ -52,12 +52,6 @@ OBJECT_DIALECTS = {"vllm": "weightcast.integrations.vllm.clients:detect"}
 """Kinds of engines that are Python objects. Each is a function of the object, which returns an `EngineClient` for each
 part of it that takes updates by itself, or an empty list for an object of another kind."""
 OBJECT_GROUP = "weightcast.engine_objects"
-
-
-class Dialect(Protocol):
-    """Detects servers of one kind."""
-
-    def __call__(self, routes: Any, pause: Any, /) -> EngineClient | None: ...
 
 
 def scheme(url: str) -> str:
@@ -120,7 +114,7 @@ def http_client(url: str, **options: Any) -> EngineClient:
     return found
 
 
-def http_dialects() -> Iterator[tuple[str, Dialect]]:
+def http_dialects() -> Iterator[tuple[str, Callable[[Any, Any], EngineClient | None]]]:
     """Yield each dialect's name and function, which is imported only then."""
     return ((name, _load(target)) for name, target in _targets(HTTP_DIALECTS, DIALECT_GROUP))
 

@@ -114,7 +114,7 @@ def test_slower_is_called_slower(result: BenchResult, capsys: pytest.CaptureFixt
     from weightcast.cli import output
 
     slow = msgspec.structs.replace(result, per_tensor_speedup=0.5)
-    output.show(slow, False, lambda: report.view(slow))
+    output.show(slow, False, report.view(slow))
     assert "publish is 2.0 x slower" in capsys.readouterr().out
 
 
@@ -138,7 +138,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 def test_the_table(result: BenchResult, capsys: pytest.CaptureFixture[str]) -> None:
     from weightcast.cli import output
 
-    output.show(result, False, lambda: report.view(result))
+    output.show(result, False, report.view(result))
     text = capsys.readouterr().out
     assert "uniform over ipc, streaming, 2 engines" in text
     assert "one round trip per tensor" in text

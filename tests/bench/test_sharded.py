@@ -41,7 +41,7 @@ def test_two_trainer_ranks_over_gloo(capsys: pytest.CaptureFixture[str]) -> None
     assert result.per_tensor_seconds is None
     assert result.other_ranks_extra_bytes is not None
     assert result.other_ranks_extra_bytes < 64 * MIB + MIB
-    output.show(result, False, lambda: report.view(result))
+    output.show(result, False, report.view(result))
     text = capsys.readouterr().out
     assert "uniform over gloo, staged, 2 trainer ranks, 1 engine" in text
     assert "publish reaches" in text

@@ -24,7 +24,7 @@ from weightcast import Publisher, PublishOptions, TensorSource, cli
 from weightcast.cli import exits
 from weightcast.cli.planned_bytes import Deployment, Relays, equal, estimate, gloo_tree
 from weightcast.cli.planned_relays import TOLERANCE, plan_relays
-from weightcast.cli.simulated_links import _Broadcasts, _Link, broadcast_seconds
+from weightcast.cli.simulated_links import broadcast_seconds, bucket_ends
 from weightcast.engines.tensors import TensorSink
 from weightcast.format.bucket import HEADER_BYTES, TORCH_DTYPES, pages
 from weightcast.serving.follower import Follower
@@ -167,8 +167,7 @@ def test_buckets_that_are_not_simulated_take_as_long_as_the_others(
 ) -> None:
     members = [number for number in range(num_hosts) for _ in range(num_joined)]
     hosts = [num_hosts - 1 if is_relay else -1, *members]
-    links = {host: _Link(1.0) for host in hosts}
-    ends = _Broadcasts(hosts, links, 40).ends
+    ends = bucket_ends(hosts, dict.fromkeys(hosts, 1.0), 40)
     assert broadcast_seconds(hosts, dict.fromkeys(hosts, 1.0), 40, 1) == pytest.approx(ends[-1], rel=0.05, abs=1e-6)
 
 

@@ -34,7 +34,7 @@ from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Regions
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis
-from weightcast.sources.megatron.mapping import Chunk, Parallel, read_config
+from weightcast.sources.megatron.mapping import Parallel, read_config
 from weightcast.sources.megatron.mapping import TensorMapping as ModelMapping
 
 NUM_RANKS = 4
@@ -61,9 +61,8 @@ class Shard:
     def __init__(self, hf_config: Any, rank: shards.Rank, tensors: Mapping[str, torch.Tensor]) -> None:
         place = Parallel(Axis(rank.tp, JOB.tp), Axis(rank.ep, JOB.ep), Axis(rank.etp, JOB.etp))
         mapping = ModelMapping(FAMILIES["deepseek_v3"], read_config(hf_config), place, dtype="bfloat16")
-        chunk = Chunk(list(tensors.items()), JOB.stages[rank.stage], rank.stage == 0)
         self._specs, self._regions = mapping.specs, dict[str, list[Any]]()
-        for each in mapping.parameter_regions(chunk):
+        for each in mapping.parameter_regions(tensors.items(), JOB.stages[rank.stage], is_first=rank.stage == 0):
             self._regions.setdefault(each.name, []).append(each.held)
 
     def specs(self) -> Sequence[TensorSpec]:

@@ -22,7 +22,7 @@ from weightcast.format.geometry import relative
 from weightcast.format.manifest import TensorSpec
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis, Gated, Rows
-from weightcast.sources.megatron.mapping import Chunk, Parallel, ParameterRegion, TensorMapping, read_config
+from weightcast.sources.megatron.mapping import Parallel, ParameterRegion, TensorMapping, read_config
 from weightcast.sources.megatron.rules import Family
 from weightcast.trainer.group.assignment import assign
 from weightcast.trainer.packer import HeldRegion, held_shards
@@ -38,8 +38,8 @@ def mapping(hf_config: Any, job: Job, rank: shards.Rank, family: Family | None =
 def placed(
     hf_config: Any, job: Job, rank: shards.Rank, tensors: Tensors, family: Family | None = None
 ) -> list[ParameterRegion]:
-    chunk = Chunk(list(tensors.items()), job.stages[rank.stage], rank.stage == 0)
-    return mapping(hf_config, job, rank, family).parameter_regions(chunk)
+    found = mapping(hf_config, job, rank, family)
+    return found.parameter_regions(tensors.items(), job.stages[rank.stage], is_first=rank.stage == 0)
 
 
 def joined(hf_config: Any, job: Job, hf: Tensors, family: Family | None = None) -> Tensors:
@@ -332,11 +332,10 @@ def test_the_language_part_of_a_vision_model_is_its_text_model(model_type: str, 
     for rank in shards.ranks(job):
         tensors = sharder.tensors(rank)
         renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
-        chunk = Chunk(list(renamed.items()), job.stages[rank.stage], rank.stage == 0)
         place = Parallel(Axis(rank.tp, job.tp))
         found = TensorMapping(FAMILIES[model_type], read_config(hf_config), place, dtype="float64")
-        expected = placed(text, job, rank, tensors)
-        for ours, theirs in zip(found.parameter_regions(chunk), expected, strict=True):
+        own = found.parameter_regions(renamed.items(), job.stages[rank.stage], is_first=rank.stage == 0)
+        for ours, theirs in zip(own, placed(text, job, rank, tensors), strict=True):
             assert names.setdefault(theirs.name, ours.name) == ours.name
             assert (ours.held[0], ours.is_copy) == (theirs.held[0], theirs.is_copy)
             assert torch.equal(ours.held[1], theirs.held[1])
@@ -379,7 +378,7 @@ def test_prediction_layers_come_after_the_model_s_own() -> None:
     fields = {**QWEN3, "num_key_value_heads": 4, **models.TINY["deepseek_v3"]}
     config = read_config(models.config("deepseek_v3", **fields))
     found = TensorMapping(FAMILIES["deepseek_v3"], config, Parallel(), dtype="bfloat16", num_mtp_layers=1)
-    chunk = Chunk(
+    regions = found.parameter_regions(
         [
             ("mtp.layers.0.enorm.weight", torch.zeros(24)),
             ("mtp.layers.0.eh_proj.weight", torch.zeros(24, 48)),
@@ -391,7 +390,7 @@ def test_prediction_layers_come_after_the_model_s_own() -> None:
         layers=(),
         is_first=False,
     )
-    names = {each.name.removeprefix("model.layers.2."): each.is_copy for each in found.parameter_regions(chunk)}
+    names = {each.name.removeprefix("model.layers.2."): each.is_copy for each in regions}
     assert names == {
         "enorm.weight": False,
         "eh_proj.weight": False,

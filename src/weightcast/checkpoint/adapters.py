@@ -15,7 +15,7 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -59,11 +59,10 @@ def require_merged(names: Iterable[str]) -> None:
             )
 
 
-def require_none(module: nn.Module) -> None:
-    """Raise ValueError, with the name of the first adapted layer, if the model has adapters."""
-    if has_adapters(module):
-        name = next(name for name, part in module.named_modules() if _is_pefts(part))
-        raise ValueError(f"{name or type(module).__name__!r} has PEFT adapters: merge them, or pass adapters='merge'")
+def refuse(module: nn.Module) -> NoReturn:
+    """Raise ValueError with the name of the first adapted layer of a model that has adapters."""
+    name = next(name for name, part in module.named_modules() if _is_pefts(part))
+    raise ValueError(f"{name or type(module).__name__!r} has PEFT adapters: merge them, or pass adapters='merge'")
 
 
 class MergedModel:

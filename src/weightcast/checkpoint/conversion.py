@@ -27,17 +27,6 @@ from weightcast.format.geometry import Region, check_disjoint, check_tiling, is_
 Reversal = Callable[[Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
-def is_pretrained(module: nn.Module) -> bool:
-    """Return whether a module is a transformers model, whose checkpoint may differ from its state dict."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
-
-
-def unsaved_names(model: nn.Module) -> frozenset[str]:
-    """Return the names that `save_pretrained` leaves out."""
-    return frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
-
-
 def main_name(model: nn.Module, tied: Sequence[str]) -> str:
     """Return the one of several tied names that `save_pretrained` keeps: the one not declared as tied to another."""
     patterns = [
@@ -49,16 +38,19 @@ def main_name(model: nn.Module, tied: Sequence[str]) -> str:
     return undeclared[0] if undeclared else max(tied)
 
 
-def checkpoint_views(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def checkpoint_views(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors that `save_pretrained` would write for these live ones (by state dict name), as views of them.
 
-    No data is read or copied, so meta tensors are accepted. Raises ValueError, with the tensor's name, if a tensor of
-    the checkpoint is not a view of a live one.
+    For a model that is not of transformers these are the tensors themselves. No data is read or copied, so meta tensors
+    are accepted. Raises ValueError, with the tensor's name, if a tensor of the checkpoint is not a view of a live one.
     """
+    pretrained: type[nn.Module] | None = getattr(
+        sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None
+    )
     loading = sys.modules.get("transformers.core_model_loading")
     revert: Reversal | None = getattr(loading, "revert_weight_conversion", None)
-    if revert is None:
-        return dict(tensors)
+    if pretrained is None or not isinstance(model, pretrained) or revert is None:
+        return tensors
     standins = {
         name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         for name, tensor in tensors.items()

@@ -112,11 +112,11 @@ class CheckpointDirectories:
                 files = self._files(path)
             except OSError:
                 continue  # it is being removed, or not yet readable
-            if files is not None and self._is_marked(files):
+            if files is not None:
                 yield CompleteDirectory(path, number, files)
 
     def _files(self, path: Path) -> tuple[FileState, ...] | None:
-        """Return the state of every relevant file; None for a directory without a marker. Raises OSError."""
+        """Return the state of every relevant file; None unless a marker was written last. Raises OSError."""
         markers = [name for name in self._markers if (path / name).is_file()]
         if not markers:
             return None
@@ -132,9 +132,5 @@ class CheckpointDirectories:
                 continue  # reported when the checkpoint is read
             if stat.S_ISREG(info.st_mode):
                 states.append((name, info.st_ino, info.st_size, info.st_mtime_ns))
-        return tuple(states)
-
-    def _is_marked(self, files: tuple[FileState, ...]) -> bool:
-        """Return whether a marker was written after all other files."""
-        marked_ns = max((changed_ns for name, *_, changed_ns in files if name in self._markers), default=-1)
-        return marked_ns >= max((changed_ns for *_, changed_ns in files), default=0)
+        marked_ns = max((changed_ns for name, *_, changed_ns in states if name in markers), default=-1)
+        return tuple(states) if marked_ns >= max((changed_ns for *_, changed_ns in states), default=0) else None

@@ -28,13 +28,13 @@ from torch.nn.utils.weight_norm import WeightNorm
 from weightcast.checkpoint import adapters, conversion, flat_shards, sharding
 from weightcast.checkpoint.adapters import MergedModel
 from weightcast.checkpoint.flat_shards import FlattenedOf
-from weightcast.checkpoint.sharding import Block, Blocks
+from weightcast.checkpoint.sharding import Blocks
 from weightcast.errors import listed
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
 from weightcast.native.tables import places, same_members
-from weightcast.seams.source import Gather, Held, LookedAtRegions
+from weightcast.seams.source import Held, LookedAtRegions
 
 Buffers: TypeAlias = Literal["persistent", "none", "all"]
 """The buffers to include: those of the state dict ("persistent"), "none", or "all"."""
@@ -111,10 +111,7 @@ def checkpoint_tensors(
     wrappers = _fsdp1_wrappers(module)
     flattened = flat_shards.flattened(wrappers) if wrappers else {}
     kept, doubles = _split_tied(model, dict(_live_tensors(model, buffers, blocks, flattened, merged)))
-    views = kept
-    if conversion.is_pretrained(model):
-        views = conversion.checkpoint_views(model, kept)
-        doubles = conversion.checkpoint_views(model, doubles) if doubles else {}
+    views, doubles = (conversion.checkpoint_views(model, tensors) if tensors else {} for tensors in (kept, doubles))
     if blocks is not None:
         blocks.require_slices(views)
     return _records(views, doubles, names)
@@ -139,12 +136,15 @@ def saved_besides(module: nn.Module) -> Iterator[str]:
         dot = f"{prefix}." if prefix else ""
         part._save_to_state_dict(saved, dot, True)
         tensors = part._parameters | part._buffers
-        held = [tensor for tensor in tensors.values() if tensor is not None]
+        held = [sharding.local_tensor(tensor) for tensor in tensors.values() if tensor is not None]
         for name, value in saved.items():
             if name.removeprefix(dot) in tensors:
                 continue
             if isinstance(value, torch.Tensor):
-                is_known = not value.numel() or any(_is_alike(value, tensor) for tensor in held)
+                local = sharding.local_tensor(value)  # perhaps the detached alias of a tensor
+                is_known = not value.numel() or any(
+                    local.data_ptr() == tensor.data_ptr() and local.shape == tensor.shape for tensor in held
+                )
             else:
                 is_known = value is None or (isinstance(value, (dict, list, tuple, bytes)) and not value)
             if not is_known:
@@ -171,12 +171,6 @@ def require_uncomputed(module: nn.Module) -> None:
             "remove_parametrizations, remove_weight_norm, remove_spectral_norm, prune.remove); or, for engines whose "
             "model computes them too, TensorSource(model.state_dict())"
         )
-
-
-def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same address and shape, like a tensor and its detached alias."""
-    one, other = sharding.local_tensor(one), sharding.local_tensor(other)
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def state_dict_hooks(module: nn.Module, *, loading: bool) -> list[str]:
@@ -368,7 +362,7 @@ def _split_tied(
 
     Names that are never saved are dropped, unless they alias a saved tensor.
     """
-    unsaved = conversion.unsaved_names(model)
+    unsaved = frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())  # by save_pretrained
     first, tied, others = dict[Hashable, str](), dict[str, list[str]](), set[str]()
     for name, key in zip(tensors, memory_keys(tensors.values()), strict=True):
         if (other := first.setdefault(key, name)) is not name:
@@ -445,8 +439,9 @@ class LiveCheckpoint:
         self._module, self._buffers, self._names = module, buffers, names
         self._dtype = None if dtype is None else cast_target(dtype)
         self._sharded = sharded
-        self._on_adapters, self._merging = on_adapters, adapters.Merging()
-        self._is_adapted = False
+        self._on_adapters = on_adapters
+        self.merging: adapters.Merging | None = None
+        """Merges the adapters; its gathers complete those of sharded layers. None for a module without adapters."""
         self._blocks = Blocks()
         self._regions: LookedAtRegions | None = None
         self._keys: object = None
@@ -460,24 +455,15 @@ class LiveCheckpoint:
         for module in self._fsdp2_modules:
             module.reshard()  # what a forward pass has left unsharded, since optimizers update only the shards
         is_other = self._changes.has_changed()
-        if self._fsdp1_wrappers:
-            is_other |= self._fsdp1_states != self._read_fsdp1_states()
-        return ((merge and self._is_adapted) or is_other) and self._derive()
+        if self._fsdp1_states:
+            is_other |= any(wrapper._handle._training_state != was for wrapper, was in self._fsdp1_states.items())
+        return ((merge and self.merging is not None) or is_other) and self._derive()
 
     def require_memory(self) -> None:
         """Raise ValueError if a tensor is on the meta device."""
         for name, view in self.views.items():
             if view.is_meta and ((owner := self._blocks.owner(view)) is None or owner.local.is_meta):
                 raise ValueError(f"{name!r} is on the meta device and has no values: materialise the module first")
-
-    @property
-    def num_gathers(self) -> int:
-        """Number of gathers in `complete`; with 0 every view has its values."""
-        return self._merging.num_gathers if self._is_adapted else 0
-
-    def complete(self, gather: Gather) -> None:
-        """Merge the adapters of sharded layers, together with all ranks."""
-        self._merging.complete(gather)
 
     def regions(self) -> LookedAtRegions:
         """Return this rank's parts of each record: the whole tensor, or the rank's shards, which may be none.
@@ -493,21 +479,19 @@ class LiveCheckpoint:
             self._regions = _LiveRegions(self.views, shards)
         return self._regions
 
-    def _read_fsdp1_states(self) -> list[Any]:
-        """Return FSDP1's training states. Tensors don't show them on a rank that `summon_full_params` gave none."""
-        return [wrapper._handle._training_state for wrapper in self._fsdp1_wrappers]
-
     def _derive(self) -> bool:
         blocks = Blocks()
         self._fsdp2_modules = sharding.fsdp_parts(self._module, "FSDPModule") if self._sharded else []
         for part in self._fsdp2_modules:
             part.reshard()
         merged = None
-        self._is_adapted = self._on_adapters is not None and adapters.has_adapters(self._module)
-        if self._is_adapted:
-            if self._on_adapters == "refuse":
-                adapters.require_none(self._module)
-            merged = self._merging.merge(self._module)
+        if self._on_adapters is None or not adapters.has_adapters(self._module):
+            self.merging = None
+        elif self._on_adapters == "refuse":
+            adapters.refuse(self._module)
+        else:
+            self.merging = self.merging or adapters.Merging()
+            merged = self.merging.merge(self._module)
         if self._on_adapters is not None:
             require_uncomputed(self._module)
         specs, views = checkpoint_tensors(
@@ -518,15 +502,17 @@ class LiveCheckpoint:
             merged=merged,
         )
         specs = cast_specs(specs, self._dtype)
-        self._fsdp1_wrappers = _fsdp1_wrappers(self._module)
-        self._fsdp1_states = self._read_fsdp1_states()
+        # Tensors don't show FSDP1's training state on a rank that `summon_full_params` gave none.
+        self._fsdp1_states = {wrapper: wrapper._handle._training_state for wrapper in _fsdp1_wrappers(self._module)}
         if self._on_adapters is not None:
             adapters.require_merged(name for spec in specs for name in spec.names)
         self._changes = TensorChangeDetector(self._module, with_buffers=self._buffers != "none")
         memory, parts = list[torch.Tensor](), list[tuple[Any, ...]]()
         for number, view in enumerate(views.values()):
             if view.is_meta and (owner := blocks.owner(view)) is not None:
-                parts.append((number, *_part_key(view, owner)))
+                local = memory_key(owner.local) if owner.local.numel() else ()
+                offsets = tuple(region.offsets for region, _ in owner.boxes)
+                parts.append((number, local, offsets, view.storage_offset(), view.dtype, view.shape, view.stride()))
             else:
                 memory.append(view)
         keys = places(memory), lazy_views(memory), parts
@@ -558,13 +544,6 @@ class _LiveRegions(LookedAtRegions):
 
     def __len__(self) -> int:
         return len(self._views)
-
-
-def _part_key(view: torch.Tensor, owner: Block) -> tuple[Any, ...]:
-    """Return a key that is equal for views of the same parts of the same memory."""
-    local = memory_key(owner.local) if owner.local.numel() else ()
-    offsets = tuple(region.offsets for region, _ in owner.boxes)
-    return (local, offsets, view.storage_offset(), view.dtype, view.shape, view.stride())
 
 
 class TensorChangeDetector:

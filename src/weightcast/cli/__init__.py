@@ -1,5 +1,8 @@
 """The `weightcast` command: one module for each subcommand, imported only when that subcommand is called.
 
+Each has the text `EPILOG`, `add_arguments(parser)`, and `run(args)`, which returns the exit status. `args.usage_error`
+ends the command with a message about its options.
+
 All subcommands write results to stdout, progress and errors to stderr. With `--json` stdout is one JSON object. The
 exit status is one of those in `exits.py`. An error is one line, with `--debug` a traceback.
 """
@@ -13,7 +16,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Protocol
 
 from weightcast import __version__
 from weightcast.cli import exits, output
@@ -42,18 +44,6 @@ Run `weightcast COMMAND --help` for the options and examples of one command.
 
 exit status:
 {exits.TABLE}"""
-
-
-class Subcommand(Protocol):
-    """Interface of a subcommand's module."""
-
-    EPILOG: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Run the command; return the exit status."""
-        ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,10 +85,12 @@ def _run(argv: Sequence[str]) -> int:
         subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name == chosen:
             with output.stage(output.IMPORTING):
-                command: Subcommand = importlib.import_module(f"weightcast.cli.{name.replace('-', '_')}")
+                command = importlib.import_module(f"weightcast.cli.{name.replace('-', '_')}")
             subparser.epilog = f"{command.EPILOG.strip()}\n\nexit status:\n{exits.TABLE}"
             command.add_arguments(subparser)
+            subparser.set_defaults(usage_error=subparser.error)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        subparsers.choices[chosen].error(f"unrecognized arguments: {' '.join(unknown)}")
-    return command.run(args)  # for an unknown name argparse has ended the process
+        args.usage_error(f"unrecognized arguments: {' '.join(unknown)}")
+    status: int = command.run(args)  # for an unknown name argparse has ended the process
+    return status

@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         memcpy_ratio=publish / memcpy,
         delta_bytes=reports[-1].delta.num_bytes if reports[-1].delta is not None else None,
     )
-    output.show(found, args.json, lambda: _view(found))
+    output.show(found, args.json, _view(found))
     return exits.OK
 
 

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from weightcast.sources.safetensors import SafetensorsSource
 
     found = cost(SafetensorsSource(args.base), SafetensorsSource(args.checkpoint))
-    output.show(found, args.json, lambda: _view(found))
+    output.show(found, args.json, _view(found))
     return exits.OK
 
 
@@ -80,7 +80,7 @@ def cost(base: Source, checkpoint: Source) -> DeltaCost:
         text = f"a delta is between checkpoints of the same tensors, and these differ: {listed(sorted(problems))}"
         raise IncompatibleWeightsError(text, sorted(problems))
     total, groups = Cost(), dict[str, Cost]()
-    num_bytes, done_bytes = sum(spec.num_bytes for spec in specs.values()), 0
+    num_bytes = sum(spec.num_bytes for spec in specs.values())
     with output.measured("comparing") as show:
         for name in specs:
             ((_, a),), ((_, b),) = base.regions()[name], checkpoint.regions()[name]
@@ -89,8 +89,7 @@ def cost(base: Source, checkpoint: Source) -> DeltaCost:
                 each.num_elements += b.numel()
                 each.num_bytes += b.nbytes
             _add(a, b, total, groups[_LAYER.sub("*", name)])
-            done_bytes += b.nbytes
-            show(done_bytes, num_bytes)
+            show(total.num_bytes, num_bytes)
     return DeltaCost(total, groups)
 
 

@@ -63,5 +63,5 @@ def run(args: argparse.Namespace) -> int:
         f"version {exported.version} of run {exported.run[:8]} is in {args.directory}: "
         f"{count(exported.num_tensors, 'tensor')}, {size(num_bytes)}, {count(len(files), 'file')}"
     )
-    output.show(exported, args.json, lambda: [line])
+    output.show(exported, args.json, [line])
     return exits.OK

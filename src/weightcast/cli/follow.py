@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_update(parser, transport_help="the transport to the engines")
     add("--once", action="store_true", help="end after the first version that all engines have installed")
     output.add_json(parser)
-    parser.set_defaults(usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
                         f"version {followed.version} of run {followed.run[:8]}: {size(followed.num_bytes)} in "
                         f"{followed.seconds:.2f} s, {followed.lag_seconds:.2f} s after its commit"
                     )
-                output.show_line(followed, args.json, text)
+                output.show(followed, args.json, [text])
                 if args.once:
                     return exits.OK
     return exits.NEGATIVE if args.once else exits.OK

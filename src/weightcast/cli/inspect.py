@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     info, store, specs = _look(args.target, args.token_file)
     shown = [spec for spec in specs if any(fnmatchcase(name, args.filter) for name in spec.names)]
     found = Inspection(args.target, info, store, len(shown), sum(spec.num_bytes for spec in shown), shown)
-    output.show(found, args.json, lambda: _view(found, args.filter))
+    output.show(found, args.json, _view(found, args.filter))
     return exits.OK
 
 
@@ -102,12 +102,9 @@ def _view(found: Inspection, pattern: str) -> Iterator[str | Table]:
     yield table
     state = "" if found.engine is None else f"; {_state(found.engine)}"
     yield f"{count(found.num_tensors, 'tensor')}, {size(found.num_bytes)}{state}"
-    if found.store is not None:
-        yield from _store_lines(found.store)
-
-
-def _store_lines(store: StoreInfo) -> Iterator[str]:
-    newest, previous = store.newest, store.previous
+    if found.store is None:
+        return
+    store, newest, previous = found.store, found.store.newest, found.store.previous
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest.committed_at))
     yield f"version {newest.number} of run {newest.run[:8]}, committed {when}, in slot {newest.slot}"
     yield (

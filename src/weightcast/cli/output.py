@@ -69,7 +69,7 @@ def read_token(path: Path | None) -> str | None:
     return None if path is None else store_address.read_token(path, "--token-file")
 
 
-def show(result: object, as_json: bool, view: Callable[[], Iterable[str | Table]]) -> None:
+def show(result: object, as_json: bool, view: Iterable[str | Table]) -> None:
     """Print `result` as JSON, or the lines and tables of `view`. Lines are never wrapped.
 
     A table is as wide as its content; on a narrower terminal long cells are folded.
@@ -80,7 +80,7 @@ def show(result: object, as_json: bool, view: Callable[[], Iterable[str | Table]
     console = Console()
     if not console.is_terminal:
         console = Console(width=_UNBOUNDED)
-    for part in view():
+    for part in view:
         console.print(Text(printable(part)) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
 
 
@@ -116,11 +116,6 @@ def wait_to_retry(error: WeightcastError, pause_seconds: float, stop: threading.
     print(f"weightcast: {exits.describe(error)}; trying again in {pause_seconds:g} s", file=sys.stderr)
     stop.wait(pause_seconds)
     return min(2 * pause_seconds, 30.0)
-
-
-def show_line(result: object, as_json: bool, text: str) -> None:
-    """Print the result of a loop's round at once, as JSON or as this text."""
-    print(msgspec.json.encode(result).decode() if as_json else text, flush=True)
 
 
 @contextlib.contextmanager

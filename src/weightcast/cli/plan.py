@@ -68,18 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--install", choices=("staged", "streaming"), default="staged", help=default)
     add("--undo", action="store_true", help="engines keep an undo copy of their weights")
     add("--bucket-size-mib", type=positive, metavar="M", help="bucket size in MiB (default: the transport's)")
-    add(
-        "--link-gbit",
-        type=values.positive,
-        metavar="G",
-        help="Gbit/s of each host's link, each way; needed for seconds",
-    )
-    add(
-        "--trainer-gbit",
-        type=values.positive,
-        metavar="G",
-        help="Gbit/s of the trainer's links, if it is not --link-gbit",
-    )
+    link = "Gbit/s of each host's link, each way; needed for seconds"
+    add("--link-gbit", type=values.positive, metavar="G", help=link)
+    trainer = "Gbit/s of the trainer's links, if it is not --link-gbit"
+    add("--trainer-gbit", type=values.positive, metavar="G", help=trainer)
     relays = "plan N relays (auto: choose) between the trainer's store and engines that are --apart"
     add("--relays", type=_relays, default=0, metavar="N", help=relays)
     store = "Gbit/s of the store that relays read, if it is not on the trainer's host"
@@ -103,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         if args.relays != 0:
             relays = plan_relays(specs, deployment, found, num_relays=args.relays)
             found = msgspec.structs.replace(found, relays=relays)
-    output.show(found, args.json, lambda: _view(found, deployment))
+    output.show(found, args.json, _view(found, deployment))
     return exits.OK
 
 
@@ -113,29 +105,25 @@ def _view(it: Estimate, to: Deployment) -> Iterator[str | Table]:
     trainer = f"{count(to.trainer_hosts, 'host')} of {count(to.ranks_per_host, 'rank')}, {to.sharding}"
     yield f"{size(it.num_bytes)} in {count(it.num_tensors, 'tensor')}, {to.transport}, {to.install}"
     yield f"from {trainer}, to {engines}"
-    yield ""
-    counted = Table("counted", Column("value", justify="right"), "")
-    for row in _rows(it, to):
-        counted.add_row(*row)
-    yield counted
+    found = {"counted": _rows(it, to)}
     if it.relays is not None:
-        yield from _relays_view(it.relays)
-
-
-def _relays_view(it: Relays) -> Iterator[str | Table]:
-    counted = Table("relays", Column("value", justify="right"), "")
-    for row in _relay_rows(it):
-        counted.add_row(*row)
-    yield ""
-    yield counted
+        found["relays"] = _relay_rows(it.relays)
+    for heading, rows in found.items():
+        table = Table(heading, Column("value", justify="right"), "")
+        for row in rows:
+            table.add_row(*row)
+        yield ""
+        yield table
+    if it.relays is None:
+        return
     yield ""
     yield "the first host's commands for each job; --json has those of all:"
     firsts: dict[str, str] = {}
-    for each in it.commands:
-        job, *engines = each.command.split(" --engine ")
-        if len(engines) > 2:
-            engines = [f"{engines[0]} ...", engines[-1]]
-        firsts.setdefault(job.split()[1], f"  {each.host}: {' --engine '.join([job, *engines])}")
+    for each in it.relays.commands:
+        job, *urls = each.command.split(" --engine ")
+        if len(urls) > 2:
+            urls = [f"{urls[0]} ...", urls[-1]]
+        firsts.setdefault(job.split()[1], f"  {each.host}: {' --engine '.join([job, *urls])}")
     yield from firsts.values()
 
 

@@ -6,6 +6,7 @@ to be in host memory. Nothing is measured.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -240,13 +241,12 @@ def _memory(each: Manifest, num_slots: int, staged: bool, adjoining: bool = Fals
 def _link_bytes(it: Deployment, wires: Sequence[int], members: int) -> list[tuple[int, int]]:
     """Return the bytes sent and received by the trainer host and the engine host that have the most."""
     joined = it.num_joined
-    sent: dict[int, int] = {}
-    received: dict[int, int] = {}
+    sent, received = collections.Counter[int](), collections.Counter[int]()
 
     def travel(source: int, target: int, num_bytes: int) -> None:
         if source != target:
-            sent[source] = sent.get(source, 0) + num_bytes
-            received[target] = received.get(target, 0) + num_bytes
+            sent[source] += num_bytes
+            received[target] += num_bytes
 
     first = 0 if it.colocated else it.trainer_hosts
     engine_hosts = range(first, first + it.engine_hosts)
@@ -260,7 +260,7 @@ def _link_bytes(it: Deployment, wires: Sequence[int], members: int) -> list[tupl
         for member, target in gloo_tree(members) if it.transport == "gloo" else itertools.pairwise(range(members)):
             travel(hosts[member], hosts[target], wire)
     return [
-        (max(sent.get(host, 0) for host in hosts), max(received.get(host, 0) for host in hosts))
+        (max(sent[host] for host in hosts), max(received[host] for host in hosts))
         for hosts in (range(it.trainer_hosts), engine_hosts)
     ]
 

@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checkpoint_help = "a directory of safetensors files, or a store, whose newest version goes into another one"
     add("checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
     output.add_engines(parser, required=False)
-    parser.set_defaults(usage_error=parser.error)
     add(
         "--version",
         type=number,
@@ -88,5 +87,5 @@ def run(args: argparse.Namespace) -> int:
         report = stack.enter_context(publisher).publish(
             args.version, wait_ready_seconds=args.wait, on_progress=on_progress
         )
-    output.show(report, args.json, lambda: str(report).splitlines())
+    output.show(report, args.json, str(report).splitlines())
     return exits.OK if report.ok else exits.NEGATIVE

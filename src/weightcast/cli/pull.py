@@ -46,18 +46,16 @@ def run(args: argparse.Namespace) -> int:
             try:
                 with output.measured(f"copying {args.source}") as on_progress:
                     copied = copy_newest(source, target, deadline_seconds=args.deadline, on_progress=on_progress)
-            except VersionNotFoundError as exc:
+            except WeightcastError as exc:
                 if not args.follow:
                     raise
+                if not isinstance(exc, VersionNotFoundError):
+                    pause_seconds = output.wait_to_retry(exc, pause_seconds, stop)
+                    continue
                 if not is_empty:
                     print(f"weightcast: {exc}; waiting", file=sys.stderr)
                 is_empty = True
                 stop.wait(_LOOK_SECONDS)
-                continue
-            except WeightcastError as exc:
-                if not args.follow:
-                    raise
-                pause_seconds = output.wait_to_retry(exc, pause_seconds, stop)
                 continue
             pause_seconds = 1.0
             if copied is not None:
@@ -65,10 +63,10 @@ def run(args: argparse.Namespace) -> int:
                     f"version {copied.version} of run {copied.run[:8]}: {size(copied.num_bytes)} in "
                     f"{copied.seconds:.2f} s, {size(copied.sent_bytes)} sent"
                 )
-                output.show_line(copied, args.json, text)
+                output.show(copied, args.json, [text])
             if not args.follow:
                 if copied is None:
-                    output.show(None, args.json, lambda: [f"{args.target} has the newest version of {args.source}"])
+                    output.show(None, args.json, [f"{args.target} has the newest version of {args.source}"])
                 return exits.OK
             stop.wait(_LOOK_SECONDS)
     return exits.OK

@@ -35,5 +35,5 @@ def run(args: argparse.Namespace) -> int:
         report = rollback(args.store, version=args.version, deadline_seconds=args.deadline)
     which = "the version before the newest" if args.version is None else f"version {args.version}"
     line = f"{which} is the newest of {args.store} again, as version {report.version}"
-    output.show(report, args.json, lambda: [line, *str(report).splitlines()])
+    output.show(report, args.json, [line, *str(report).splitlines()])
     return exits.OK

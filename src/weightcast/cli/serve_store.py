@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tls-certificate", type=Path, metavar="FILE", help="serve TLS: a certificate with its chain, in PEM format")
     add("--tls-key", type=Path, metavar="FILE", help="the private key, in PEM format, if it is in a file of its own")
     add("--allow-push", action="store_true", help="accept versions from `weightcast push` (default: only reads)")
-    parser.set_defaults(usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -84,11 +84,11 @@ def run(args: argparse.Namespace) -> int:
 
         if args.watch is None:
             found = look()
-            output.show(found, args.json, lambda: _view(found))
+            output.show(found, args.json, _view(found))
             return exits.OK if found.ok else exits.NEGATIVE
         if args.json:
             while True:
-                output.show(look(), True, tuple)
+                output.show(look(), True, ())
                 time.sleep(args.watch)
         with Live(auto_refresh=False) as live:
             while True:
@@ -101,7 +101,18 @@ def judged(answers: Mapping[str, Answer], published: int | None = None) -> Fleet
     """Return the fleet's status by its engines' answers. `published`: a version that is at most the newest one."""
     numbers = [info.version for info in answers.values() if isinstance(info, WeightInfo)]
     newest = max((number for number in (published, *numbers) if number is not None), default=None)
-    found = [_status(name, answer, newest) for name, answer in answers.items()]
+    found: list[EngineStatus] = []
+    for name, answer in answers.items():
+        if isinstance(answer, ErrorRecord):
+            found.append(EngineStatus(name, "no answer", None, None, answer))
+            continue
+        state = "serves" if answer.version == newest else "behind"
+        if answer.torn:
+            state = "torn"
+        elif answer.paused:
+            state = "paused"
+        behind = None if newest is None or answer.version is None else newest - answer.version
+        found.append(EngineStatus(name, state, behind, answer, None))
     return FleetStatus(all(engine.state == "serves" for engine in found), newest, found)
 
 
@@ -111,19 +122,6 @@ def ask(engine: HttpEngine) -> Answer:
         return engine.connect().info()
     except WeightcastError as exc:
         return to_record(exc)
-
-
-def _status(engine: str, answer: Answer, newest: int | None) -> EngineStatus:
-    if isinstance(answer, ErrorRecord):
-        return EngineStatus(engine, "no answer", None, None, answer)
-    behind = None if newest is None or answer.version is None else newest - answer.version
-    if answer.torn:
-        state = "torn"
-    elif answer.paused:
-        state = "paused"
-    else:
-        state = "serves" if answer.version == newest else "behind"
-    return EngineStatus(engine, state, behind, answer, None)
 
 
 def _view(found: FleetStatus) -> Iterator[str | Table]:

@@ -83,7 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     quarantine_help = "have an engine that differs refuse to serve until a complete update"
     add("--quarantine", action="store_true", help=quarantine_help)
-    parser.set_defaults(usage_error=parser.error)
     output.add_json(parser)
 
 
@@ -99,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         verdict = _verify_store(args.checkpoint)
     else:
         args.usage_error("at least one --engine is required, unless a store is verified")
-    output.show(verdict, args.json, lambda: _view(verdict))
+    output.show(verdict, args.json, _view(verdict))
     return exits.OK if verdict.ok else exits.NEGATIVE
 
 

@@ -191,16 +191,9 @@ def _compare(regions: list[Region], steps: CheckSteps, name: str) -> None:
     for region in sorted(regions, key=lambda r: r.offsets):
         steps.use(len(reaching), name)
         reaching = [r for r in reaching if r.offsets[:1] == () or r.offsets[0] + r.sizes[0] > region.offsets[0]]
-        if any(_overlap(region, other) for other in reaching):
+        if any(common(region, other) for other in reaching):
             raise malformed("overlap", f"regions of {name!r} overlap near {list(region.offsets)}")
         reaching.append(region)
-
-
-def _overlap(a: Region, b: Region) -> bool:
-    for a_offset, a_size, b_offset, b_size in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
-        if a_offset >= b_offset + b_size or b_offset >= a_offset + a_size:
-            return False
-    return True
 
 
 def _parted(regions: list[Region], num_dims: int, steps: CheckSteps, name: str) -> list[list[Region]]:

@@ -41,10 +41,20 @@ ByteCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 Secret: TypeAlias = Digest256 | UnsetType
 """Shows that a record is of the publisher that holds the engine: its InitInfo has the same. Left out if unset."""
 
+
+class WithSecret(msgspec.Struct, frozen=True):
+    """Base of records that may have a secret, which must not get into a log."""
+
+    def __repr__(self) -> str:
+        """Return the fields without defaults, but for the secret."""
+        fields = [each.name for each in msgspec.structs.fields(self) if each.required and each.name != "secret"]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in fields)})"
+
+
 # --- control: publisher -> engine ---
 
 
-class InitInfo(msgspec.Struct, frozen=True):
+class InitInfo(WithSecret, frozen=True):
     """How an engine's workers reach a publisher, which says in `publisher`, for people, where it runs.
 
     `secret` is presented on the link, and in the publisher's offers, seals and aborts, so that strangers are refused.
@@ -66,9 +76,6 @@ class InitInfo(msgspec.Struct, frozen=True):
     deadline_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_SECONDS)] = 60.0
     publisher: ShortText | UnsetType = UNSET
     origins: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_ORIGINS)] = ()
-
-    def __repr__(self) -> str:
-        return f"InitInfo(run={self.run!r}, engine={self.engine!r}, transport={self.transport!r}, link={self.link!r})"
 
 
 class LocalRanks(msgspec.Struct, frozen=True):
@@ -94,7 +101,7 @@ class DeltaBase(msgspec.Struct, frozen=True):
     digests: Annotated[tuple[Digest128, ...], msgspec.Meta(max_length=MAX_BUCKETS)]
 
 
-class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
+class Offer(WithSecret, frozen=True, tag="offer", tag_field="kind"):
     """A version that a publisher is about to send.
 
     `manifest`: the manifest's text, which `manifest_digest` is the digest of. It is absent when this link has been sent
@@ -118,11 +125,8 @@ class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
     ranks: Annotated[dict[ShortText, LocalRanks], msgspec.Meta(max_length=1 << 16)] | UnsetType = UNSET
     target: AdapterTarget | UnsetType = UNSET
 
-    def __repr__(self) -> str:
-        return f"Offer(run={self.run!r}, version={self.version}, manifest_digest={self.manifest_digest!r})"
 
-
-class Seal(msgspec.Struct, frozen=True, tag="seal", tag_field="kind"):
+class Seal(WithSecret, frozen=True, tag="seal", tag_field="kind"):
     """Every worker has received everything: `root` is the digest of all bucket digests, in order.
 
     To an engine that serves the version, before an offer of this session: it is the run's last one.
@@ -134,20 +138,14 @@ class Seal(msgspec.Struct, frozen=True, tag="seal", tag_field="kind"):
     root: Digest128
     secret: Secret = UNSET
 
-    def __repr__(self) -> str:
-        return f"Seal(run={self.run!r}, version={self.version}, num_buckets={self.num_buckets}, root={self.root!r})"
 
-
-class Abort(msgspec.Struct, frozen=True, tag="abort", tag_field="kind"):
+class Abort(WithSecret, frozen=True, tag="abort", tag_field="kind"):
     """Give the update up; the old version stays."""
 
     run: RunId
     version: VersionNumber
     reason: ShortText
     secret: Secret = UNSET
-
-    def __repr__(self) -> str:
-        return f"Abort(run={self.run!r}, version={self.version}, reason={self.reason!r})"
 
 
 UpdateInfo: TypeAlias = Offer | Seal | Abort
@@ -264,7 +262,7 @@ class WeightInfo(msgspec.Struct, frozen=True):
 # --- link: worker <-> publisher ---
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):
+class Hello(WithSecret, frozen=True, tag="hello", tag_field="kind"):
     """The worker's first message. `host`: equal for workers that share a host's memory.
 
     `memory`: where the engine's other ranks on this host find some of this one's, to read a version into together, or
@@ -278,9 +276,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):
     protocol: int = PROTOCOL
     host: ShortText | UnsetType = UNSET
     memory: ShortText | UnsetType = UNSET
-
-    def __repr__(self) -> str:
-        return f"Hello(run={self.run!r}, engine={self.engine!r}, engine_rank={self.engine_rank})"
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat", tag_field="kind"):

@@ -84,8 +84,7 @@ def plan(
                 filler.keep_together(sum(align(num_bytes) for _, _, num_bytes in found))
             for member, region, num_bytes in found:
                 added = filler.add(region, num_bytes, ITEMSIZE_BYTES[member.dtype])
-                former = pieces.get(member.name)
-                pieces[member.name] = added if former is None else (*former, *added)
+                pieces[member.name] = (*pieces.get(member.name, ()), *added)
         filled = [size for size in filler.sizes if size]
         sizes += filled
         num_buckets.append(len(filled))
@@ -114,18 +113,12 @@ class _Filler:
         if self._room() < num_bytes <= self._capacity:
             self.sizes.append(0)
 
-    def add(self, region: Region, num_bytes: int, itemsize: int) -> tuple[Piece, ...]:
-        """Return one piece, or several row-major blocks if the region is larger than a bucket."""
-        if num_bytes > self._capacity:
-            return tuple(self._cut(region, itemsize, num_bytes))
-        start, stored_bytes = self.sizes[-1], align(num_bytes)
-        if start + stored_bytes > self._capacity:
-            start = 0
-            self.sizes.append(0)
-        self.sizes[-1] = start + stored_bytes
-        return (Piece(self._first + len(self.sizes) - 1, start, region),)
-
-    def _cut(self, region: Region, itemsize: int, num_bytes: int) -> Iterator[Piece]:
+    def add(self, region: Region, num_bytes: int, itemsize: int) -> Iterator[Piece]:
+        """Yield one piece, or several row-major blocks if the region is larger than a bucket."""
+        if num_bytes <= self._capacity:
+            self.keep_together(align(num_bytes))
+            yield self._add_piece(region, num_bytes)
+            return
         if num_bytes > MAX_PIECES_PER_TENSOR * self._capacity:
             raise ManifestError(
                 f"a region of {list(region.sizes)} needs more than {MAX_PIECES_PER_TENSOR} buckets of "

@@ -69,7 +69,8 @@ class PreparedCopies:
         self._targets, self._places = list(targets), table.places
         # By address, since most sources are views of a few buckets.
         tensors = [tensor for tensor in payloads or sources if isinstance(tensor, torch.Tensor)]
-        self._storages = {storage.data_ptr(): storage for storage in set(map(torch.Tensor.untyped_storage, tensors))}
+        storages = {storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, tensors)}
+        self._addresses, self._storages = list(storages), list(storages.values())
         self._rows_of_payload: Rows | None = None
         self._jobs: list[Callable[[], None]] = []
         # GPU copies run on the caller's stream. One call for each pair of dtypes and devices: torch before 2.11 writes
@@ -92,12 +93,14 @@ class PreparedCopies:
 
         `targets`: False if the caller has just checked the targets.
         """
-        are_sources = all(storage.data_ptr() == address for address, storage in self._storages.items())
+        are_sources = list(map(torch.UntypedStorage.data_ptr, self._storages)) == self._addresses
         return are_sources and (not targets or places(self._targets) == self._places)
 
     def run(self, *, bytes_per_thread: int = _BYTES_PER_THREAD) -> None:
         """Make the copies. Raises RuntimeError as torch does."""
-        self._table.run(threads=max(1, min(self._table.num_bytes // bytes_per_thread, _most_threads())))
+        # Not torch's number of threads, which an engine may have set to 1: it is paused during the copies.
+        most = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._table.run(threads=max(1, min(self._table.num_bytes // bytes_per_thread, most)))
         for job in self._jobs:
             job()
 
@@ -112,7 +115,7 @@ class PreparedCopies:
             assert not former
             self.run()
             return
-        changes.scatter(rows, former=former, threads=_most_threads())
+        changes.scatter(rows, former=former, threads=min(_MAX_THREADS, len(os.sched_getaffinity(0))))
         for job in self._jobs:
             assert not former
             job()
@@ -134,11 +137,6 @@ def _tensor_at(source: torch.Tensor | int, target: torch.Tensor, payloads: Itera
     payload = next(p for p in payloads if 0 <= source - p.data_ptr() < p.nbytes)
     start = source - payload.data_ptr()
     return payload[start : start + target.nbytes].view(target.dtype).view(target.shape)
-
-
-def _most_threads() -> int:
-    # Not torch's number of threads, which an engine may have set to 1: it is paused during the copies.
-    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def _as_integers(target: torch.Tensor, source: torch.Tensor) -> Pair:

@@ -9,6 +9,8 @@ import os
 import resource
 import time
 
+from weightcast.errors import PeerError
+
 
 def shortage(error: BaseException | None) -> str:
     """Return a message with the remedy if an error or one of its causes is a lack of descriptors; else empty."""
@@ -34,11 +36,14 @@ def shortage_now() -> str:
     return ""
 
 
-def require_free(count: int) -> None:
-    """Raise OSError unless this process can open `count` more files; used before libraries that would crash."""
-    with contextlib.ExitStack() as stack:
-        for _ in range(count):
-            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+def require_free(count: int, what: str) -> None:
+    """Raise PeerError unless this process can open `count` more files for `what`, a library that would crash."""
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(count):
+                stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as exc:
+        raise PeerError(f"{what} needs {count} file descriptors: {shortage(exc) or exc}") from exc
 
 
 class AcceptLog:

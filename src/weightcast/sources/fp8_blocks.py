@@ -24,16 +24,8 @@ from weightcast.errors import NotFiniteError, listed
 from weightcast.format.bucket import TORCH_DTYPES
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
-from weightcast.seams.source import (
-    CollectiveSource,
-    Gather,
-    Held,
-    LookedAtRegions,
-    Regions,
-    Source,
-    StreamSource,
-    casts_to_engines,
-)
+from weightcast.seams.source import Gather, Held, Regions, Source, StreamSource
+from weightcast.sources.joined import JoinedSource
 
 _QUANTISABLE = frozenset({"float16", "bfloat16", "float32"})
 _LEFT = frozenset({"embed_tokens", "lm_head", "gate", "shared_expert_gate", "router"})
@@ -72,14 +64,13 @@ class Fp8BlockSource:
                 "and their scales from the stream"
             )
         self._block, self._ignored = _read(quantization_config)
-        self._source = source
-        self.casts_to_engines = casts_to_engines(source)
+        self._source = JoinedSource(source)  # whose regions are the same object while nothing has moved
+        self.casts_to_engines = self._source.casts_to_engines
         self._of: object = None
         self._specs: tuple[TensorSpec, ...] = ()
         self._quantised: Mapping[str, TensorSpec] = {}
         """The specs of the weights before they are quantised, by name."""
         self._found: Regions | None = None
-        self._held: list[Sequence[Held]] = []
         self._regions: Regions = {}
         self._parts: list[_Part] = []
         self._views: list[torch.Tensor] = []
@@ -106,13 +97,10 @@ class Fp8BlockSource:
     def regions(self) -> Regions:
         """Return this rank's regions with the present weights quantised; the same object while the source's are."""
         found = self._source.regions()
-        # Value by value, since a source may have changed the mapping that it returned before.
-        held = [] if isinstance(found, LookedAtRegions) else list(found.values())
-        is_same = found is self._found and len(held) == len(self._held)
-        if not is_same or any(a is not b for a, b in zip(held, self._held, strict=True)):
+        if found is not self._found:
             self._found = None
             self._lay_out(found)
-            self._found, self._held = found, held
+            self._found = found
         if not self.num_gathers:
             self._quantise()
         return self._regions
@@ -120,11 +108,10 @@ class Fp8BlockSource:
     @property
     def num_gathers(self) -> int:
         """The source's: see `CollectiveSource`."""
-        return self._source.num_gathers if isinstance(self._source, CollectiveSource) else 0
+        return self._source.num_gathers
 
     def complete(self, gather: Gather) -> None:
         """Complete the source, then quantise. See `CollectiveSource`."""
-        assert isinstance(self._source, CollectiveSource)
         self._source.complete(gather)
         self._quantise()
 
@@ -155,7 +142,7 @@ class Fp8BlockSource:
         """Make the regions, and a part for each quantised region; memory is kept where it has the same sizes."""
         self.specs()
         regions, problems = dict[str, list[Held]](), list[str]()
-        wanted, views = list[_Wanted](), list[torch.Tensor]()
+        wanted, views = list[tuple[str, torch.dtype, Region, torch.device]](), list[torch.Tensor]()
         for name, held in found.items():
             spec = self._quantised.get(name)
             if spec is None:
@@ -163,7 +150,7 @@ class Fp8BlockSource:
                 continue
             for region, view in held:
                 if region.numel:
-                    wanted.append(_Wanted(name, TORCH_DTYPES[spec.dtype], region, view.device))
+                    wanted.append((name, TORCH_DTYPES[spec.dtype], region, view.device))
                     views.append(view)
                     problems += _cut_blocks(spec, region, self._block)
         if problems:
@@ -172,43 +159,37 @@ class Fp8BlockSource:
                 "shard over a number of ranks that divides the weights into whole blocks, or gather the weights and "
                 "publish them from one rank"
             )
-        if wanted != [part.wanted for part in self._parts]:
+        if wanted != [(part.name, part.dtype, part.region, part.weight.device) for part in self._parts]:
             self._parts, self._scales = [], {}  # before the new memory is made
-            self._parts = self._with_memory(wanted)
+            with torch.inference_mode(False):
+                self._make_parts(wanted)
         for part in self._parts:
-            name, region = part.wanted.name, part.wanted.region
-            regions.setdefault(name, []).append((region, part.weight))
-            regions.setdefault(_scale_name(name), []).append((_scale_region(region, self._block), part.scale))
+            regions.setdefault(part.name, []).append((part.region, part.weight))
+            scales = regions.setdefault(_scale_name(part.name), [])
+            scales.append((_scale_region(part.region, self._block), part.scale))
         self._regions, self._views = regions, views
 
-    def _with_memory(self, wanted: Sequence[_Wanted]) -> list[_Part]:
-        with torch.inference_mode(False):
-            shapes = [_scale_region(each.region, self._block).sizes for each in wanted]
-            scales: dict[torch.device, Iterator[torch.Tensor]] = {}
-            for device in {each.device for each in wanted}:
-                here = [math.prod(shape) for each, shape in zip(wanted, shapes, strict=True) if each.device == device]
-                self._scales[device] = torch.empty(sum(here), device=device)
-                self._quantisers[device] = BlockQuantiser(device, self._block)
-                scales[device] = iter(torch.split(self._scales[device], here))
-            return [
-                _Part(
-                    each,
-                    torch.empty(each.region.sizes, dtype=torch.float8_e4m3fn, device=each.device),
-                    next(scales[each.device]).view(shape),
-                )
-                for each, shape in zip(wanted, shapes, strict=True)
-            ]
+    def _make_parts(self, wanted: Sequence[tuple[str, torch.dtype, Region, torch.device]]) -> None:
+        shapes = [_scale_region(region, self._block).sizes for _, _, region, _ in wanted]
+        scales: dict[torch.device, Iterator[torch.Tensor]] = {}
+        for device in {device for *_, device in wanted}:
+            here = [math.prod(shape) for (*_, other), shape in zip(wanted, shapes, strict=True) if other == device]
+            self._scales[device] = torch.empty(sum(here), device=device)
+            self._quantisers[device] = BlockQuantiser(device, self._block)
+            scales[device] = iter(torch.split(self._scales[device], here))
+        for (name, dtype, region, device), shape in zip(wanted, shapes, strict=True):
+            weight = torch.empty(region.sizes, dtype=torch.float8_e4m3fn, device=device)
+            self._parts.append(_Part(name, dtype, region, weight, next(scales[device]).view(shape)))
 
     @torch.no_grad()
     def _quantise(self) -> None:
         """Quantise the present weights. Raises NotFiniteError with each weight that has NaN or infinity."""
         with torch.inference_mode(False):
             for part, view in zip(self._parts, self._views, strict=True):
-                quantiser = self._quantisers[part.wanted.device]
-                quantiser.quantise(view, part.wanted.dtype, part.weight, part.scale)
+                self._quantisers[part.weight.device].quantise(view, part.dtype, part.weight, part.scale)
             if all(bool(torch.isfinite(scales).all()) for scales in self._scales.values()):
                 return
-            found = [part.wanted.name for part in self._parts if not torch.isfinite(part.scale).all()]
+            found = [part.name for part in self._parts if not torch.isfinite(part.scale).all()]
         problems = [f"{name!r} holds NaN or infinity" for name in dict.fromkeys(found)]
         raise NotFiniteError(
             f"weights can't be quantised, so nothing was sent: {listed(problems)}; mend the weights", problems
@@ -216,20 +197,12 @@ class Fp8BlockSource:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A region of a weight that this rank quantises, cast to `dtype` before."""
+class _Part:
+    """A region of a weight that this rank quantises, cast to `dtype` before, and the memory of the outcome."""
 
     name: str
     dtype: torch.dtype
     region: Region
-    device: torch.device
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Part:
-    """A region of a weight that this rank quantises, and the memory of the outcome."""
-
-    wanted: _Wanted
     weight: torch.Tensor
     scale: torch.Tensor
 

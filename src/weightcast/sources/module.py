@@ -83,8 +83,9 @@ class ModuleSource:
     @property
     def num_gathers(self) -> int:
         """Number of gathers in `complete`; 0 without adapters in sharded layers."""
-        return self._live.num_gathers
+        return 0 if self._live.merging is None else self._live.merging.num_gathers
 
     def complete(self, gather: Gather) -> None:
         """Merge the adapters of sharded layers into the memory of `regions`. See `CollectiveSource`."""
-        self._live.complete(gather)
+        if self._live.merging is not None:
+            self._live.merging.complete(gather)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from weightcast.errors import WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.seams.transport import Bucket, Portion, Receiver, Sender, Transport
+from weightcast.seams.transport import Bucket, Receiver, Sender, Transport
 from weightcast.seams.versions import StoredVersion
 
 SCHEME = "faulty"
@@ -163,7 +163,10 @@ class FaultySender(SenderWrapper):
 
 
 class FaultyReceiver(Receiver):
-    """A `Receiver` that passes all calls on to `inner`, except for `fault`, which may be set again between updates."""
+    """A `Receiver` that passes all calls on to `inner`, except for `fault`, which may be set again between updates.
+
+    It reads into no memory of other receivers, so that a fault is only in its own.
+    """
 
     def __init__(self, inner: Receiver, fault: Fault | None = None) -> None:
         self.inner = inner
@@ -171,13 +174,6 @@ class FaultyReceiver(Receiver):
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         self.inner.open(manifest, version, staged=staged)
-
-    def common_memory(self) -> str:
-        return ""
-
-    def read_together(self, manifest: Manifest, portion: Portion) -> bool:
-        """Return False: a fault must only be in this receiver's own memory."""
-        return False
 
     def __iter__(self) -> Iterator[Bucket]:
         held: Bucket | None = None

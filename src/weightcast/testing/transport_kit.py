@@ -14,7 +14,7 @@ import torch
 
 from weightcast import registry
 from weightcast.errors import IntegrityError, PeersLostError
-from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Layout, check_bucket, queued_digest, write_header
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, check_bucket, queued_digest, write_header
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.messages import Hello
 from weightcast.format.plan import plan
@@ -23,8 +23,8 @@ from weightcast.host.memory import host_identity
 from weightcast.links.link import LinkListener, WorkerLink
 from weightcast.seams.transport import Bucket, Receiver, Sender
 from weightcast.testing.faults import SenderWrapper
-from weightcast.testing.payloads import DTYPES, Payload, region_slices
-from weightcast.trainer.packer import Fill, Packer, pack
+from weightcast.testing.payloads import DTYPES, region_slices
+from weightcast.trainer.packer import Fill, pack
 from weightcast.trainer.publish_run import connect
 
 RUN, OTHER_RUN = "5e" * 16, "a7" * 16
@@ -163,13 +163,6 @@ def send(sender: Sender, manifest: Manifest, number: int, index: int) -> BucketB
 def send_all(sender: Sender, manifest: Manifest, number: int, start: int = 0) -> None:
     for index in range(start, len(manifest.buckets)):
         send(sender, manifest, number, index)
-
-
-def send_payload(sender: Sender, payload: Payload, manifest: Manifest, version: WeightVersion) -> None:
-    """Pack and send every bucket of a payload, as a publisher does."""
-    packer = Packer(Layout(manifest), payload.regions())
-    for index in range(len(manifest.buckets)):
-        pack_and_send(sender, packer, manifest, version, index)
 
 
 def pack_and_send(sender: Sender, fill: Fill, manifest: Manifest, version: WeightVersion, index: int) -> None:

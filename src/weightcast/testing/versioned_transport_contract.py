@@ -21,7 +21,7 @@ from weightcast.errors import (
     UpdateAbortedError,
     WeightcastError,
 )
-from weightcast.format.bucket import HEADER_BYTES
+from weightcast.format.bucket import HEADER_BYTES, Layout
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.seams.transport import Bucket, Receiver, Sender
 from weightcast.testing.faults import Corrupt, Drop, Duplicate, Fault, FaultyReceiver, FaultySender, Reorder
@@ -35,13 +35,14 @@ from weightcast.testing.transport_kit import (
     TransportEnds,
     check,
     numbered,
+    pack_and_send,
     read_all,
     send,
     send_all,
-    send_payload,
     unpack,
     version,
 )
+from weightcast.trainer.packer import Packer
 
 ENDED = (PeerDiedError, PeerTimeoutError, UpdateAbortedError, ClosedError)
 """Errors with which an iteration that can't complete may end."""
@@ -87,7 +88,9 @@ class VersionedTransportContract(OverPayloads, TransportEnds):
         if payload is None:
             send_all(sender, manifest, number)
         else:
-            send_payload(sender, payload, manifest, version(number))
+            packer = Packer(Layout(manifest), payload.regions())
+            for index in range(len(manifest.buckets)):
+                pack_and_send(sender, packer, manifest, version(number), index)
         found = [reader.result() for reader in readers]
         for receiver in receivers.values():
             receiver.end()

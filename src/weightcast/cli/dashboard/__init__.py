@@ -61,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=values.integer(0, 65535), default=8090, help="port; 0: any free one (default: %(default)s)")
     output.add_token(parser)
-    parser.set_defaults(usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -55,7 +55,7 @@ _MODEL = (
 _NORMS = (
     _rule(
         "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight "
-        "self_attention.linear_qkv_down_proj.layer_norm_weight",
+        "self_attention.linear_qkv_down_proj.layer_norm_weight self_attention.in_proj.layer_norm_weight",
         "input_layernorm.weight",
         Whole("hidden"),
     ),
@@ -147,14 +147,10 @@ def _router(prefix: str) -> tuple[Rule, ...]:
     return (_rule("mlp.router.weight", f"{prefix}.gate.weight", Whole("experts", "hidden"), "moe"),)
 
 
-_ROUTER_BIAS = (
-    _rule(
-        "mlp.router.expert_bias",
-        "mlp.gate.e_score_correction_bias",
-        Whole("experts"),
-        "moe expert_bias",
-        dtype="float32",
-    ),
+_ROUTER_BIAS = _inside(
+    "mlp",
+    "mlp",
+    _rule("router.expert_bias", "gate.e_score_correction_bias", Whole("experts"), "moe expert_bias", dtype="float32"),
 )
 
 
@@ -167,7 +163,6 @@ def _experts(prefix: str, gate_up: str, down: str, fc1: ShardLayout) -> tuple[Ru
             gate_up,
             fc1,
             "moe",
-            axis="expert",
             stacked=("linear_fc1.weight",),
             transposed=("weight1",),
         ),
@@ -176,7 +171,6 @@ def _experts(prefix: str, gate_up: str, down: str, fc1: ShardLayout) -> tuple[Ru
             down,
             Columns("hidden", "moe_ffn"),
             "moe",
-            axis="expert",
             stacked=("linear_fc2.weight",),
             transposed=("weight2",),
         ),
@@ -270,15 +264,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_next": Family(
         _MODEL,
-        (
-            _rule(
-                "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight "
-                "self_attention.in_proj.layer_norm_weight",
-                "input_layernorm.weight",
-                Whole("hidden"),
-            ),
-            _NORMS[1],
-        )
+        _NORMS
         + _when("softmax", _GATED_ATTENTION + _QK_NORMS)
         + _when("linear", _DELTA_NET)
         + _MLP
@@ -335,7 +321,6 @@ FAMILIES: dict[str, Family] = {
                 "linear_fc1.bias{expert} local_experts.{expert}.linear_fc1.bias",
                 "gate_up_proj_bias",
                 Alternating("moe_ffn"),
-                axis="expert",
             ),
             _rule("linear_fc2.bias{expert} local_experts.{expert}.linear_fc2.bias", "down_proj_bias", Whole("hidden")),
         ),

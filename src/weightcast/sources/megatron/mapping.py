@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from weightcast.sources.megatron.layouts import ALONE, Axis, LayoutPart, Sizes, 
 from weightcast.sources.megatron.rules import EXPERT, Config, Family, Match, Rule, Table
 
 _EMBEDDING = "embedding.word_embeddings.weight"
+_WRAPPERS = re.compile(r"^(?:module\.)*(?:language_model\.)?")
 _INNER = r"(?:transformer_layer|mtp_model_layer)\."
 _LAYER = re.compile(rf"(?P<block>decoder|mtp)\.layers\.(?P<index>\d+)\.(?P<inner>{_INNER})?(?P<rest>.+)")
 
@@ -38,19 +40,6 @@ class Parallel:
     tensor: Axis = ALONE
     expert: Axis = ALONE
     expert_tensor: Axis = ALONE
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chunk:
-    """One rank's part of one (virtual) pipeline stage.
-
-    `tensors`: parameters and persistent buffers by name. `layers`: for each layer of the decoder its index in the whole
-    model. `is_first`: True for the stage that owns the embedding; other stages have a copy.
-    """
-
-    tensors: Sequence[tuple[str, torch.Tensor]]
-    layers: Sequence[int]
-    is_first: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,16 +72,9 @@ class TensorMapping:
         self._layers = {
             (is_moe, is_linear): Table(
                 family.layer,
-                {
-                    **self.sizes,
-                    "moe": int(is_moe),
-                    "dense": int(not is_moe),
-                    "linear": int(is_linear),
-                    "softmax": int(not is_linear),
-                },
+                {**self.sizes, "moe": is_moe, "dense": not is_moe, "linear": is_linear, "softmax": not is_linear},
             )
-            for is_moe in (False, True)
-            for is_linear in (False, True)
+            for is_moe, is_linear in itertools.product((False, True), repeat=2)
         }
         self._mtp = Table(family.mtp, self.sizes)
 
@@ -101,22 +83,21 @@ class TensorMapping:
     @functools.cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
         """Return the specs of the whole model."""
-        return tuple(self._records())
-
-    def _records(self) -> Iterator[TensorSpec]:
+        found: list[TensorSpec] = []
         sizes, tied = self.sizes, ("lm_head.weight",) if self.sizes["tied"] else ()
         for rule in self._model.rules:
-            yield from self._specs_of(rule, "", aliases=tied if rule.names == (_EMBEDDING,) else ())
+            found += self._specs_of(rule, "", aliases=tied if rule.names == (_EMBEDDING,) else ())
         for layer in range(sizes["layers"] + self._num_mtp_layers):
             rules = tuple(rule for rule in self._table(layer).rules if not rule.is_fused)
             for rule in rules if layer < sizes["layers"] else (*self._mtp.rules, *rules):
                 if not rule.is_of_experts or rule.is_in_stack:
-                    yield from self._specs_of(rule, self._prefix(layer))
+                    found += self._specs_of(rule, self._prefix(layer))
             # Expert by expert, as in checkpoints, so that tensors that are loaded together are adjacent.
             for expert in range(sizes["experts"]):
                 for rule in rules:
                     if rule.is_of_experts and not rule.is_in_stack:
-                        yield from self._specs_of(rule, self._prefix(layer), expert)
+                        found += self._specs_of(rule, self._prefix(layer), expert)
+        return tuple(found)
 
     def _specs_of(
         self, rule: Rule, prefix: str, expert: int = 0, aliases: tuple[str, ...] = ()
@@ -138,16 +119,22 @@ class TensorMapping:
 
     # --- Megatron's side ---
 
-    def parameter_regions(self, chunk: Chunk) -> list[ParameterRegion]:
-        """Return every part that a chunk has.
+    def parameter_regions(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], layers: Sequence[int], *, is_first: bool
+    ) -> list[ParameterRegion]:
+        """Return every part that one rank has of one (virtual) pipeline stage.
 
-        Raises ValueError with every parameter that has no rule or does not fit.
+        `tensors`: parameters and persistent buffers by name. `layers`: for each layer of the decoder its index in the
+        whole model. `is_first`: True for the stage that owns the embedding; other stages have a copy. Raises ValueError
+        with every parameter that has no rule or does not fit.
         """
         placed: list[ParameterRegion] = []
         unknown, unfit = [], []
-        for name, tensor in chunk.tensors:
+        for name, tensor in tensors:
+            # Without the prefixes of wrappers (DDP, Float16Module) and of multimodal models.
+            own_name = _WRAPPERS.sub("", name)
             try:
-                found = self._parameter_regions(canonical(name), tensor, chunk)
+                found = self._parameter_regions(own_name, tensor, layers, is_first)
             except ValueError as exc:
                 unfit.append(f"{name!r}: {exc}")
                 continue
@@ -167,15 +154,17 @@ class TensorMapping:
             )
         return placed
 
-    def _parameter_regions(self, name: str, tensor: torch.Tensor, chunk: Chunk) -> list[ParameterRegion] | None:
+    def _parameter_regions(
+        self, name: str, tensor: torch.Tensor, layers: Sequence[int], is_first: bool
+    ) -> list[ParameterRegion] | None:
         """Return the parts of one parameter; None if it has no rule. Raises ValueError if it does not fit its rule."""
-        is_copy = name == _EMBEDDING and not chunk.is_first
+        is_copy = name == _EMBEDDING and not is_first
         if name == "output_layer.weight" and self.sizes["tied"]:
             name, is_copy = _EMBEDDING, True
         table, rest, prefix = self._model, name, ""
         found = _LAYER.fullmatch(name)
         if found is not None:
-            layer, rest = self._layer_number(found["block"], int(found["index"]), chunk.layers), found["rest"]
+            layer, rest = self._layer_number(found["block"], int(found["index"]), layers), found["rest"]
             is_inside = found["block"] == "decoder" or found["inner"] is not None
             table = self._table(layer) if is_inside else self._mtp
             prefix = self._prefix(layer)
@@ -213,10 +202,10 @@ class TensorMapping:
     def _parts(self, match: Match, tensor: torch.Tensor) -> Iterator[tuple[int, LayoutPart]]:
         """Yield the parts of a parameter, each with the index of its expert in the whole model."""
         sizes, layout = self.sizes, match.rule.layout
-        axis = self._parallel.expert_tensor if match.rule.axis == "expert" else self._parallel.tensor
         if not match.rule.is_of_experts:
-            yield from ((0, part) for part in layout.parts(sizes, axis, tensor))
+            yield from ((0, part) for part in layout.parts(sizes, self._parallel.tensor, tensor))
             return
+        axis = self._parallel.expert_tensor
         num_local = local_size(sizes["experts"], self._parallel.expert)
         if match.expert is None:
             shape = layout.local_shape(sizes, axis)
@@ -232,13 +221,6 @@ class TensorMapping:
             expert = num_local * self._parallel.expert.rank + number
             for part in layout.parts(sizes, axis, matrix):
                 yield expert, in_stack(part, expert) if match.rule.is_in_stack else part
-
-
-def canonical(name: str) -> str:
-    """Return a parameter's name without the prefixes of wrappers (DDP, Float16Module) and of multimodal models."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name.removeprefix("language_model.")
 
 
 def _hf_names(rule: Rule, prefix: str, expert: int) -> list[str]:

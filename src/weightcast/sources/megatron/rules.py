@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from weightcast.sources.megatron.layouts import ShardLayout, Sizes
 
@@ -23,21 +23,20 @@ EXPERT = "{expert}"
 class Rule:
     """Maps one Megatron parameter, with any of its `names`, to the tensors `hf` of the checkpoint.
 
-    `names`: those of the different layer specs (local, Transformer Engine); at most one occurs in a layer. If they have
-    `{expert}` and `hf` does not, the checkpoint has all experts in one tensor, with matrices as (in, out). `stacked`:
-    other names, of a parameter with all experts of a rank. `transposed`: like `stacked`, with each matrix transposed.
-    `when`: names of sizes that must not be zero for the rule to apply; a layer has `dense` or `moe`, and by its
-    attention `softmax` or `linear`. `group`: name of the load group; several `hf` of a rule are always loaded in one
-    call. `dtype`: the checkpoint's, if it differs from the other tensors'. `axis`: the ranks over which the parameter
-    is sharded. `plus`: added to Megatron's values to get the checkpoint's. `is_fused`: a layer may have this parameter
-    in place of several parameters with their own rules.
+    `names`: those of the different layer specs (local, Transformer Engine); at most one occurs in a layer. Names with
+    `{expert}` are of a parameter that is sharded over the expert-tensor-parallel ranks; if `hf` does not have that, the
+    checkpoint has all experts in one tensor, with matrices as (in, out). `stacked`: other names, of a parameter with
+    all experts of a rank. `transposed`: like `stacked`, with each matrix transposed. `when`: names of sizes that must
+    not be zero for the rule to apply; a layer has `dense` or `moe`, and by its attention `softmax` or `linear`.
+    `group`: name of the load group; several `hf` of a rule are always loaded in one call. `dtype`: the checkpoint's, if
+    it differs from the other tensors'. `plus`: added to Megatron's values to get the checkpoint's. `is_fused`: a layer
+    may have this parameter in place of several parameters with their own rules.
     """
 
     names: tuple[str, ...]
     hf: tuple[str, ...]
     layout: ShardLayout
     when: tuple[str, ...] = ()
-    axis: Literal["tensor", "expert"] = "tensor"
     stacked: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
     group: str = ""

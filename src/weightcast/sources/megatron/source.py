@@ -18,7 +18,7 @@ from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held, Regions
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis
-from weightcast.sources.megatron.mapping import Chunk, Parallel, ParameterRegion, TensorMapping, read_config
+from weightcast.sources.megatron.mapping import Parallel, ParameterRegion, TensorMapping, read_config
 from weightcast.sources.megatron.rules import Family
 
 logger = logging.getLogger(__name__)
@@ -107,9 +107,13 @@ class MegatronSource:
         """
         for chunk in self._chunks:
             _require_gathered(chunk)
-        if self._regions is not None and not any(watch.has_changed() for watch in self._watches):
-            self._shift()
-            return self._regions
+        if self._regions is None or any(watch.has_changed() for watch in self._watches):
+            self._regions = self._found_regions()
+        for copy, each in self._shifted:
+            torch.add(each.held[1], each.plus, out=copy)
+        return self._regions
+
+    def _found_regions(self) -> Regions:
         self._shifted = []
         regions: dict[str, list[Held]] = {}
         owners: dict[tuple[str, Region], str] = {}
@@ -128,14 +132,7 @@ class MegatronSource:
                 held = (held[0], torch.empty_like(held[1]))
                 self._shifted.append((held[1], each))
             regions.setdefault(each.name, []).append(held)
-        self._regions = {name: tuple(held) for name, held in regions.items()}
-        self._shift()
-        return self._regions
-
-    def _shift(self) -> None:
-        """Update the copies from their parameters."""
-        for copy, each in self._shifted:
-            torch.add(each.held[1], each.plus, out=copy)
+        return {name: tuple(held) for name, held in regions.items()}
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy this rank's parts of a checkpoint into the model, and zero the padding of the vocabulary.
@@ -183,9 +180,10 @@ class MegatronSource:
         for model in self._models:
             for name, parameter in model.named_parameters():
                 require_here(name, parameter)
-            tensors = [pair for pair in _tensors(model) if self._mtp or not pair[0].startswith("mtp.")]
+            tensors = (pair for pair in _tensors(model) if self._mtp or not pair[0].startswith("mtp."))
             layers = [int(layer.layer_number) - 1 for layer in model.decoder.layers]
-            placed += self._mapping.parameter_regions(Chunk(tensors, layers, bool(getattr(model, "pre_process", True))))
+            is_first = bool(getattr(model, "pre_process", True))
+            placed += self._mapping.parameter_regions(tensors, layers, is_first=is_first)
         return placed
 
 
