@@ -193,6 +193,10 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
     def _free(self) -> None:
         """Free the memory in which the buckets lie, unless a stalled reader may still read it."""
 
+    @abc.abstractmethod
+    def _on_ended(self, peer: P, update: U) -> None:
+        """Handle the end of the present update at a peer, which is lost if it can't have received all buckets."""
+
     def _on_other(self, peer: P, record: Any) -> None:
         """Handle a record that only this transport has."""
 
@@ -231,13 +235,6 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         if link.ended:
             gone = PeerDiedError(f"the receiver of {peer.name} has disconnected: {link.ended}", peer=peer.name)
             self._drop(peer, gone, may_be_reading=not link.has_left)
-
-    def _on_ended(self, peer: P, update: U) -> None:
-        """Remove a peer that has ended the present update; it is lost unless all buckets were sent."""
-        if peer.name in update.peers and not update.is_done:
-            what = f"{peer.name} ended the update after {update.next} of {update.num_buckets} buckets were sent"
-            self._lose(peer.name, UpdateAbortedError(what))
-        update.peers.discard(peer.name)
 
     def _on_aborted(self, update: U) -> None:
         """Tell the update's peers that it was aborted. The link of one that has stopped reading ends."""
@@ -524,27 +521,24 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
             self._readers.get(update.arena_layout.slots[record.index], set()).discard(peer.name)
 
     def _on_ended(self, peer: ConnectedPeer, update: SentUpdate) -> None:
-        self._forget_reader(peer.name)
-        super()._on_ended(peer, update)
+        for readers in self._readers.values():
+            readers.discard(peer.name)
+        if peer.name in update.peers and not update.is_done:
+            what = f"{peer.name} ended the update after {update.next} of {update.num_buckets} buckets were sent"
+            self._lose(peer.name, UpdateAbortedError(what))
+        update.peers.discard(peer.name)
 
     def _drop(self, peer: ConnectedPeer, error: WeightcastError, *, may_be_reading: bool) -> None:
         if self._peers.get(peer.name) is not peer:
             return
-        read = self._forget_reader(peer.name)
+        read = {slot for slot, readers in self._readers.items() if peer.name in readers}
+        for slot in read:
+            self._readers[slot].discard(peer.name)
         if may_be_reading:
             self._lost_slots |= read
         super()._drop(peer, error, may_be_reading=may_be_reading)
         if read and isinstance(error, PeerTimeoutError):
             self._failures[peer.name] = error
-
-    def _forget_reader(self, name: str) -> set[int]:
-        """Remove a peer from the readers of all slots; return the slots that it was reading."""
-        read = set()
-        for slot, readers in self._readers.items():
-            if name in readers:
-                readers.discard(name)
-                read.add(slot)
-        return read
 
     def _await_released(self, slot: int | None = None) -> None:
         """Wait until no peer reads the slot, or for None any slot; drop a reader without progress for the deadline."""

@@ -360,7 +360,6 @@ class StoreUpdate(WantedUpdate):
     num_ahead: int
     pinned: PinnedVersion | None = None
     reads: collections.deque[Future[None]] = dataclasses.field(default_factory=collections.deque)
-    pause_seconds: float = 0.001
 
 
 class StoreReceiver(ReceivingEnd[StoreUpdate]):
@@ -476,7 +475,15 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             record = self._reader.writer().record
             attempt = 0 if record is None else record.attempt
             self._wanted = wanted = StoreUpdate(
-                manifest, version, staged, arena=arena, portion=portion, attempt=attempt, num_ahead=num_ahead
+                manifest,
+                version,
+                staged,
+                len(manifest.buckets),
+                poll_seconds=0.001,
+                arena=arena,
+                portion=portion,
+                attempt=attempt,
+                num_ahead=num_ahead,
             )
             if self._newest is not None and self._newest.stored.version == version:
                 self._newest, wanted.pinned = None, self._newest
@@ -522,11 +529,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             self._newest.close()
             self._newest = None
 
-    # --- waiting ---
-
-    def _wait(self, wanted: StoreUpdate, seconds: float) -> None:
-        self._condition.wait(min(wanted.pause_seconds, seconds))
-        wanted.pause_seconds = min(2 * wanted.pause_seconds, POLL_SECONDS)
+    # --- buckets ---
 
     def _silence(self, wanted: StoreUpdate, seconds: float) -> str:
         number = wanted.version.number
@@ -563,6 +566,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             wanted.pinned = found
         pinned = wanted.pinned
         if pinned is None:
+            wanted.poll_seconds = min(2 * wanted.poll_seconds, POLL_SECONDS)
             return None
         number, order = wanted.num_read, wanted.manifest.rounds
         stored, expected = pinned.manifest.buckets, wanted.manifest.buckets
