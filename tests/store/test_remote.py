@@ -300,7 +300,7 @@ def test_foreign_servers_and_requests(server: StoreThread, wire: Wire, near: str
     ):
         status, _ = asked(server.port, method, path, body)
         assert status == wanted, (method, path, status)
-    reader = json.dumps({"reader": {"host": "h", "pid": 1, "label": ""}}).encode()
+    reader = json.dumps({"host": "h", "pid": 1, "label": ""}).encode()
     assert asked(server.port, "PUT", f"/store/pins/{ones}/{newest(server.url).slot}", reader)[0] == 200
     bucket = f"/store/pins/{ones}/{newest(server.url).slot}/buckets"
     for path, given, wanted in (

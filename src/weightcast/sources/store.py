@@ -13,7 +13,7 @@ from weightcast.host import memory as host_memory
 from weightcast.host.copy import copy_all
 from weightcast.seams.source import Regions
 from weightcast.store.address import StoreAddress
-from weightcast.store.reading import PinnedVersion, pinned
+from weightcast.store.reading import pinned
 
 
 class StoreSource:
@@ -35,9 +35,13 @@ class StoreSource:
         with pinned(address, previous=previous, version=version, label="source") as found:
             self.version: WeightVersion = found.stored.version
             self.committed_at = found.stored.committed_at
-            records = found.manifest.tensors
-            tensors = _read(found)
-        self._specs = tuple(record.spec for record in records)
+            manifest, layout = found.manifest, Layout(found.manifest)
+            host_memory.require(manifest.num_bytes, f"reading version {found.stored.number}", "free memory")
+            tensors = {r.name: torch.empty(r.shape, dtype=TORCH_DTYPES[r.dtype]) for r in manifest.tensors}
+            for index, payload in enumerate(found.payloads()):
+                targets = [narrow(tensors[entry.record.name], entry.piece.region) for entry in layout.entries[index]]
+                copy_all(targets, layout.views(index, payload))
+        self._specs = tuple(record.spec for record in manifest.tensors)
         self._regions = {spec.name: ((whole(spec.shape), tensors[spec.name]),) for spec in self._specs}
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -47,13 +51,3 @@ class StoreSource:
     def regions(self) -> Regions:
         """Return every tensor, in this object's memory."""
         return self._regions
-
-
-def _read(version: PinnedVersion) -> dict[str, torch.Tensor]:
-    manifest, layout = version.manifest, Layout(version.manifest)
-    host_memory.require(manifest.num_bytes, f"reading version {version.stored.number}", "free memory")
-    tensors = {r.name: torch.empty(r.shape, dtype=TORCH_DTYPES[r.dtype]) for r in manifest.tensors}
-    for index, payload in enumerate(version.payloads()):
-        targets = [narrow(tensors[entry.record.name], entry.piece.region) for entry in layout.entries[index]]
-        copy_all(targets, layout.views(index, payload))
-    return tensors

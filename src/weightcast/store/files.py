@@ -45,22 +45,6 @@ _KINDS = {
 }
 
 
-def slot_path(directory: Path, slot: int) -> Path:
-    """Return the directory of a slot, which may not exist. Raises IntegrityError if it is not a directory."""
-    path = directory / SLOTS / str(slot)
-    check_folder(path.parent)
-    check_folder(path)
-    return path
-
-
-def slot_numbers(directory: Path) -> set[int]:
-    """Return the numbers of the existing slots. Raises IntegrityError, FileNotFoundError."""
-    check_folder(directory / SLOTS)
-    names = (path.name for path in (directory / SLOTS).iterdir())
-    known = map(str, range(MAX_STORED_SLOTS))
-    return set(map(int, set(names).intersection(known)))
-
-
 def check_folder(path: Path) -> None:
     """Raise IntegrityError if the path exists and is not a directory; a link to one is refused, too."""
     with contextlib.suppress(FileNotFoundError):

@@ -15,7 +15,7 @@ import threading
 import urllib.parse
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -50,12 +50,6 @@ _RETRIED = (502, 503, 504)
 """Statuses of a proxy before a server that is starting or away."""
 
 
-class PinRequest(msgspec.Struct, frozen=True):
-    """Body of `PUT /store/pins/CLIENT/SLOT`."""
-
-    reader: ReaderRecord
-
-
 class RemoteSlots(msgspec.Struct, frozen=True):
     """Answer of `GET /store/slots`."""
 
@@ -75,12 +69,6 @@ class CopyAnswer(msgspec.Struct, frozen=True):
 
     accepts_deltas: bool
     left: list[Annotated[int, msgspec.Meta(ge=0)]]
-
-
-class BucketAnswer(msgspec.Struct, frozen=True):
-    """Answer of `GET /store/copies/ID/buckets/K`."""
-
-    is_here: bool
 
 
 class RemoteCalls:
@@ -201,8 +189,9 @@ class RemoteCalls:
         try:
             # In parts, since the timeout of a socket is that of one send. A server may refuse before it has read all.
             fields = {**self._headers, "Content-Length": str(len(body)), **(headers or {})}
+            parts = (memoryview(body)[start : start + _PART_BYTES] for start in range(0, len(body), _PART_BYTES))
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                connection.request(method, self._url.path + path, _parts_of(body), fields)
+                connection.request(method, self._url.path + path, parts, fields)
             answer = connection.getresponse()
             self._has_answered = True
             if answer.status not in (200, _NO_CONTENT, _PARTIAL):
@@ -349,7 +338,7 @@ class RemoteStorage:
         return self.calls.ask("GET", "/store/slots", RemoteSlots)
 
     def pin(self, slot: int, reader: ReaderRecord) -> RemotePin | None:
-        if not self._num_pins[slot] and self.calls.call("PUT", self._pin(slot), encode(PinRequest(reader))) is None:
+        if not self._num_pins[slot] and self.calls.call("PUT", self._pin(slot), encode(reader)) is None:
             return None
         self._num_pins[slot] += 1
         if self._unpinned.is_set():
@@ -388,8 +377,3 @@ def _keep_pins(of: weakref.ref[RemoteStorage], unpinned: threading.Event) -> Non
     while not unpinned.wait(_PIN_SECONDS) and (storage := of()) is not None:
         storage.keep_pins()
         del storage
-
-
-def _parts_of(body: bytes | memoryview) -> Iterable[memoryview]:
-    view = memoryview(body)
-    return (view[start : start + _PART_BYTES] for start in range(0, len(view), _PART_BYTES))

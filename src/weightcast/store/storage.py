@@ -14,10 +14,12 @@ A foreign exception of the place leaves a storage as a WeightcastError or as an 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from weightcast.errors import IntegrityError
 from weightcast.format.manifest import Manifest
 from weightcast.store import files
 from weightcast.store.records import MAX_RECORD_BYTES, Commit, ReaderRecord, SlotInfo, Stored, WriterRecord, unseal
@@ -168,6 +170,13 @@ def read_record(storage: ReadStorage, name: str, kind: type[R], slot: int | None
     """Read a file's record; None if there is no file. Raises IntegrityError."""
     data = storage.read(name, MAX_RECORD_BYTES, slot)
     return None if data is None else unseal(data, kind, storage.path(name, slot))
+
+
+def intact_record(storage: ReadStorage, name: str, kind: type[R], slot: int | None = None) -> R | None:
+    """Read a file's record; None if there is no file, or it is damaged."""
+    with contextlib.suppress(IntegrityError):
+        return read_record(storage, name, kind, slot)
+    return None
 
 
 def base_of(storage: ReadStorage, stored: Stored) -> Stored | None:

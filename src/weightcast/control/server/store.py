@@ -32,8 +32,8 @@ from weightcast.store import files
 from weightcast.store.address import RemoteAddress, StoreAddress
 from weightcast.store.copying import LocalCopy
 from weightcast.store.reading import StoreReader, manifest_of
-from weightcast.store.records import MAX_RECORD_BYTES, Commit
-from weightcast.store.remote import BucketAnswer, CopyAnswer, CopyRequest, PinRequest, RemoteSlots
+from weightcast.store.records import MAX_RECORD_BYTES, Commit, ReaderRecord
+from weightcast.store.remote import CopyAnswer, CopyRequest, RemoteSlots
 from weightcast.store.storage import BucketReader, Pin, read_record
 
 IDLE_SECONDS = 60.0
@@ -201,12 +201,11 @@ class StoreServer:
     def _slots(self, request: Request, body: bytes) -> RemoteSlots:
         storage = self._reader.storage
         slots = [storage.slot_info(number) for number in sorted(storage.slot_numbers())]
-        return RemoteSlots(slots, self._reader.writer().is_alive)
+        return RemoteSlots(slots, storage.has_writer(self._reader.writer()))
 
     def _pin(self, request: Request, body: bytes) -> dict[str, str] | None:
         (name, slot), storage = _pin_name(request), self._reader.storage
-        wanted: PinRequest = decode(body, PinRequest)
-        found = storage.pin(slot, wanted.reader)
+        found = storage.pin(slot, decode(body, ReaderRecord))
         if found is None:
             return None
         pinned = _PinnedSlot(found)
@@ -259,10 +258,10 @@ class StoreServer:
             with self._condition:
                 self._condition.wait_for(lambda lease=lease: not lease.num_uses, self._deadline_seconds)  # type: ignore[misc]
 
-    def _has_bucket(self, request: Request, body: bytes) -> BucketAnswer:
+    def _has_bucket(self, request: Request, body: bytes) -> dict[str, str] | None:
         index = _index(request)
         with self._used(_copy_name(request), LocalCopy) as copy:
-            return BucketAnswer(copy.has(index))
+            return {} if copy.has(index) else None
 
     async def _write_bucket(self, request: Request) -> Response:
         name, index = _copy_name(request), _index(request)
