@@ -314,6 +314,18 @@ def test_foreign_servers_and_requests(server: StoreThread, wire: Wire, near: str
     assert copy(server.url, near)
 
 
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'"\xff"', b"[]", b'{"error": 1}', b'{"error": {"record": {"kind": 1}, "message": "no"}}']
+)
+def test_an_error_that_is_no_record_is_one_of_a_foreign_server(wire: Wire, near: str, body: bytes) -> None:
+    def refuse(request: Request) -> bool:
+        request.reply(500, [], body)
+        return True
+
+    with wire.spoilt("GET", "/store/records", refuse), pytest.raises(ControlError, match=r"it answered 500: .*the URL"):
+        copy(wire.url, near)
+
+
 def asked(
     port: int, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
 ) -> tuple[int, bytes]:

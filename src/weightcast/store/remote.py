@@ -17,22 +17,20 @@ import uuid
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from weightcast.errors import (
     ControlError,
-    ErrorRecord,
     IntegrityError,
     PeerDiedError,
-    PeerError,
     WeightcastError,
-    from_record,
 )
-from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, convert, decode, encode
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, decode, encode
 from weightcast.host.closing import close_in_child
 from weightcast.host.deadline import GRACE_SECONDS, LOAD_SECONDS, Deadline
+from weightcast.links.answers import error_in, tls_error
 from weightcast.store import files
 from weightcast.store.address import RemoteAddress, read_token
 from weightcast.store.records import ReaderRecord, SlotInfo, Stored, WriterRecord
@@ -222,25 +220,18 @@ class RemoteCalls:
 
     def _refused(self, path: str, status: int, content: bytes) -> None:
         """Raise the error of an answer: the server's own, or OSError if it is to be asked again."""
-        text, record = content[:500].decode("utf-8", "replace"), None
-        with contextlib.suppress(msgspec.DecodeError, WeightcastError, KeyError, TypeError):
-            error: Any = msgspec.json.decode(content)["error"]
-            text = str(error["message"])
-            record = convert(error["record"], ErrorRecord)
-        if record is not None:
-            error = from_record(record)
-            if isinstance(error, PeerError):
-                error.peer = self.where
-            raise error
+        found = error_in(content, self.where)
+        if isinstance(found, WeightcastError):
+            raise found
         if status in _RETRIED:
-            raise OSError(f"it answered {status}: {text}")
+            raise OSError(f"it answered {status}: {found}")
         if status == 401:
             problem = "does not match the server's" if self._headers else "is missing"
             raise ControlError(
                 f"{self.where} answered 401: the token {problem}; name a file that has it, ?token_file=FILE in the URL",
                 peer=self.where,
             )
-        raise self._foreign(path, f"it answered {status}: {text}")
+        raise self._foreign(path, f"it answered {status}: {found}")
 
     def _foreign(self, path: str, problem: str) -> ControlError:
         return ControlError(
@@ -250,17 +241,9 @@ class RemoteCalls:
 
     def _retried(self, error: Exception) -> Exception:
         """Return an error after which a request is made again. Raises PeerError if that is of no use."""
-        if isinstance(error, ssl.SSLCertVerificationError):
-            raise ControlError(
-                f"the certificate of {self.where} is not accepted: {error.verify_message}; it must be of this host "
-                "name, and of an authority that this system trusts or that ?ca_file=FILE in the URL has",
-                peer=self.where,
-            ) from error
         if isinstance(error, ssl.SSLError):
-            raise ControlError(
-                f"{self.where} did not answer with TLS: {error}; use store+http:// for a server without TLS",
-                peer=self.where,
-            ) from error
+            trusted = "this system trusts or that ?ca_file=FILE in the URL has"
+            raise tls_error(error, self.where, trusted=trusted, scheme="store+http://") from error
         if not self._has_answered:
             raise PeerDiedError(
                 f"{self.where} can't be reached: {error}; start `weightcast serve-store` there, or check the URL",
