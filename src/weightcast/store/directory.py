@@ -163,9 +163,6 @@ class DirectoryStorage:
             files.check_folder(folder)
         return folder / name if name else folder
 
-    def exists(self) -> bool:
-        return self._directory.is_dir()
-
     def read(self, name: str, max_bytes: int, slot: int | None = None) -> bytes | None:
         return files.read_file(self.path(name, slot), max_bytes)
 
@@ -177,14 +174,17 @@ class DirectoryStorage:
             return set(map(int, names.intersection(map(str, range(files.MAX_STORED_SLOTS)))))
         return set()
 
-    def slot_info(self, slot: int) -> SlotInfo:
-        path, readers, num_bytes = self.path("", slot), list[str](), 0
-        with contextlib.suppress(FileNotFoundError):
-            readers = locks.readers(path / files.PINS)
-        for file in path.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # replaced meanwhile
-                num_bytes += file.lstat().st_blocks * 512
-        return SlotInfo(slot, num_bytes, readers)
+    def slots(self) -> list[SlotInfo]:
+        found = []
+        for slot in sorted(self.slot_numbers()):
+            path, readers, num_bytes = self.path("", slot), list[str](), 0
+            with contextlib.suppress(FileNotFoundError):
+                readers = locks.readers(path / files.PINS)
+            for file in path.iterdir():
+                with contextlib.suppress(FileNotFoundError):  # replaced meanwhile
+                    num_bytes += file.lstat().st_blocks * 512
+            found.append(SlotInfo(slot, num_bytes, readers))
+        return found
 
     def has_writer(self, record: WriterRecord | None) -> bool:
         path = self.path(files.WRITER_LOCK)

@@ -193,9 +193,6 @@ class ObjectStorage:
         key = _key(name, slot)
         return f"{self._where}/{key}" if key else self._where
 
-    def exists(self) -> bool:
-        return True
-
     def read(self, name: str, max_bytes: int, slot: int | None = None) -> bytes | None:
         return self._read(name, max_bytes, slot)[0]
 
@@ -237,8 +234,9 @@ class ObjectStorage:
         names = (prefix.rpartition("/")[2] for prefix in prefixes)
         return {int(name) for name in names if name.isascii() and name.isdigit()}
 
-    def slot_info(self, slot: int) -> SlotInfo:
-        return SlotInfo(slot, sum(size for _, size in self._objects(slot)), [])
+    def slots(self) -> list[SlotInfo]:
+        numbers = sorted(self.slot_numbers())
+        return [SlotInfo(slot, sum(size for _, size in self._objects(slot)), []) for slot in numbers]
 
     def has_writer(self, record: WriterRecord | None) -> bool | None:
         return False if record is None or record.aborted == _CLOSED else None

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -29,7 +32,7 @@ from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline
 from weightcast.store import files
 from weightcast.store.address import DirectoryAddress, ObjectStoreAddress, RemoteAddress, StoreAddress
 from weightcast.store.directory import DirectoryStorage
-from weightcast.store.records import Commit, Stored, StoreInfo, WriterRecord, this_reader
+from weightcast.store.records import Commit, ReaderRecord, Stored, StoreInfo, WriterRecord, encodable
 from weightcast.store.remote import RemoteStorage
 from weightcast.store.storage import (
     BucketReader,
@@ -187,7 +190,8 @@ class StoreReader:
         None if it is being written or has another version; with `must_hold` this is an IntegrityError.
         """
         slot = self.storage.path("", stored.slot)
-        lock = self.storage.pin(stored.slot, this_reader(self._label))
+        reader = ReaderRecord(socket.gethostname(), os.getpid(), encodable(self._label))
+        lock = self.storage.pin(stored.slot, reader)
         if lock is None:
             problem = f"{slot} is locked for writing, but by the pointer it has version {stored.number}"
         else:
@@ -353,15 +357,14 @@ def store_status(address: StoreAddress) -> StoreInfo:
         storage, commit, writer = reader.storage, reader.commit(), reader.writer()
         if commit is None:
             raise not_found(storage)
-        slots = [storage.slot_info(number) for number in sorted(storage.slot_numbers())]
         name = "unknown" if writer is None else writer.describe()
-        return StoreInfo(commit.newest, commit.previous, name, bool(storage.has_writer(writer)), slots)
+        return StoreInfo(commit.newest, commit.previous, name, bool(storage.has_writer(writer)), storage.slots())
 
 
 def not_found(storage: ReadStorage, what: str = _ANY) -> VersionNotFoundError:
     """Return the error of a store that does not hold `what`, or is not there."""
     where = storage.path("")
-    if not storage.exists():
+    if isinstance(where, Path) and not where.is_dir():
         return VersionNotFoundError(
             f"the store {where} is not there: no such directory; check the path, or publish first"
         )

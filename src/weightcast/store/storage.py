@@ -87,17 +87,14 @@ class ReadStorage(Protocol):
     def path(self, name: str, slot: int | None = None) -> Path | str:
         """Return where a file lies, for messages; with an empty name the folder."""
 
-    def exists(self) -> bool:
-        """Return whether there is a place in which a store could be."""
-
     def read(self, name: str, max_bytes: int, slot: int | None = None) -> bytes | None:
         """Return the present content of a small file; None if it does not exist. Raises IntegrityError."""
 
     def slot_numbers(self) -> set[int]:
         """Return the numbers of the existing slots."""
 
-    def slot_info(self, slot: int) -> SlotInfo:
-        """Return the space that a slot takes, and its readers."""
+    def slots(self) -> list[SlotInfo]:
+        """Return the existing slots in order, with the space that each takes, and its readers."""
 
     def has_writer(self, record: WriterRecord | None) -> bool | None:
         """Return whether the last writer, which left this record, still has the store open; None if it is unknown."""

@@ -377,15 +377,13 @@ A = TypeVar("A", bound=OwnedArena)
 class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
     """Implements `Sender`: peers read the sender's arena in place, so that the loss of one does not affect the others.
 
-    A transport adds its kind of arena; `messages`, the union of the records that its receivers send; and `only_url`,
-    if it has only one. Memory: two buckets when streaming, three on a GPU; the whole version when
-    staged. It is kept for the next update. With a CUDA `device` streaming buckets lie in that device's memory; staged
-    buckets are always in host memory. A bucket on a GPU is announced only when its packing is over, so that no receiver
-    waits for work on the GPU that would end with this process.
+    A transport adds its kind of arena, and `only_url` if it has only one. Memory: two buckets when streaming, three on
+    a GPU; the whole version when staged. It is kept for the next update. With a CUDA `device` streaming buckets lie in
+    that device's memory; staged buckets are always in host memory. A bucket on a GPU is announced only when its packing
+    is over, so that no receiver waits for work on the GPU that would end with this process.
     """
 
     peer_type = ConnectedPeer
-    messages: ClassVar[Any] = records.Released | records.FromPeer
     only_url: ClassVar[str] = ""
     memory_seconds = 0.0
 
@@ -401,7 +399,7 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
         """Raises ValueError for another URL than the transport's only one."""
         if self.only_url and url != self.only_url:
             raise ValueError(f"{url!r} has an address, and {self.only_url} takes none: pass {self.only_url!r}")
-        super().__init__(run, listener, deadline_seconds, self.messages)
+        super().__init__(run, listener, deadline_seconds, records.Released | records.FromPeer)
         self._device = torch.device(device or "cpu")
         self._arena: A | None = None
         self._generation = 0

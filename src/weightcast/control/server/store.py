@@ -200,8 +200,7 @@ class StoreServer:
 
     def _slots(self, request: Request, body: bytes) -> RemoteSlots:
         storage = self._reader.storage
-        slots = [storage.slot_info(number) for number in sorted(storage.slot_numbers())]
-        return RemoteSlots(slots, storage.has_writer(self._reader.writer()))
+        return RemoteSlots(storage.slots(), storage.has_writer(self._reader.writer()))
 
     def _pin(self, request: Request, body: bytes) -> dict[str, str] | None:
         (name, slot), storage = _pin_name(request), self._reader.storage
