@@ -84,25 +84,20 @@ class LockedSlot:
             for path in paths:
                 descriptors.append(files.open_file(path, os.O_RDWR | os.O_CREAT))
                 stack.callback(os.close, descriptors[-1])
+            # The readers' records, too, so that a full disk does not keep readers from pinning.
+            grown = [(self._path / files.PINS, self._lock.descriptor, locks.PINS_BYTES)]
+            data_files = zip(paths, descriptors, layout.sizes_bytes, strict=True)
             if is_delta:
-                for descriptor, size in zip(descriptors, layout.sizes_bytes, strict=True):
+                for _, descriptor, size in data_files:
                     if not self._is_left:
                         os.ftruncate(descriptor, 0)
                     os.ftruncate(descriptor, size)
-                files.grow([self._path / files.PINS], [self._lock.descriptor], [locks.PINS_BYTES])
-                return layout.num_files
-            needed = sum(
-                max(0, size - os.fstat(descriptor).st_blocks * 512)
-                for descriptor, size in zip(descriptors, layout.sizes_bytes, strict=True)
-            )
-            if needed and files.is_in_memory(self._path):
-                host_memory.require(needed, f"{self._path}, in memory,", "put the store on a disk, or free memory")
-            # Including the readers' records, so that a full disk does not keep readers from pinning.
-            files.grow(
-                [self._path / files.PINS, *paths],
-                [self._lock.descriptor, *descriptors],
-                [locks.PINS_BYTES, *layout.sizes_bytes],
-            )
+            else:
+                grown += data_files
+                needed = sum(max(0, size - os.fstat(descriptor).st_blocks * 512) for _, descriptor, size in grown[1:])
+                if needed and files.is_in_memory(self._path):
+                    host_memory.require(needed, f"{self._path}, in memory,", "put the store on a disk, or free memory")
+            files.grow(grown)
         return layout.num_files
 
     def left(self, stored: Stored, manifest: Manifest) -> SlotFiles | None:

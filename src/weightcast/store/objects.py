@@ -55,7 +55,7 @@ from weightcast.store.records import (
     seal,
     unseal,
 )
-from weightcast.store.storage import Pin, intact_record, read_record
+from weightcast.store.storage import intact_record, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class ObjectStorage:
     def has_writer(self, record: WriterRecord | None) -> bool | None:
         return False if record is None or record.aborted == _CLOSED else None
 
-    def pin(self, slot: int, reader: ReaderRecord) -> Pin:
+    def pin(self, slot: int, reader: ReaderRecord) -> ObjectReader:
         # A writer does not know of its readers: it keeps each version for `keep_seconds`.
         return ObjectReader(self, slot)
 

@@ -36,7 +36,6 @@ from weightcast.store.records import Commit, ReaderRecord, Stored, StoreInfo, Wr
 from weightcast.store.remote import RemoteStorage
 from weightcast.store.storage import (
     BucketReader,
-    Pin,
     ReadStorage,
     Storage,
     base_of,
@@ -239,7 +238,7 @@ class PinnedVersion(ClosedOnExit):
         manifest: Manifest,
         data: BucketReader,
         *,
-        lock: Pin | None = None,
+        lock: Closeable | None = None,
         base: PinnedVersion | None = None,
     ) -> None:
         """`base`: the version on which it is a delta. `close` closes `data`, `lock` and `base`: the `parts`."""

@@ -21,14 +21,9 @@ from typing import Protocol, TypeVar
 
 from weightcast.errors import IntegrityError
 from weightcast.format.manifest import Manifest
+from weightcast.host.closing import Closeable
 from weightcast.store import files
 from weightcast.store.records import MAX_RECORD_BYTES, Commit, ReaderRecord, SlotInfo, Stored, WriterRecord, unseal
-
-
-class Pin(Protocol):
-    """A reader's claim on a slot, which is not overwritten until `close`."""
-
-    def close(self) -> None: ...
 
 
 class BucketReader(Protocol):
@@ -99,8 +94,8 @@ class ReadStorage(Protocol):
     def has_writer(self, record: WriterRecord | None) -> bool | None:
         """Return whether the last writer, which left this record, still has the store open; None if it is unknown."""
 
-    def pin(self, slot: int, reader: ReaderRecord) -> Pin | None:
-        """Keep a slot from being overwritten; None while it is written."""
+    def pin(self, slot: int, reader: ReaderRecord) -> Closeable | None:
+        """Keep a slot from being overwritten until the pin is closed; None while the slot is written."""
 
     def open_slot(self, stored: Stored, manifest: Manifest) -> BucketReader:
         """Open a version for reading. Raises IntegrityError if a part of it is missing."""

@@ -118,7 +118,6 @@ class StoreWriter(_SlotWriter):
         """
         super().__init__(address, run, deadline_seconds=deadline_seconds)
         self._attempt: _Attempt | None = None
-        self._manifest: tuple[Manifest, bytes, str] | None = None
         self._storage.lock(run)
         with on_failure(self._storage.unlock):
             self._seen = self._storage.read(files.POINTER, MAX_RECORD_BYTES)
@@ -183,10 +182,7 @@ class StoreWriter(_SlotWriter):
                 "higher version"
             )
         self._check_pointer()  # its slot must not be overwritten
-        if self._manifest is None or self._manifest[0] is not manifest:
-            self._manifest = manifest, manifest.encode(), manifest.digest()
-        _, data, digest = self._manifest
-        number = self._record.attempt + 1
+        data, number = manifest.encode(), self._record.attempt + 1
         slot = self._storage.free_slot(
             self._needed(newest),
             self._needed(None if self._commit is None else self._commit.previous),
@@ -207,7 +203,7 @@ class StoreWriter(_SlotWriter):
                 slot.allow_origins()
             slot.open(manifest, span)
             self._slot = slot
-            self._attempt = _Attempt(version, digest, num_files, slot.number, base)
+            self._attempt = _Attempt(version, manifest.digest(), num_files, slot.number, base)
         return encode(SlotAttempt(slot.number, number)).decode()
 
     def left(self, stored: Stored, manifest: Manifest) -> BucketReader | None:

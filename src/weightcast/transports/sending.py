@@ -377,13 +377,15 @@ A = TypeVar("A", bound=OwnedArena)
 class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
     """Implements `Sender`: peers read the sender's arena in place, so that the loss of one does not affect the others.
 
-    A transport adds its kind of arena, and `only_url` if it has only one. Memory: two buckets when streaming, three on
-    a GPU; the whole version when staged. It is kept for the next update. With a CUDA `device` streaming buckets lie in
-    that device's memory; staged buckets are always in host memory. A bucket on a GPU is announced only when its packing
-    is over, so that no receiver waits for work on the GPU that would end with this process.
+    A transport adds its kind of arena, and `only_url` if it has only one. `messages` are the records that its receivers
+    send. Memory: two buckets when streaming, three on a GPU; the whole version when staged. It is kept for the next
+    update. With a CUDA `device` streaming buckets lie in that device's memory; staged buckets are always in host
+    memory. A bucket on a GPU is announced only when its packing is over, so that no receiver waits for work on the GPU
+    that would end with this process.
     """
 
     peer_type = ConnectedPeer
+    messages: ClassVar[Any] = records.Released | records.FromPeer
     only_url: ClassVar[str] = ""
     memory_seconds = 0.0
 
@@ -399,7 +401,7 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
         """Raises ValueError for another URL than the transport's only one."""
         if self.only_url and url != self.only_url:
             raise ValueError(f"{url!r} has an address, and {self.only_url} takes none: pass {self.only_url!r}")
-        super().__init__(run, listener, deadline_seconds, records.Released | records.FromPeer)
+        super().__init__(run, listener, deadline_seconds, self.messages)
         self._device = torch.device(device or "cpu")
         self._arena: A | None = None
         self._generation = 0
@@ -428,7 +430,8 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
             has_room = arena is not None and arena.device == device and arena.size_bytes >= arena_layout.size_bytes
             if arena is not None and has_room and not self._lost_slots:
                 arena.buffers.forget_above(len(arena_layout.slots))
-                self._await_memory(arena, 0)
+                if not arena.is_populated:
+                    self._await_memory(arena, 0)
             elif arena_layout.size_bytes:
                 self._replace_arena(arena_layout.size_bytes, device)
             taking_part = self._await_opened(peers, version)
@@ -451,7 +454,8 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
                 self._replace_arena(arena_layout.size_bytes, self._layout(update.manifest, staged=update.staged)[0])
             arena = self._arena
             assert arena is not None
-            self._await_memory(arena, arena_layout.payloads[index] + arena_layout.sizes_bytes[index])
+            if not arena.is_populated:
+                self._await_memory(arena, arena_layout.payloads[index] + arena_layout.sizes_bytes[index])
             return arena.buffers.at(arena_layout, index)
 
     def send(self, index: int, num_bytes: int) -> None:
@@ -565,11 +569,10 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
 
     def _await_memory(self, arena: A, end_bytes: int) -> None:
         """Wait for the first bytes of the arena to be populated; if that takes too long, go on without."""
-        if not arena.is_populated:
-            with unlocked(self.condition):
-                seconds = arena.await_memory(end_bytes, GRACE_SECONDS)
-            self._require_open()
-            self.memory_seconds += seconds
+        with unlocked(self.condition):
+            seconds = arena.await_memory(end_bytes, GRACE_SECONDS)
+        self._require_open()
+        self.memory_seconds += seconds
 
     def _replace_arena(self, size_bytes: int, device: torch.device) -> None:
         self._free()

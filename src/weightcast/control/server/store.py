@@ -26,7 +26,7 @@ from weightcast.control.routes import Answer, guarded, natural_number, read_body
 from weightcast.errors import IntegrityError, ManifestError, StaleVersionError, UnsupportedError
 from weightcast.format.bucket import HEADER_BYTES, slot_size_bytes
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
-from weightcast.host.closing import on_failure
+from weightcast.host.closing import Closeable, on_failure
 from weightcast.host.deadline import GRACE_SECONDS
 from weightcast.store import files
 from weightcast.store.address import RemoteAddress, StoreAddress
@@ -34,7 +34,7 @@ from weightcast.store.copying import LocalCopy
 from weightcast.store.reading import StoreReader, manifest_of
 from weightcast.store.records import MAX_RECORD_BYTES, Commit, ReaderRecord
 from weightcast.store.remote import CopyAnswer, CopyRequest, RemoteSlots
-from weightcast.store.storage import BucketReader, Pin, read_record
+from weightcast.store.storage import BucketReader, read_record
 
 IDLE_SECONDS = 60.0
 """Time without a request after which a reader's pin, or a push, ends."""
@@ -49,7 +49,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 class _PinnedSlot:
     """A slot that is pinned for a reader. `data`: the buckets of its version, if it has one; `max_bytes`: of one."""
 
-    pin: Pin
+    pin: Closeable
     data: BucketReader | None = None
     max_bytes: int = 0
     num_buckets: int = 0
