@@ -472,4 +472,4 @@ def test_a_version_that_its_writer_sealed_and_did_not_commit_is_never_found_late
     write(tmp_path, 3, run=OTHER_RUN, options="?num_slots=4")
     reader = StoreReader(DirectoryAddress(tmp_path))
     assert [stored.number for stored in reader.complete_versions()] == [3, 1]
-    assert reader.pin_number(2) is None
+    assert reader.pin_complete(lambda stored: stored.number == 2) is None

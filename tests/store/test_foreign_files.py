@@ -463,6 +463,6 @@ def test_a_reason_and_a_label_that_are_not_text_do_no_harm(tmp_path: Path) -> No
         publish(sender, 1)
         sender.open(manifest_of(model(2)), WeightVersion(RUN, 2), peers=[], staged=True)
         sender.abort(NO_TEXT)
-        assert StoreReader(DirectoryAddress(tmp_path)).writer().record.aborted == r"layer.\udcff.weight"  # type: ignore[union-attr]
+        assert StoreReader(DirectoryAddress(tmp_path)).writer().aborted == r"layer.\udcff.weight"  # type: ignore[union-attr]
         with Follower(url(tmp_path), Holder(), label=NO_TEXT) as follower:
             assert follower.poll() is not None

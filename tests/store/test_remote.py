@@ -300,7 +300,7 @@ def test_foreign_servers_and_requests(server: StoreThread, wire: Wire, near: str
     ):
         status, _ = asked(server.port, method, path, body)
         assert status == wanted, (method, path, status)
-    reader = json.dumps({"reader": {"host": "h", "pid": 1, "label": ""}}).encode()
+    reader = json.dumps({"host": "h", "pid": 1, "label": ""}).encode()
     assert asked(server.port, "PUT", f"/store/pins/{ones}/{newest(server.url).slot}", reader)[0] == 200
     bucket = f"/store/pins/{ones}/{newest(server.url).slot}/buckets"
     for path, given, wanted in (
@@ -312,6 +312,18 @@ def test_foreign_servers_and_requests(server: StoreThread, wire: Wire, near: str
     ):
         assert asked(server.port, "GET", f"{bucket}/{path}", b"", {"Range": given})[0] == wanted
     assert copy(server.url, near)
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'"\xff"', b"[]", b'{"error": 1}', b'{"error": {"record": {"kind": 1}, "message": "no"}}']
+)
+def test_an_error_that_is_no_record_is_one_of_a_foreign_server(wire: Wire, near: str, body: bytes) -> None:
+    def refuse(request: Request) -> bool:
+        request.reply(500, [], body)
+        return True
+
+    with wire.spoilt("GET", "/store/records", refuse), pytest.raises(ControlError, match=r"it answered 500: .*the URL"):
+        copy(wire.url, near)
 
 
 def asked(

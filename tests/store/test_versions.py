@@ -363,7 +363,7 @@ def test_a_writer_that_lost_its_lock_removes_nothing_of_the_others(tmp_path: Pat
             sender.abort("it was changed")
             assert StoreSource(url(tmp_path)).version == WeightVersion(OTHER_RUN, 9)
             other.commit()
-            record = StoreReader(DirectoryAddress(tmp_path)).writer().record
+            record = StoreReader(DirectoryAddress(tmp_path)).writer()
             assert record is not None
             assert (record.run, record.aborted) == (OTHER_RUN, "")
     assert StoreSource(url(tmp_path)).version == WeightVersion(OTHER_RUN, 10)

@@ -259,14 +259,14 @@ def test_late_bytes_of_a_group_that_was_left_never_land_in_another_manifests_buc
     large = plan([TensorSpec(f"t{i}", "uint8", (32768,)) for i in range(2)], 32768)
     small = plan([TensorSpec(f"t{i}", "uint8", (2048,)) for i in range(16)], 2048)
     supply.prepare(large, staged=True)
-    stream = StillReceiving(*(supply.target(large, index, is_here=False) for index in range(2)))
-    supply.leave(stream)  # type: ignore[arg-type]
+    targets = tuple(supply.target(large, index, is_here=False) for index in range(2))
+    supply.leave(threading.main_thread(), targets)
     supply.prepare(small, staged=True)
     for index in range(16):
         place = supply.target(small, index, is_here=False).buffer
         for part in (place.header, place.payload):
             part.fill_(7)
-        for target in stream.targets:
+        for target in targets:
             target.flat.fill_(255)
         assert all(bool((part == 7).all()) for part in (place.header, place.payload))
 
@@ -305,16 +305,6 @@ def test_heartbeats_go_on_while_the_store_of_a_group_is_served(hall: Hall, monke
     readers = hall.update(1, {"a": hall.receiver("a")})
     assert whole(readers["a"], hall.manifest, 1)
     assert beats == [True]
-
-
-class StillReceiving:
-    """A stream whose broadcasts go on after it was left."""
-
-    def __init__(self, *targets: BucketTarget) -> None:
-        self.targets = targets
-
-    def has_ended(self, seconds: float) -> bool:
-        return False
 
 
 def test_a_member_that_has_left_its_group_is_invited_again_and_loses_nothing(hall: Hall) -> None:

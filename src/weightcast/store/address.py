@@ -51,16 +51,38 @@ class StoreAddress:
             raise TypeError(f"{url!r:.80} is not the URL of a store; pass a str such as 'file:///dir'")
         parts = urllib.parse.urlsplit(url)
         if parts.scheme == "s3":
-            return ObjectStoreAddress.parsed(url, parts)
+            prefix = urllib.parse.unquote(parts.path).strip("/")
+            if not parts.netloc or parts.fragment or set(parts.netloc) & set("@:") or "//" in prefix:
+                raise ValueError(
+                    f"{url!r} is not the URL of a store; write s3://bucket/prefix, with the server's address, if it is "
+                    "not Amazon's, in ?endpoint=https://HOST:PORT, and the keys in AWS_ACCESS_KEY_ID, "
+                    "AWS_SECRET_ACCESS_KEY"
+                )
+            options = _options(url, parts, *_OF_WRITERS, "keep_seconds", "endpoint", "region", "host")
+            options.pop("host", None)  # for the engines
+            endpoint = options.get("endpoint")
+            if endpoint and not endpoint.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r}: endpoint must be a URL, such as https://HOST:PORT")
+            return ObjectStoreAddress(parts.netloc, prefix, **options)
         if parts.scheme in ("store+http", "store+https"):
-            return RemoteAddress.parsed(url, parts)
+            if not parts.hostname or parts.fragment or "@" in parts.netloc:
+                raise ValueError(
+                    f"{url!r} is not the URL of a store; write store+https://HOST:PORT, with the path of a file that "
+                    "has the server's token in ?token_file="
+                )
+            server = f"{parts.scheme.removeprefix('store+')}://{parts.netloc}{parts.path.rstrip('/')}"
+            return RemoteAddress(server, **_options(url, parts, "num_threads", "token_file", "ca_file"))
         if parts.scheme != "file" or not parts.path.startswith("/") or parts.fragment or "%00" in parts.path:
             here = f"file://{urllib.parse.quote(os.path.abspath(url))}"
             known = here if url and not parts.scheme else "file:///absolute/directory"
             raise ValueError(
                 f"{url!r} is not the URL of a store; write {known}, s3://bucket/prefix or store+https://HOST"
             )
-        return DirectoryAddress.parsed(url, parts)
+        options = _options(url, parts, *_OF_WRITERS, "max_slots", "fsync")
+        num_slots = options["num_slots"]
+        if options.setdefault("max_slots", min(max(num_slots + 2, 4), MAX_SLOTS)) < num_slots:
+            raise ValueError(f"{url!r}: max_slots must be at least num_slots, which is {num_slots}")
+        return DirectoryAddress(Path(urllib.parse.unquote(parts.path)), **options)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,14 +96,6 @@ class DirectoryAddress(StoreAddress):
     directory: Path
     max_slots: int = dataclasses.field(default=4, kw_only=True)
     fsync: bool = dataclasses.field(default=False, kw_only=True)
-
-    @classmethod
-    def parsed(cls, url: str, parts: urllib.parse.SplitResult) -> DirectoryAddress:
-        options = _options(url, parts, *_OF_WRITERS, "max_slots", "fsync")
-        num_slots = options["num_slots"]
-        if options.setdefault("max_slots", min(max(num_slots + 2, 4), MAX_SLOTS)) < num_slots:
-            raise ValueError(f"{url!r}: max_slots must be at least num_slots, which is {num_slots}")
-        return cls(Path(urllib.parse.unquote(parts.path)), **options)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,21 +113,6 @@ class ObjectStoreAddress(StoreAddress):
     region: str = dataclasses.field(default="", kw_only=True)
     keep_seconds: int = dataclasses.field(default=300, kw_only=True)
 
-    @classmethod
-    def parsed(cls, url: str, parts: urllib.parse.SplitResult) -> ObjectStoreAddress:
-        prefix = urllib.parse.unquote(parts.path).strip("/")
-        if not parts.netloc or parts.fragment or set(parts.netloc) & set("@:") or "//" in prefix:
-            raise ValueError(
-                f"{url!r} is not the URL of a store; write s3://bucket/prefix, with the server's address, if it is not "
-                "Amazon's, in ?endpoint=https://HOST:PORT, and the keys in AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
-            )
-        options = _options(url, parts, *_OF_WRITERS, "keep_seconds", "endpoint", "region", "host")
-        options.pop("host", None)  # for the engines
-        endpoint = options.get("endpoint")
-        if endpoint and not endpoint.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r}: endpoint must be a URL, such as https://HOST:PORT")
-        return cls(parts.netloc, prefix, **options)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RemoteAddress(StoreAddress):
@@ -128,16 +127,6 @@ class RemoteAddress(StoreAddress):
     num_threads: int = dataclasses.field(default=4, kw_only=True)
     token_file: str = dataclasses.field(default="", kw_only=True)
     ca_file: str = dataclasses.field(default="", kw_only=True)
-
-    @classmethod
-    def parsed(cls, url: str, parts: urllib.parse.SplitResult) -> RemoteAddress:
-        if not parts.hostname or parts.fragment or "@" in parts.netloc:
-            raise ValueError(
-                f"{url!r} is not the URL of a store; write store+https://HOST:PORT, with the path of a file that has "
-                "the server's token in ?token_file="
-            )
-        server = f"{parts.scheme.removeprefix('store+')}://{parts.netloc}{parts.path.rstrip('/')}"
-        return cls(server, **_options(url, parts, "num_threads", "token_file", "ca_file"))
 
 
 def read_token(path: Path, option: str) -> str:

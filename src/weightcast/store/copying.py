@@ -37,7 +37,8 @@ from weightcast.host.closing import ClosedOnExit, on_failure
 from weightcast.store.address import StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader, not_found, stored_bytes
 from weightcast.store.records import Stored
-from weightcast.store.remote import BucketAnswer, CopyAnswer, CopyRequest, RemoteCalls, RemoteStorage
+from weightcast.store.remote import CopyAnswer, CopyRequest, RemoteCalls, RemoteStorage
+from weightcast.store.storage import is_base
 from weightcast.store.writing import StoreWriter
 
 _NUM_LOOKS = 8
@@ -88,7 +89,9 @@ class LocalCopy(ClosedOnExit):
         self._is_sealed = self._is_committed = False
         self.left: set[int] = set()
         self._reader = StoreReader(address, label="copy", deadline_seconds=deadline_seconds)
-        self._base = self._reader.pin_base(stored)
+        self._base: PinnedVersion | None = None
+        if stored.base is not None:
+            self._base = self._reader.pin_complete(lambda found: is_base(found, stored))
         self.accepts_deltas = self._base is not None
         self._left: PinnedVersion | None = None
         with on_failure(self._close_readers):
@@ -210,8 +213,7 @@ class RemoteCopy(ClosedOnExit):
         self.accepts_deltas, self._left = answer.accepts_deltas, set(answer.left)
 
     def has(self, index: int) -> bool:
-        path = f"{self._path}/buckets/{index}"
-        return index in self._left and self._calls.ask("GET", path, BucketAnswer).is_here
+        return index in self._left and self._calls.call("GET", f"{self._path}/buckets/{index}") is not None
 
     def write(self, index: int, data: memoryview) -> None:
         self._calls.call("PUT", f"{self._path}/buckets/{index}", data)

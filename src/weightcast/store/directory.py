@@ -20,7 +20,7 @@ from weightcast.store import files, locks
 from weightcast.store.address import DirectoryAddress
 from weightcast.store.locks import LockFile
 from weightcast.store.records import Commit, ReaderRecord, SlotInfo, Stored, WriterRecord
-from weightcast.store.storage import read_record
+from weightcast.store.storage import intact_record
 
 _OURS = {files.POINTER, files.NEXT, files.WRITER, files.WRITER_LOCK, files.SLOTS, "lost+found"}
 
@@ -84,25 +84,20 @@ class LockedSlot:
             for path in paths:
                 descriptors.append(files.open_file(path, os.O_RDWR | os.O_CREAT))
                 stack.callback(os.close, descriptors[-1])
+            # The readers' records, too, so that a full disk does not keep readers from pinning.
+            grown = [(self._path / files.PINS, self._lock.descriptor, locks.PINS_BYTES)]
+            data_files = zip(paths, descriptors, layout.sizes_bytes, strict=True)
             if is_delta:
-                for descriptor, size in zip(descriptors, layout.sizes_bytes, strict=True):
+                for _, descriptor, size in data_files:
                     if not self._is_left:
                         os.ftruncate(descriptor, 0)
                     os.ftruncate(descriptor, size)
-                files.grow([self._path / files.PINS], [self._lock.descriptor], [locks.PINS_BYTES])
-                return layout.num_files
-            needed = sum(
-                max(0, size - os.fstat(descriptor).st_blocks * 512)
-                for descriptor, size in zip(descriptors, layout.sizes_bytes, strict=True)
-            )
-            if needed and files.is_in_memory(self._path):
-                host_memory.require(needed, f"{self._path}, in memory,", "put the store on a disk, or free memory")
-            # Including the readers' records, so that a full disk does not keep readers from pinning.
-            files.grow(
-                [self._path / files.PINS, *paths],
-                [self._lock.descriptor, *descriptors],
-                [locks.PINS_BYTES, *layout.sizes_bytes],
-            )
+            else:
+                grown += data_files
+                needed = sum(max(0, size - os.fstat(descriptor).st_blocks * 512) for _, descriptor, size in grown[1:])
+                if needed and files.is_in_memory(self._path):
+                    host_memory.require(needed, f"{self._path}, in memory,", "put the store on a disk, or free memory")
+            files.grow(grown)
         return layout.num_files
 
     def left(self, stored: Stored, manifest: Manifest) -> SlotFiles | None:
@@ -156,28 +151,35 @@ class DirectoryStorage:
         self._lock: LockFile | None = None
 
     def path(self, name: str, slot: int | None = None) -> Path:
-        folder = self._directory if slot is None else files.slot_path(self._directory, slot)
+        folder = self._directory
+        if slot is not None:
+            folder = folder / files.SLOTS / str(slot)
+            files.check_folder(folder.parent)
+            files.check_folder(folder)
         return folder / name if name else folder
-
-    def exists(self) -> bool:
-        return self._directory.is_dir()
 
     def read(self, name: str, max_bytes: int, slot: int | None = None) -> bytes | None:
         return files.read_file(self.path(name, slot), max_bytes)
 
     def slot_numbers(self) -> set[int]:
+        folder = self._directory / files.SLOTS
+        files.check_folder(folder)
         with contextlib.suppress(FileNotFoundError):
-            return files.slot_numbers(self._directory)
+            names = {path.name for path in folder.iterdir()}
+            return set(map(int, names.intersection(map(str, range(files.MAX_STORED_SLOTS)))))
         return set()
 
-    def slot_info(self, slot: int) -> SlotInfo:
-        path, readers, num_bytes = self.path("", slot), list[str](), 0
-        with contextlib.suppress(FileNotFoundError):
-            readers = locks.readers(path / files.PINS)
-        for file in path.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # replaced meanwhile
-                num_bytes += file.lstat().st_blocks * 512
-        return SlotInfo(slot, num_bytes, readers)
+    def slots(self) -> list[SlotInfo]:
+        found = []
+        for slot in sorted(self.slot_numbers()):
+            path, readers, num_bytes = self.path("", slot), list[str](), 0
+            with contextlib.suppress(FileNotFoundError):
+                readers = locks.readers(path / files.PINS)
+            for file in path.iterdir():
+                with contextlib.suppress(FileNotFoundError):  # replaced meanwhile
+                    num_bytes += file.lstat().st_blocks * 512
+            found.append(SlotInfo(slot, num_bytes, readers))
+        return found
 
     def has_writer(self, record: WriterRecord | None) -> bool:
         path = self.path(files.WRITER_LOCK)
@@ -234,12 +236,11 @@ class DirectoryStorage:
             self._lock.close()
 
     def sweep(self) -> None:
-        with contextlib.suppress(IntegrityError):
-            left, newest = (read_record(self, name, Commit) for name in (files.NEXT, files.POINTER))
-            if left is not None and left != newest:  # its writer has ended after the seal, before the commit
-                self.remove(files.SEAL, left.newest.slot)
+        left, newest = (intact_record(self, name, Commit) for name in (files.NEXT, files.POINTER))
+        if left is not None and left != newest:  # its writer has ended after the seal, before the commit
+            self.remove(files.SEAL, left.newest.slot)
         self.remove(files.NEXT)
-        for folder in (self._directory, *(files.slot_path(self._directory, number) for number in self._made_slots())):
+        for folder in (self._directory, *(self.path("", number) for number in self._made_slots())):
             for name in (files.POINTER, files.NEXT, files.WRITER, files.MANIFEST, files.SEAL):
                 for path in folder.glob(f".{name}.*"):
                     files.remove(path)
@@ -267,7 +268,8 @@ class DirectoryStorage:
         """
         for _ in Deadline(self._deadline_seconds).polls():
             known = self._made_slots()
-            by_age = self._by_age(known - newest, previous)
+            # In the order of overwriting: incomplete ones first, the version before the newest last.
+            by_age = sorted(known - newest, key=lambda number: (number in previous, self._sealed_at(number), number))
             for number in by_age:
                 if len(known) < self._address.num_slots and self._sealed_at(number):
                     continue
@@ -286,7 +288,20 @@ class DirectoryStorage:
                 slot = self._try_slot(number)
                 if slot is not None:
                     return slot
-        raise self._nothing_free(by_age)
+        holders = []
+        for number in by_age:
+            path = self.path(files.PINS, number)
+            names = locks.readers(path)
+            with contextlib.closing(LockFile(path, os.O_RDONLY)) as lock:
+                if not names and lock.conflict(locks.PINS_BYTES) is not None:
+                    names = ["a trainer rank of an aborted publish"]
+            holders += [f"{name} holds slot {number}" for name in names]
+        shown = "; ".join(holders) or "they have just ended"
+        raise PeerTimeoutError(
+            f"readers held every slot of {self._directory} that may be overwritten for {self._deadline_seconds:g} s: "
+            f"{shown}. End them, or allow more than max_slots={self._address.max_slots}",
+            peer=shown,
+        )
 
     def join_slot(self, slot: int, origin: int) -> LockedSlot | None:
         path = self.path("", slot)
@@ -307,9 +322,7 @@ class DirectoryStorage:
         return lock
 
     def _owner(self) -> str:
-        holder = None
-        with contextlib.suppress(IntegrityError):
-            holder = read_record(self, files.WRITER, WriterRecord)
+        holder = intact_record(self, files.WRITER, WriterRecord)
         return "a publisher that has just started" if holder is None else holder.describe()
 
     def _made_slots(self) -> set[int]:
@@ -317,16 +330,9 @@ class DirectoryStorage:
         files.make_folder(self._directory / files.SLOTS)
         return self.slot_numbers()
 
-    def _by_age(self, slots: set[int], previous: set[int]) -> list[int]:
-        """Return slots in the order of overwriting: incomplete ones first, the version before the newest last."""
-        ages = {number: self._sealed_at(number) for number in slots}
-        return sorted(ages, key=lambda number: (number in previous, ages[number], number))
-
     def _sealed_at(self, number: int) -> float:
-        with contextlib.suppress(IntegrityError):
-            sealed = read_record(self, files.SEAL, Commit, number)
-            return 0.0 if sealed is None else sealed.newest.committed_at
-        return 0.0
+        sealed = intact_record(self, files.SEAL, Commit, number)
+        return 0.0 if sealed is None else sealed.newest.committed_at
 
     def _try_slot(self, number: int) -> LockedSlot | None:
         path = self.path("", number)
@@ -335,22 +341,6 @@ class DirectoryStorage:
             return LockedSlot(number, path, lock, self._address)
         lock.close()
         return None
-
-    def _nothing_free(self, by_age: list[int]) -> PeerTimeoutError:
-        holders = []
-        for number in by_age:
-            path = self.path(files.PINS, number)
-            names = locks.readers(path)
-            with contextlib.closing(LockFile(path, os.O_RDONLY)) as lock:
-                if not names and lock.conflict(locks.PINS_BYTES) is not None:
-                    names = ["a trainer rank of an aborted publish"]
-            holders += [f"{name} holds slot {number}" for name in names]
-        shown = "; ".join(holders) or "they have just ended"
-        return PeerTimeoutError(
-            f"readers held every slot of {self._directory} that may be overwritten for {self._deadline_seconds:g} s: "
-            f"{shown}. End them, or allow more than max_slots={self._address.max_slots}",
-            peer=shown,
-        )
 
 
 def _layout(manifest: Manifest, address: DirectoryAddress) -> files.FileLayout:

@@ -45,22 +45,6 @@ _KINDS = {
 }
 
 
-def slot_path(directory: Path, slot: int) -> Path:
-    """Return the directory of a slot, which may not exist. Raises IntegrityError if it is not a directory."""
-    path = directory / SLOTS / str(slot)
-    check_folder(path.parent)
-    check_folder(path)
-    return path
-
-
-def slot_numbers(directory: Path) -> set[int]:
-    """Return the numbers of the existing slots. Raises IntegrityError, FileNotFoundError."""
-    check_folder(directory / SLOTS)
-    names = (path.name for path in (directory / SLOTS).iterdir())
-    known = map(str, range(MAX_STORED_SLOTS))
-    return set(map(int, set(names).intersection(known)))
-
-
 def check_folder(path: Path) -> None:
     """Raise IntegrityError if the path exists and is not a directory; a link to one is refused, too."""
     with contextlib.suppress(FileNotFoundError):
@@ -244,20 +228,20 @@ def read_at(descriptor: int, parts: Sequence[memoryview], offset: int, path: Pat
         raise IntegrityError(f"{path} can't be read from byte {offset} on: {exc.strerror}") from exc
 
 
-def grow(paths: Sequence[Path], descriptors: Sequence[int], sizes_bytes: Sequence[int]) -> None:
-    """Allocate the files' space in the filesystem; files are never shrunk.
+def grow(opened: Sequence[tuple[Path, int, int]]) -> None:
+    """Allocate space for open files: each one's path, descriptor and size in bytes. Files are never shrunk.
 
     Raises InsufficientMemoryError, with the files unchanged, if there is no room.
     """
-    former = [os.fstat(descriptor) for descriptor in descriptors]
+    former = [os.fstat(descriptor) for _, descriptor, _ in opened]
 
     def cut_back() -> None:
-        for descriptor, stat in zip(descriptors, former, strict=True):
+        for (_, descriptor, _), stat in zip(opened, former, strict=True):
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, stat.st_size)
 
     with on_failure(cut_back):
-        for path, descriptor, size, stat in zip(paths, descriptors, sizes_bytes, former, strict=True):
+        for (path, descriptor, size), stat in zip(opened, former, strict=True):
             if size > stat.st_size or size > stat.st_blocks * 512:
                 with room_for(path):
                     os.posix_fallocate(descriptor, 0, size)

@@ -101,6 +101,10 @@ def pin(path: Path, reader: ReaderRecord) -> LockFile | None:
 
     If the file can't be written, the record has no name. Raises IntegrityError if there is no such file.
     """
+    record = msgspec.json.encode(reader)
+    if len(record) > PIN_BYTES:
+        label = reader.label.encode("ascii", "replace").decode()[:64]
+        record = msgspec.json.encode(ReaderRecord(reader.host[:64], reader.pid, label))[:PIN_BYTES]
     with must_read(path):
         try:
             file = LockFile(path, os.O_RDWR)
@@ -115,7 +119,7 @@ def pin(path: Path, reader: ReaderRecord) -> LockFile | None:
             if file.try_lock(start, PIN_BYTES):
                 if file.is_writable:
                     with contextlib.suppress(OSError):
-                        os.pwrite(file.descriptor, _encode(reader), start)
+                        os.pwrite(file.descriptor, record.ljust(PIN_BYTES), start)
                 return file
     file.close()
     return None
@@ -137,11 +141,3 @@ def readers(path: Path) -> list[str]:
             found.append(name)
             ranges += [pair for pair in ((start, record), (record + PIN_BYTES, end)) if pair[0] < pair[1]]
     return sorted(found)
-
-
-def _encode(reader: ReaderRecord) -> bytes:
-    data = msgspec.json.encode(reader)
-    if len(data) > PIN_BYTES:
-        label = reader.label.encode("ascii", "replace").decode()[:64]
-        data = msgspec.json.encode(ReaderRecord(reader.host[:64], reader.pid, label))
-    return data[:PIN_BYTES].ljust(PIN_BYTES)

@@ -55,7 +55,7 @@ from weightcast.store.records import (
     seal,
     unseal,
 )
-from weightcast.store.storage import read_record
+from weightcast.store.storage import intact_record, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +67,6 @@ _DENIED = (PermissionDeniedError, UnauthenticatedError)
 _REFUSED = (AlreadyExistsError, PreconditionError)
 _CLOSED = "the publisher has closed the store"
 _NO_TAG = '"00000000000000000000000000000000"'
-
-
-class _NoPin:
-    """A reader's claim on a slot, which a writer does not know of: it keeps each version for `keep_seconds`."""
-
-    def close(self) -> None: ...
 
 
 class ObjectReader:
@@ -142,7 +136,7 @@ class AttemptSlot:
         self._span = span
 
     def write(self, number: int, data: memoryview) -> None:
-        self._storage.put(_bucket_name(self._span[number]), data, self.number)
+        self._storage.write(_bucket_name(self._span[number]), data, self.number)
 
     def finish(self) -> None: ...
 
@@ -199,9 +193,6 @@ class ObjectStorage:
         key = _key(name, slot)
         return f"{self._where}/{key}" if key else self._where
 
-    def exists(self) -> bool:
-        return True
-
     def read(self, name: str, max_bytes: int, slot: int | None = None) -> bytes | None:
         return self._read(name, max_bytes, slot)[0]
 
@@ -243,14 +234,16 @@ class ObjectStorage:
         names = (prefix.rpartition("/")[2] for prefix in prefixes)
         return {int(name) for name in names if name.isascii() and name.isdigit()}
 
-    def slot_info(self, slot: int) -> SlotInfo:
-        return SlotInfo(slot, sum(size for _, size in self._objects(slot)), [])
+    def slots(self) -> list[SlotInfo]:
+        numbers = sorted(self.slot_numbers())
+        return [SlotInfo(slot, sum(size for _, size in self._objects(slot)), []) for slot in numbers]
 
     def has_writer(self, record: WriterRecord | None) -> bool | None:
         return False if record is None or record.aborted == _CLOSED else None
 
-    def pin(self, slot: int, reader: ReaderRecord) -> _NoPin:
-        return _NoPin()
+    def pin(self, slot: int, reader: ReaderRecord) -> ObjectReader:
+        # A writer does not know of its readers: it keeps each version for `keep_seconds`.
+        return ObjectReader(self, slot)
 
     def open_slot(self, stored: Stored, manifest: Manifest) -> ObjectReader:
         return ObjectReader(self, stored.slot)
@@ -302,16 +295,12 @@ class ObjectStorage:
         self._pid = None
 
     def sweep(self) -> None:
-        with contextlib.suppress(IntegrityError):
-            left, newest = (read_record(self, name, Commit) for name in (files.NEXT, files.POINTER))
-            if left is not None and left != newest:  # its writer has ended after the seal, before the commit
-                self._undecided.add(left.newest.slot)
+        left, newest = (intact_record(self, name, Commit) for name in (files.NEXT, files.POINTER))
+        if left is not None and left != newest:  # its writer has ended after the seal, before the commit
+            self._undecided.add(left.newest.slot)
         self.remove(files.NEXT)
 
-    def write(self, name: str, data: bytes, slot: int | None = None) -> None:
-        self.put(name, memoryview(data), slot)
-
-    def put(self, name: str, data: memoryview, slot: int | None = None) -> None:
+    def write(self, name: str, data: bytes | memoryview, slot: int | None = None) -> None:
         """Write an object. It is there as a whole or not at all."""
         key = _key(name, slot)
         with self._calls(key):

@@ -7,10 +7,12 @@ after its digest was checked. A poll without a new version reads one small file.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
+import os
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -30,30 +32,23 @@ from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline
 from weightcast.store import files
 from weightcast.store.address import DirectoryAddress, ObjectStoreAddress, RemoteAddress, StoreAddress
 from weightcast.store.directory import DirectoryStorage
-from weightcast.store.records import Commit, Stored, StoreInfo, WriterRecord, this_reader
+from weightcast.store.records import Commit, ReaderRecord, Stored, StoreInfo, WriterRecord, encodable
 from weightcast.store.remote import RemoteStorage
-from weightcast.store.storage import BucketReader, Pin, ReadStorage, Storage, base_of, is_base, read_record, slots_of
+from weightcast.store.storage import (
+    BucketReader,
+    ReadStorage,
+    Storage,
+    base_of,
+    intact_record,
+    read_record,
+    slots_of,
+)
 
 _ANY = "any version yet: publish one first"
 _PREVIOUS = "the version before the newest: only one was published, or it was overwritten"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WriterState:
-    """The last writer of a store. `is_alive`: it still has the store open; None if that can't be known."""
-
-    record: WriterRecord | None
-    is_alive: bool | None
-
-
-def readable(address: StoreAddress, *, deadline_seconds: float = 60.0) -> ReadStorage:
-    """Return where a store lies, for reading. Raises as `writable`, ValueError if a token can't be read."""
-    if isinstance(address, RemoteAddress):
-        return RemoteStorage(address, deadline_seconds)
-    return writable(address, deadline_seconds=deadline_seconds)
-
-
-def writable(address: StoreAddress, *, deadline_seconds: float = 60.0) -> Storage:
+def writable(address: StoreAddress, deadline_seconds: float) -> Storage:
     """Return where a store lies. `deadline_seconds`: limit of each wait for a server.
 
     Raises ModuleNotFoundError if the package for it is not installed, UnsupportedError if it is only read.
@@ -76,7 +71,7 @@ def writable(address: StoreAddress, *, deadline_seconds: float = 60.0) -> Storag
 def pinned(
     address: StoreAddress, *, previous: bool = False, version: WeightVersion | int | None = None, label: str = ""
 ) -> PinnedVersion:
-    """Pin the newest version of a store, or the one before, or `version`: see `StoreReader.pin` and `pin_number`.
+    """Pin the newest version of a store, or the one before, or `version`: see `StoreReader.pin` and `pin_complete`.
 
     Raises VersionNotFoundError if the store lacks it, IntegrityError.
     """
@@ -85,7 +80,8 @@ def pinned(
         if previous:
             found, what = reader.pin_previous(), _PREVIOUS
         elif isinstance(version, int):
-            found, held = reader.pin_number(version), [str(stored.number) for stored in reader.complete_versions()]
+            found = reader.pin_complete(lambda stored: stored.number == version)
+            held = [str(stored.number) for stored in reader.complete_versions()]
             what = f"version {version}: it has {', '.join(held)}" if held else _ANY
         else:
             found = reader.pin(version)
@@ -100,8 +96,15 @@ class StoreReader:
     """Reads the versions of a store, which may not exist yet. Call it from one thread at a time."""
 
     def __init__(self, address: StoreAddress, *, label: str = "", deadline_seconds: float = 60.0) -> None:
-        """`deadline_seconds`: limit of each wait for a server that has the store."""
-        self.storage = readable(address, deadline_seconds=deadline_seconds)
+        """`deadline_seconds`: limit of each wait for a server that has the store.
+
+        Raises ModuleNotFoundError if the package for it is not installed, ValueError if a token can't be read.
+        """
+        self.storage: ReadStorage
+        if isinstance(address, RemoteAddress):
+            self.storage = RemoteStorage(address, deadline_seconds)
+        else:
+            self.storage = writable(address, deadline_seconds)
         self._label = label
         self._manifests: dict[str, Manifest] = {}
 
@@ -116,10 +119,9 @@ class StoreReader:
         """
         return read_record(self.storage, files.POINTER, Commit)
 
-    def writer(self) -> WriterState:
-        """Return the present or last writer."""
-        record = read_record(self.storage, files.WRITER, WriterRecord)
-        return WriterState(record, self.storage.has_writer(record))
+    def writer(self) -> WriterRecord | None:
+        """Return the record of the present or last writer. Raises IntegrityError."""
+        return read_record(self.storage, files.WRITER, WriterRecord)
 
     def pin(self, version: WeightVersion | None = None) -> PinnedVersion | None:
         """Pin the newest version, or `version` if it is the newest, or sealed and about to be; None if it is neither.
@@ -162,13 +164,10 @@ class StoreReader:
         commit = self.commit()
         return None if commit is None or commit.previous is None else self._pin(commit.previous, must_hold=False)
 
-    def pin_number(self, number: int) -> PinnedVersion | None:
-        """Pin the version of this number; if several runs have it, the one that was committed last.
-
-        Returns None if no slot has all of it, or if it was never committed.
-        """
+    def pin_complete(self, is_wanted: Callable[[Stored], bool]) -> PinnedVersion | None:
+        """Pin the newest wanted version of those that were committed, and have all of their buckets; else None."""
         for stored in self.complete_versions():
-            if stored.number == number and (pinned := self._pin(stored, must_hold=False)) is not None:
+            if is_wanted(stored) and (pinned := self._pin(stored, must_hold=False)) is not None:
                 return pinned
         return None
 
@@ -176,10 +175,9 @@ class StoreReader:
         """Return every complete version, the newest first. A slot that can't be read is skipped."""
         found, commit = list[Stored](), self.commit()
         for slot in () if commit is None else self.storage.slot_numbers():
-            with contextlib.suppress(IntegrityError):
-                sealed = read_record(self.storage, files.SEAL, Commit, slot)
-                if sealed is not None and commit and _is_committed(sealed.newest, commit):
-                    found.append(sealed.newest)
+            sealed = intact_record(self.storage, files.SEAL, Commit, slot)
+            if sealed is not None and commit and _is_committed(sealed.newest, commit):
+                found.append(sealed.newest)
         found = [stored for stored in found if slots_of(self.storage, stored) is not None]
         last = [] if commit is None else [commit.newest, commit.previous]
         by_time = sorted(found, key=lambda stored: stored.committed_at, reverse=True)
@@ -191,7 +189,8 @@ class StoreReader:
         None if it is being written or has another version; with `must_hold` this is an IntegrityError.
         """
         slot = self.storage.path("", stored.slot)
-        lock = self.storage.pin(stored.slot, this_reader(self._label))
+        reader = ReaderRecord(socket.gethostname(), os.getpid(), encodable(self._label))
+        lock = self.storage.pin(stored.slot, reader)
         if lock is None:
             problem = f"{slot} is locked for writing, but by the pointer it has version {stored.number}"
         else:
@@ -214,13 +213,6 @@ class StoreReader:
             problem = f"{slot} has {found}, expected version {stored.number} of run {stored.run}"
         if must_hold:
             raise IntegrityError(problem)
-        return None
-
-    def pin_base(self, stored: Stored) -> PinnedVersion | None:
-        """Pin the version on which `stored`, a version of another store, is a delta; None if this store lacks it."""
-        for found in () if stored.base is None else self.complete_versions():
-            if is_base(found, stored) and (pinned := self._pin(found, must_hold=False)) is not None:
-                return pinned
         return None
 
     def manifest(self, stored: Stored) -> Manifest:
@@ -246,7 +238,7 @@ class PinnedVersion(ClosedOnExit):
         manifest: Manifest,
         data: BucketReader,
         *,
-        lock: Pin | None = None,
+        lock: Closeable | None = None,
         base: PinnedVersion | None = None,
     ) -> None:
         """`base`: the version on which it is a delta. `close` closes `data`, `lock` and `base`: the `parts`."""
@@ -364,15 +356,14 @@ def store_status(address: StoreAddress) -> StoreInfo:
         storage, commit, writer = reader.storage, reader.commit(), reader.writer()
         if commit is None:
             raise not_found(storage)
-        slots = [storage.slot_info(number) for number in sorted(storage.slot_numbers())]
-    name = "unknown" if writer.record is None else writer.record.describe()
-    return StoreInfo(commit.newest, commit.previous, name, bool(writer.is_alive), slots)
+        name = "unknown" if writer is None else writer.describe()
+        return StoreInfo(commit.newest, commit.previous, name, bool(storage.has_writer(writer)), storage.slots())
 
 
 def not_found(storage: ReadStorage, what: str = _ANY) -> VersionNotFoundError:
     """Return the error of a store that does not hold `what`, or is not there."""
     where = storage.path("")
-    if not storage.exists():
+    if isinstance(where, Path) and not where.is_dir():
         return VersionNotFoundError(
             f"the store {where} is not there: no such directory; check the path, or publish first"
         )

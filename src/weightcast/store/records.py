@@ -6,8 +6,6 @@ Invariant: a record is replaced as a whole or not at all, and a record with a wr
 from __future__ import annotations
 
 import hashlib
-import os
-import socket
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -165,7 +163,3 @@ def _digest(record: Commit | WriterRecord) -> str:
 def encodable(text: str) -> str:
     """Return a text that JSON can hold: bytes that are not UTF-8 (of a path, for example) are escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def this_reader(label: str) -> ReaderRecord:
-    return ReaderRecord(socket.gethostname(), os.getpid(), encodable(label))

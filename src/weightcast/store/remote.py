@@ -15,24 +15,22 @@ import threading
 import urllib.parse
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from weightcast.errors import (
     ControlError,
-    ErrorRecord,
     IntegrityError,
     PeerDiedError,
-    PeerError,
     WeightcastError,
-    from_record,
 )
-from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, convert, decode, encode
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, decode, encode
 from weightcast.host.closing import close_in_child
 from weightcast.host.deadline import GRACE_SECONDS, LOAD_SECONDS, Deadline
+from weightcast.links.answers import error_in, tls_error
 from weightcast.store import files
 from weightcast.store.address import RemoteAddress, read_token
 from weightcast.store.records import ReaderRecord, SlotInfo, Stored, WriterRecord
@@ -48,12 +46,6 @@ _NO_CONTENT = 204
 _PARTIAL = 206
 _RETRIED = (502, 503, 504)
 """Statuses of a proxy before a server that is starting or away."""
-
-
-class PinRequest(msgspec.Struct, frozen=True):
-    """Body of `PUT /store/pins/CLIENT/SLOT`."""
-
-    reader: ReaderRecord
 
 
 class RemoteSlots(msgspec.Struct, frozen=True):
@@ -75,12 +67,6 @@ class CopyAnswer(msgspec.Struct, frozen=True):
 
     accepts_deltas: bool
     left: list[Annotated[int, msgspec.Meta(ge=0)]]
-
-
-class BucketAnswer(msgspec.Struct, frozen=True):
-    """Answer of `GET /store/copies/ID/buckets/K`."""
-
-    is_here: bool
 
 
 class RemoteCalls:
@@ -196,28 +182,6 @@ class RemoteCalls:
         timeout_seconds: float,
     ) -> Iterator[http.client.HTTPResponse]:
         """Make one request, and yield a good answer. Raises the server's error, OSError, HTTPException."""
-        connection = self._connection(timeout_seconds)
-        is_reusable = False
-        try:
-            # In parts, since the timeout of a socket is that of one send. A server may refuse before it has read all.
-            fields = {**self._headers, "Content-Length": str(len(body)), **(headers or {})}
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                connection.request(method, self._url.path + path, _parts_of(body), fields)
-            answer = connection.getresponse()
-            self._has_answered = True
-            if answer.status not in (200, _NO_CONTENT, _PARTIAL):
-                self._refused(path, answer.status, answer.read(MAX_MESSAGE_BYTES))
-            yield answer
-            is_reusable = answer.isclosed() and not answer.will_close
-        finally:
-            with self._lock:
-                is_kept = is_reusable and not self._is_closed
-                if is_kept:
-                    self._idle.append(connection)
-            if not is_kept:
-                connection.close()
-
-    def _connection(self, timeout_seconds: float) -> http.client.HTTPConnection:
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is None or connection.sock is None or connection.sock.fileno() < 0:
@@ -228,30 +192,39 @@ class RemoteCalls:
                 connection = http.client.HTTPSConnection(host, port, timeout=_STALL_SECONDS, context=self._tls)
             connection.connect()
             close_in_child(connection.sock)
-        connection.sock.settimeout(timeout_seconds)
-        return connection
-
-    def _refused(self, path: str, status: int, content: bytes) -> None:
-        """Raise the error of an answer: the server's own, or OSError if it is to be asked again."""
-        text, record = content[:500].decode("utf-8", "replace"), None
-        with contextlib.suppress(msgspec.DecodeError, WeightcastError, KeyError, TypeError):
-            error: Any = msgspec.json.decode(content)["error"]
-            text = str(error["message"])
-            record = convert(error["record"], ErrorRecord)
-        if record is not None:
-            error = from_record(record)
-            if isinstance(error, PeerError):
-                error.peer = self.where
-            raise error
-        if status in _RETRIED:
-            raise OSError(f"it answered {status}: {text}")
-        if status == 401:
-            problem = "does not match the server's" if self._headers else "is missing"
-            raise ControlError(
-                f"{self.where} answered 401: the token {problem}; name a file that has it, ?token_file=FILE in the URL",
-                peer=self.where,
-            )
-        raise self._foreign(path, f"it answered {status}: {text}")
+        is_reusable = False
+        try:
+            connection.sock.settimeout(timeout_seconds)
+            # In parts, since the timeout of a socket is that of one send. A server may refuse before it has read all.
+            fields = {**self._headers, "Content-Length": str(len(body)), **(headers or {})}
+            parts = (memoryview(body)[start : start + _PART_BYTES] for start in range(0, len(body), _PART_BYTES))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.request(method, self._url.path + path, parts, fields)
+            answer = connection.getresponse()
+            self._has_answered = True
+            if answer.status not in (200, _NO_CONTENT, _PARTIAL):
+                found = error_in(answer.read(MAX_MESSAGE_BYTES), self.where)
+                if isinstance(found, WeightcastError):
+                    raise found
+                if answer.status in _RETRIED:
+                    raise OSError(f"it answered {answer.status}: {found}")
+                if answer.status == 401:
+                    problem = "does not match the server's" if self._headers else "is missing"
+                    raise ControlError(
+                        f"{self.where} answered 401: the token {problem}; name a file that has it, ?token_file=FILE in "
+                        "the URL",
+                        peer=self.where,
+                    )
+                raise self._foreign(path, f"it answered {answer.status}: {found}")
+            yield answer
+            is_reusable = answer.isclosed() and not answer.will_close
+        finally:
+            with self._lock:
+                is_kept = is_reusable and not self._is_closed
+                if is_kept:
+                    self._idle.append(connection)
+            if not is_kept:
+                connection.close()
 
     def _foreign(self, path: str, problem: str) -> ControlError:
         return ControlError(
@@ -261,17 +234,9 @@ class RemoteCalls:
 
     def _retried(self, error: Exception) -> Exception:
         """Return an error after which a request is made again. Raises PeerError if that is of no use."""
-        if isinstance(error, ssl.SSLCertVerificationError):
-            raise ControlError(
-                f"the certificate of {self.where} is not accepted: {error.verify_message}; it must be of this host "
-                "name, and of an authority that this system trusts or that ?ca_file=FILE in the URL has",
-                peer=self.where,
-            ) from error
         if isinstance(error, ssl.SSLError):
-            raise ControlError(
-                f"{self.where} did not answer with TLS: {error}; use store+http:// for a server without TLS",
-                peer=self.where,
-            ) from error
+            trusted = "this system trusts or that ?ca_file=FILE in the URL has"
+            raise tls_error(error, self.where, trusted=trusted, scheme="store+http://") from error
         if not self._has_answered:
             raise PeerDiedError(
                 f"{self.where} can't be reached: {error}; start `weightcast serve-store` there, or check the URL",
@@ -285,19 +250,6 @@ class RemoteCalls:
             "runs there, and do the same again; a copy goes on where it was",
             peer=self.where,
         )
-
-
-class RemotePin:
-    """A reader's claim on a slot, which the server has for this client."""
-
-    def __init__(self, storage: RemoteStorage, slot: int) -> None:
-        self._storage: RemoteStorage | None = storage
-        self._slot = slot
-
-    def close(self) -> None:
-        storage, self._storage = self._storage, None
-        if storage is not None:
-            storage.unpin(self._slot)
 
 
 class RemoteBuckets:
@@ -329,42 +281,32 @@ class RemoteStorage:
         folder = self.calls.where if slot is None else f"{self.calls.where}/{files.SLOTS}/{slot}"
         return f"{folder}/{name}" if name else folder
 
-    def exists(self) -> bool:
-        return True
-
     def read(self, name: str, max_bytes: int, slot: int | None = None) -> bytes | None:
         query = "" if slot is None else f"?slot={slot}"
         return self.calls.call("GET", f"/store/records/{name}{query}", max_bytes=max_bytes)
 
     def slot_numbers(self) -> set[int]:
-        return {slot.number for slot in self._slots().slots}
+        return {slot.number for slot in self.slots()}
 
-    def slot_info(self, slot: int) -> SlotInfo:
-        return next((found for found in self._slots().slots if found.number == slot), SlotInfo(slot, 0, []))
+    def slots(self) -> list[SlotInfo]:
+        return self.calls.ask("GET", "/store/slots", RemoteSlots).slots
 
     def has_writer(self, record: WriterRecord | None) -> bool | None:
-        return self._slots().has_writer
+        return self.calls.ask("GET", "/store/slots", RemoteSlots).has_writer
 
-    def _slots(self) -> RemoteSlots:
-        return self.calls.ask("GET", "/store/slots", RemoteSlots)
-
-    def pin(self, slot: int, reader: ReaderRecord) -> RemotePin | None:
-        if not self._num_pins[slot] and self.calls.call("PUT", self._pin(slot), encode(PinRequest(reader))) is None:
+    def pin(self, slot: int, reader: ReaderRecord) -> contextlib.ExitStack | None:
+        if not self._num_pins[slot] and self.calls.call("PUT", self._pin(slot), encode(reader)) is None:
             return None
         self._num_pins[slot] += 1
         if self._unpinned.is_set():
             self._unpinned = threading.Event()
             of = weakref.ref(self), self._unpinned
             threading.Thread(target=_keep_pins, args=of, name="weightcast-pins", daemon=True).start()
-        return RemotePin(self, slot)
+        pin = contextlib.ExitStack()
+        pin.callback(self._unpin, slot)
+        return pin
 
-    def keep_pins(self) -> None:
-        """Show the server that the pinned slots are still used. Errors are ignored: the next read finds them."""
-        for slot in [slot for slot, count in list(self._num_pins.items()) if count > 0]:
-            with contextlib.suppress(WeightcastError):
-                self.calls.read_range(f"{self._pin(slot)}/buckets/0", [memoryview(bytearray(1))], 0)
-
-    def unpin(self, slot: int) -> None:
+    def _unpin(self, slot: int) -> None:
         """Release one pin of a slot. If the server can't be reached, it releases the last one after a while."""
         self._num_pins[slot] -= 1
         if not self._num_pins.total():
@@ -384,12 +326,12 @@ class RemoteStorage:
 
 
 def _keep_pins(of: weakref.ref[RemoteStorage], unpinned: threading.Event) -> None:
-    """Keep the pins of a storage until there are none, or it is garbage-collected."""
+    """Show the server that the pinned slots are still used, until there are none, or it is garbage-collected.
+
+    Errors are ignored: the next read finds them.
+    """
     while not unpinned.wait(_PIN_SECONDS) and (storage := of()) is not None:
-        storage.keep_pins()
+        for slot in [slot for slot, count in list(storage._num_pins.items()) if count > 0]:
+            with contextlib.suppress(WeightcastError):
+                storage.calls.read_range(f"{storage._pin(slot)}/buckets/0", [memoryview(bytearray(1))], 0)
         del storage
-
-
-def _parts_of(body: bytes | memoryview) -> Iterable[memoryview]:
-    view = memoryview(body)
-    return (view[start : start + _PART_BYTES] for start in range(0, len(view), _PART_BYTES))

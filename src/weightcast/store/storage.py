@@ -14,19 +14,16 @@ A foreign exception of the place leaves a storage as a WeightcastError or as an 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from weightcast.errors import IntegrityError
 from weightcast.format.manifest import Manifest
+from weightcast.host.closing import Closeable
 from weightcast.store import files
 from weightcast.store.records import MAX_RECORD_BYTES, Commit, ReaderRecord, SlotInfo, Stored, WriterRecord, unseal
-
-
-class Pin(Protocol):
-    """A reader's claim on a slot, which is not overwritten until `close`."""
-
-    def close(self) -> None: ...
 
 
 class BucketReader(Protocol):
@@ -85,23 +82,20 @@ class ReadStorage(Protocol):
     def path(self, name: str, slot: int | None = None) -> Path | str:
         """Return where a file lies, for messages; with an empty name the folder."""
 
-    def exists(self) -> bool:
-        """Return whether there is a place in which a store could be."""
-
     def read(self, name: str, max_bytes: int, slot: int | None = None) -> bytes | None:
         """Return the present content of a small file; None if it does not exist. Raises IntegrityError."""
 
     def slot_numbers(self) -> set[int]:
         """Return the numbers of the existing slots."""
 
-    def slot_info(self, slot: int) -> SlotInfo:
-        """Return the space that a slot takes, and its readers."""
+    def slots(self) -> list[SlotInfo]:
+        """Return the existing slots in order, with the space that each takes, and its readers."""
 
     def has_writer(self, record: WriterRecord | None) -> bool | None:
         """Return whether the last writer, which left this record, still has the store open; None if it is unknown."""
 
-    def pin(self, slot: int, reader: ReaderRecord) -> Pin | None:
-        """Keep a slot from being overwritten; None while it is written."""
+    def pin(self, slot: int, reader: ReaderRecord) -> Closeable | None:
+        """Keep a slot from being overwritten until the pin is closed; None while the slot is written."""
 
     def open_slot(self, stored: Stored, manifest: Manifest) -> BucketReader:
         """Open a version for reading. Raises IntegrityError if a part of it is missing."""
@@ -168,6 +162,13 @@ def read_record(storage: ReadStorage, name: str, kind: type[R], slot: int | None
     """Read a file's record; None if there is no file. Raises IntegrityError."""
     data = storage.read(name, MAX_RECORD_BYTES, slot)
     return None if data is None else unseal(data, kind, storage.path(name, slot))
+
+
+def intact_record(storage: ReadStorage, name: str, kind: type[R], slot: int | None = None) -> R | None:
+    """Read a file's record; None if there is no file, or it is damaged."""
+    with contextlib.suppress(IntegrityError):
+        return read_record(storage, name, kind, slot)
+    return None
 
 
 def base_of(storage: ReadStorage, stored: Stored) -> Stored | None:

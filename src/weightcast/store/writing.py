@@ -48,7 +48,7 @@ from weightcast.store.records import (
     seal,
     unseal,
 )
-from weightcast.store.storage import BucketReader, Slot, read_record, slots_of
+from weightcast.store.storage import BucketReader, Slot, intact_record, read_record, slots_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class _SlotWriter:
         self._address = address
         self._run = run
         self._deadline_seconds = deadline_seconds
-        self._storage = writable(address, deadline_seconds=deadline_seconds)
+        self._storage = writable(address, deadline_seconds)
         self._slot: Slot | None = None
 
     @property
@@ -118,15 +118,12 @@ class StoreWriter(_SlotWriter):
         """
         super().__init__(address, run, deadline_seconds=deadline_seconds)
         self._attempt: _Attempt | None = None
-        self._manifest: tuple[Manifest, bytes, str] | None = None
         self._storage.lock(run)
         with on_failure(self._storage.unlock):
             self._seen = self._storage.read(files.POINTER, MAX_RECORD_BYTES)
             path = self._storage.path(files.POINTER)
             self._commit = None if self._seen is None else unseal(self._seen, Commit, path)
-            former = None
-            with contextlib.suppress(IntegrityError):
-                former = read_record(self._storage, files.WRITER, WriterRecord)
+            former = intact_record(self._storage, files.WRITER, WriterRecord)
             attempt, number = max(self._storage.slot_numbers(), default=0), -1
             self._begun: WeightVersion | None = None
             if former is not None:
@@ -142,8 +139,8 @@ class StoreWriter(_SlotWriter):
 
     @property
     def last_number(self) -> int:
-        """Number of the version that was begun last, by any writer and whatever its outcome; -1 if unknown."""
-        return self._record.number
+        """The larger number of the newest version and of the one that was begun last, by any writer; -1 for none."""
+        return max(self._record.number, -1 if self.newest is None else self.newest.number)
 
     @property
     def is_locked(self) -> bool:
@@ -185,10 +182,7 @@ class StoreWriter(_SlotWriter):
                 "higher version"
             )
         self._check_pointer()  # its slot must not be overwritten
-        if self._manifest is None or self._manifest[0] is not manifest:
-            self._manifest = manifest, manifest.encode(), manifest.digest()
-        _, data, digest = self._manifest
-        number = self._record.attempt + 1
+        data, number = manifest.encode(), self._record.attempt + 1
         slot = self._storage.free_slot(
             self._needed(newest),
             self._needed(None if self._commit is None else self._commit.previous),
@@ -209,7 +203,7 @@ class StoreWriter(_SlotWriter):
                 slot.allow_origins()
             slot.open(manifest, span)
             self._slot = slot
-            self._attempt = _Attempt(version, digest, num_files, slot.number, base)
+            self._attempt = _Attempt(version, manifest.digest(), num_files, slot.number, base)
         return encode(SlotAttempt(slot.number, number)).decode()
 
     def left(self, stored: Stored, manifest: Manifest) -> BucketReader | None:
@@ -297,9 +291,7 @@ class StoreWriter(_SlotWriter):
                     return
             # A reader that has pinned the slot goes on: it checks the seal only once, at the beginning.
             for name, slot in ((files.NEXT, None), (files.SEAL, attempt.slot)):
-                found = None
-                with contextlib.suppress(IntegrityError):
-                    found = read_record(self._storage, name, Commit, slot)
+                found = intact_record(self._storage, name, Commit, slot)
                 # Another writer may have put its version there in spite of the lock.
                 is_ours = found is None or found.newest.version == attempt.version
                 if is_ours and not attempt.is_in_doubt:

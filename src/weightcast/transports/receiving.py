@@ -46,18 +46,17 @@ class WantedUpdate:
     """The update that the worker waits for. `is_done` is true once every bucket was iterated.
 
     `poll_seconds`: time after which the next bucket is looked for without a notification; at most poll(2)'s limit.
+    `heard_at`: time of the sender's last sign of progress, or 0.0 if the transport has none.
     """
 
     manifest: Manifest
     version: WeightVersion
     staged: bool
+    num_buckets: int
     num_read: int = 0
     is_done: bool = False
     poll_seconds: float = MAX_SECONDS
-    num_buckets: int = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_buckets = len(self.manifest.buckets)
+    heard_at: float = 0.0
 
 
 W = TypeVar("W", bound=WantedUpdate)
@@ -96,10 +95,10 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
                     bucket = self._next_bucket(wanted)
                     if bucket is not None:
                         break
-                    remaining = max(start, self._heard_at()) + self._deadline_seconds - time.monotonic()
+                    remaining = max(start, wanted.heard_at) + self._deadline_seconds - time.monotonic()
                     if remaining <= 0:
                         raise PeerTimeoutError(self._silence(wanted, self._deadline_seconds), peer=PUBLISHER)
-                    self._wait(wanted, min(remaining, wanted.poll_seconds))
+                    self._condition.wait(min(remaining, wanted.poll_seconds))
                 wanted.num_read += 1
             index = bucket.index
             yield bucket
@@ -124,8 +123,7 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
             if not self._closed:
                 self._closed = True
                 self._disconnect()
-                self._wanted = None
-                self._condition.notify_all()
+                self.end()
 
     # --- methods that a transport implements; the caller holds the condition, except for `_release` ---
 
@@ -145,17 +143,9 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
     def _disconnect(self) -> None:
         """Disconnect from the sender and free all memory."""
 
-    def _heard_at(self) -> float:
-        """Return the time of the sender's last sign of progress, or 0.0 if the transport has none."""
-        return 0.0
-
     def _check_sender(self, wanted: W) -> None:
         """Read the records that have arrived; raise if the sender has aborted the update, or is gone. Does not wait."""
         return
-
-    def _wait(self, wanted: W, seconds: float) -> None:
-        """Release the condition until it is notified, for at most `seconds`."""
-        self._condition.wait(seconds)
 
     # --- for transports ---
 
@@ -272,9 +262,6 @@ class PeerReceiver(ReceivingEnd[V]):
 
     # --- records ---
 
-    def _heard_at(self) -> float:
-        return self._link.worked_at
-
     def _tell(self, record: msgspec.Struct) -> None:
         # If the sender is gone, the link reports it.
         with contextlib.suppress(OSError):
@@ -301,6 +288,7 @@ class PeerReceiver(ReceivingEnd[V]):
 
     def _check_sender(self, wanted: V) -> None:
         self._link.condition.read()
+        wanted.heard_at = self._link.worked_at
         if wanted.aborted is not None:
             raise UpdateAbortedError(wanted.aborted)
         if wanted.unlike:
@@ -358,7 +346,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
     # --- the arena ---
 
     def _want(self, manifest: Manifest, version: WeightVersion, staged: bool) -> PeerUpdate:
-        return PeerUpdate(manifest, version, staged)
+        return PeerUpdate(manifest, version, staged, len(manifest.buckets))
 
     def _use_arena(self, arena: MappedArena | None) -> None:
         former, self._arena = self._arena, arena
@@ -442,7 +430,11 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
                 self._tell(records.Released(ready.version, ready.generation, ready.index))
 
     def _leave(self, wanted: PeerUpdate) -> None:
-        _forget(wanted)
+        # Close the descriptors of arenas that were announced but not mapped.
+        while wanted.announced:
+            _, descriptor = wanted.announced.popleft()
+            if descriptor is not None:
+                os.close(descriptor)
         if self._arena is not None and not wanted.is_done:
             try:
                 self._arena.reset()
@@ -453,14 +445,4 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
 
     def _disconnect(self) -> None:
         super()._disconnect()
-        if self._wanted is not None:
-            _forget(self._wanted)
         self._use_arena(None)
-
-
-def _forget(wanted: PeerUpdate) -> None:
-    """Close the descriptors of arenas that were announced but not mapped."""
-    while wanted.announced:
-        _, descriptor = wanted.announced.popleft()
-        if descriptor is not None:
-            os.close(descriptor)

@@ -193,6 +193,10 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
     def _free(self) -> None:
         """Free the memory in which the buckets lie, unless a stalled reader may still read it."""
 
+    @abc.abstractmethod
+    def _on_ended(self, peer: P, update: U) -> None:
+        """Handle the end of the present update at a peer, which is lost if it can't have received all buckets."""
+
     def _on_other(self, peer: P, record: Any) -> None:
         """Handle a record that only this transport has."""
 
@@ -231,13 +235,6 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         if link.ended:
             gone = PeerDiedError(f"the receiver of {peer.name} has disconnected: {link.ended}", peer=peer.name)
             self._drop(peer, gone, may_be_reading=not link.has_left)
-
-    def _on_ended(self, peer: P, update: U) -> None:
-        """Remove a peer that has ended the present update; it is lost unless all buckets were sent."""
-        if peer.name in update.peers and not update.is_done:
-            what = f"{peer.name} ended the update after {update.next} of {update.num_buckets} buckets were sent"
-            self._lose(peer.name, UpdateAbortedError(what))
-        update.peers.discard(peer.name)
 
     def _on_aborted(self, update: U) -> None:
         """Tell the update's peers that it was aborted. The link of one that has stopped reading ends."""
@@ -380,11 +377,11 @@ A = TypeVar("A", bound=OwnedArena)
 class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
     """Implements `Sender`: peers read the sender's arena in place, so that the loss of one does not affect the others.
 
-    A transport adds its kind of arena; `messages`, the union of the records that its receivers send; and `only_url`,
-    if it has only one. Memory: two buckets when streaming, three on a GPU; the whole version when
-    staged. It is kept for the next update. With a CUDA `device` streaming buckets lie in that device's memory; staged
-    buckets are always in host memory. A bucket on a GPU is announced only when its packing is over, so that no receiver
-    waits for work on the GPU that would end with this process.
+    A transport adds its kind of arena, and `only_url` if it has only one. `messages` are the records that its receivers
+    send. Memory: two buckets when streaming, three on a GPU; the whole version when staged. It is kept for the next
+    update. With a CUDA `device` streaming buckets lie in that device's memory; staged buckets are always in host
+    memory. A bucket on a GPU is announced only when its packing is over, so that no receiver waits for work on the GPU
+    that would end with this process.
     """
 
     peer_type = ConnectedPeer
@@ -433,7 +430,8 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
             has_room = arena is not None and arena.device == device and arena.size_bytes >= arena_layout.size_bytes
             if arena is not None and has_room and not self._lost_slots:
                 arena.buffers.forget_above(len(arena_layout.slots))
-                self._await_memory(arena, 0)
+                if not arena.is_populated:
+                    self._await_memory(arena, 0)
             elif arena_layout.size_bytes:
                 self._replace_arena(arena_layout.size_bytes, device)
             taking_part = self._await_opened(peers, version)
@@ -456,7 +454,8 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
                 self._replace_arena(arena_layout.size_bytes, self._layout(update.manifest, staged=update.staged)[0])
             arena = self._arena
             assert arena is not None
-            self._await_memory(arena, arena_layout.payloads[index] + arena_layout.sizes_bytes[index])
+            if not arena.is_populated:
+                self._await_memory(arena, arena_layout.payloads[index] + arena_layout.sizes_bytes[index])
             return arena.buffers.at(arena_layout, index)
 
     def send(self, index: int, num_bytes: int) -> None:
@@ -524,27 +523,24 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
             self._readers.get(update.arena_layout.slots[record.index], set()).discard(peer.name)
 
     def _on_ended(self, peer: ConnectedPeer, update: SentUpdate) -> None:
-        self._forget_reader(peer.name)
-        super()._on_ended(peer, update)
+        for readers in self._readers.values():
+            readers.discard(peer.name)
+        if peer.name in update.peers and not update.is_done:
+            what = f"{peer.name} ended the update after {update.next} of {update.num_buckets} buckets were sent"
+            self._lose(peer.name, UpdateAbortedError(what))
+        update.peers.discard(peer.name)
 
     def _drop(self, peer: ConnectedPeer, error: WeightcastError, *, may_be_reading: bool) -> None:
         if self._peers.get(peer.name) is not peer:
             return
-        read = self._forget_reader(peer.name)
+        read = {slot for slot, readers in self._readers.items() if peer.name in readers}
+        for slot in read:
+            self._readers[slot].discard(peer.name)
         if may_be_reading:
             self._lost_slots |= read
         super()._drop(peer, error, may_be_reading=may_be_reading)
         if read and isinstance(error, PeerTimeoutError):
             self._failures[peer.name] = error
-
-    def _forget_reader(self, name: str) -> set[int]:
-        """Remove a peer from the readers of all slots; return the slots that it was reading."""
-        read = set()
-        for slot, readers in self._readers.items():
-            if name in readers:
-                readers.discard(name)
-                read.add(slot)
-        return read
 
     def _await_released(self, slot: int | None = None) -> None:
         """Wait until no peer reads the slot, or for None any slot; drop a reader without progress for the deadline."""
@@ -573,11 +569,10 @@ class ArenaSender(SendingEnd[SentUpdate, ConnectedPeer], Generic[A]):
 
     def _await_memory(self, arena: A, end_bytes: int) -> None:
         """Wait for the first bytes of the arena to be populated; if that takes too long, go on without."""
-        if not arena.is_populated:
-            with unlocked(self.condition):
-                seconds = arena.await_memory(end_bytes, GRACE_SECONDS)
-            self._require_open()
-            self.memory_seconds += seconds
+        with unlocked(self.condition):
+            seconds = arena.await_memory(end_bytes, GRACE_SECONDS)
+        self._require_open()
+        self.memory_seconds += seconds
 
     def _replace_arena(self, size_bytes: int, device: torch.device) -> None:
         self._free()

@@ -215,8 +215,7 @@ class StoreSender(_BufferedSender[StoreWriter]):
         self._require_open()
         with self._writing():
             self._writer.ensure_lock()
-        newest = self._writer.newest
-        number = max(self._writer.last_number, -1 if newest is None else newest.number)
+        number = self._writer.last_number
         return None if number < 0 else number
 
     def begin_together(self, manifest: Manifest, version: WeightVersion) -> str:
@@ -360,7 +359,6 @@ class StoreUpdate(WantedUpdate):
     num_ahead: int
     pinned: PinnedVersion | None = None
     reads: collections.deque[Future[None]] = dataclasses.field(default_factory=collections.deque)
-    pause_seconds: float = 0.001
 
 
 class StoreReceiver(ReceivingEnd[StoreUpdate]):
@@ -392,7 +390,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         address = StoreAddress.parse(url)
         self._reader = StoreReader(address, label=peer, deadline_seconds=deadline_seconds)
         self._where = where = self._reader.storage.path("")
-        record = self._reader.writer().record if run else None
+        record = self._reader.writer() if run else None
         if run and record is None:
             what = f"there is no store in {where} on this host: check that the directory is mounted here"
             raise PeerDiedError(what, peer=PUBLISHER)
@@ -473,10 +471,18 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             portion, self._portion = self._portion, None
             arena = self._arena if portion is None or self._together is None else self._together
             arena.prepare(arena_layout_of(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=True))
-            record = self._reader.writer().record
+            record = self._reader.writer()
             attempt = 0 if record is None else record.attempt
             self._wanted = wanted = StoreUpdate(
-                manifest, version, staged, arena=arena, portion=portion, attempt=attempt, num_ahead=num_ahead
+                manifest,
+                version,
+                staged,
+                len(manifest.buckets),
+                poll_seconds=0.001,
+                arena=arena,
+                portion=portion,
+                attempt=attempt,
+                num_ahead=num_ahead,
             )
             if self._newest is not None and self._newest.stored.version == version:
                 self._newest, wanted.pinned = None, self._newest
@@ -522,11 +528,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             self._newest.close()
             self._newest = None
 
-    # --- waiting ---
-
-    def _wait(self, wanted: StoreUpdate, seconds: float) -> None:
-        self._condition.wait(min(wanted.pause_seconds, seconds))
-        wanted.pause_seconds = min(2 * wanted.pause_seconds, POLL_SECONDS)
+    # --- buckets ---
 
     def _silence(self, wanted: StoreUpdate, seconds: float) -> str:
         number = wanted.version.number
@@ -534,9 +536,9 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
     def _pin(self, wanted: StoreUpdate) -> PinnedVersion | None:
         """Pin the version, or return None if it is not there yet. Raises if it can't come any more."""
-        version = wanted.version
+        version, record = wanted.version, self._reader.writer()
         # In this order, since a writer commits before it releases the store.
-        writer, pinned = self._reader.writer(), self._reader.pin(version)
+        has_writer, pinned = self._reader.storage.has_writer(record), self._reader.pin(version)
         if pinned is not None:
             return pinned
         commit = self._reader.commit()
@@ -545,8 +547,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             raise UpdateAbortedError(
                 f"the store has version {newest.number} already: version {version.number} was not read in time"
             )
-        record = writer.record
-        if record is None or record.run != version.run or writer.is_alive is False:
+        if record is None or record.run != version.run or has_writer is False:
             what = f"the publisher of run {version.run} has closed the store {self._where}, or its process ended"
             raise PeerDiedError(what, peer=PUBLISHER)
         if record.aborted and record.number == version.number and record.attempt > wanted.attempt:
@@ -563,6 +564,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             wanted.pinned = found
         pinned = wanted.pinned
         if pinned is None:
+            wanted.poll_seconds = min(2 * wanted.poll_seconds, POLL_SECONDS)
             return None
         number, order = wanted.num_read, wanted.manifest.rounds
         stored, expected = pinned.manifest.buckets, wanted.manifest.buckets

@@ -26,15 +26,15 @@ from weightcast.control.routes import Answer, guarded, natural_number, read_body
 from weightcast.errors import IntegrityError, ManifestError, StaleVersionError, UnsupportedError
 from weightcast.format.bucket import HEADER_BYTES, slot_size_bytes
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
-from weightcast.host.closing import on_failure
+from weightcast.host.closing import Closeable, on_failure
 from weightcast.host.deadline import GRACE_SECONDS
 from weightcast.store import files
 from weightcast.store.address import RemoteAddress, StoreAddress
 from weightcast.store.copying import LocalCopy
 from weightcast.store.reading import StoreReader, manifest_of
-from weightcast.store.records import MAX_RECORD_BYTES, Commit
-from weightcast.store.remote import BucketAnswer, CopyAnswer, CopyRequest, PinRequest, RemoteSlots
-from weightcast.store.storage import BucketReader, Pin, read_record
+from weightcast.store.records import MAX_RECORD_BYTES, Commit, ReaderRecord
+from weightcast.store.remote import CopyAnswer, CopyRequest, RemoteSlots
+from weightcast.store.storage import BucketReader, read_record
 
 IDLE_SECONDS = 60.0
 """Time without a request after which a reader's pin, or a push, ends."""
@@ -49,7 +49,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 class _PinnedSlot:
     """A slot that is pinned for a reader. `data`: the buckets of its version, if it has one; `max_bytes`: of one."""
 
-    pin: Pin
+    pin: Closeable
     data: BucketReader | None = None
     max_bytes: int = 0
     num_buckets: int = 0
@@ -200,13 +200,11 @@ class StoreServer:
 
     def _slots(self, request: Request, body: bytes) -> RemoteSlots:
         storage = self._reader.storage
-        slots = [storage.slot_info(number) for number in sorted(storage.slot_numbers())]
-        return RemoteSlots(slots, self._reader.writer().is_alive)
+        return RemoteSlots(storage.slots(), storage.has_writer(self._reader.writer()))
 
     def _pin(self, request: Request, body: bytes) -> dict[str, str] | None:
         (name, slot), storage = _pin_name(request), self._reader.storage
-        wanted: PinRequest = decode(body, PinRequest)
-        found = storage.pin(slot, wanted.reader)
+        found = storage.pin(slot, decode(body, ReaderRecord))
         if found is None:
             return None
         pinned = _PinnedSlot(found)
@@ -259,10 +257,10 @@ class StoreServer:
             with self._condition:
                 self._condition.wait_for(lambda lease=lease: not lease.num_uses, self._deadline_seconds)  # type: ignore[misc]
 
-    def _has_bucket(self, request: Request, body: bytes) -> BucketAnswer:
+    def _has_bucket(self, request: Request, body: bytes) -> dict[str, str] | None:
         index = _index(request)
         with self._used(_copy_name(request), LocalCopy) as copy:
-            return BucketAnswer(copy.has(index))
+            return {} if copy.has(index) else None
 
     async def _write_bucket(self, request: Request) -> Response:
         name, index = _copy_name(request), _index(request)

@@ -16,7 +16,7 @@ import torch
 from weightcast.errors import PeerTimeoutError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, arena_layout_of
 from weightcast.format.manifest import Manifest
-from weightcast.host.deadline import GRACE_SECONDS
+from weightcast.host.deadline import GRACE_SECONDS, Deadline
 from weightcast.host.memory import SharedMemory
 from weightcast.transports.kept_memory import KeptMemory, allocate
 
@@ -43,22 +43,6 @@ class BucketTarget:
         return self.buffer.flat(self.num_bytes)
 
 
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class Writing:
-    """A thread that may write to `targets`, even after the receiver has left its group."""
-
-    targets: tuple[BucketTarget, ...] = ()
-    thread: threading.Thread | None = None
-
-    def has_ended(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the thread to end; return true if it has ended."""
-        if self.thread is None:
-            return True
-        if threading.current_thread() is not self.thread:
-            self.thread.join(seconds)
-        return not self.thread.is_alive()
-
-
 class ReceiveBuffers:
     """A receiver's memory for buckets, reused from update to update."""
 
@@ -71,7 +55,8 @@ class ReceiveBuffers:
         self._memory = KeptMemory(device, _WHAT)
         self._replaced: dict[int, BucketBuffer] = {}
         """Replacement for each slot that a former group may still write to."""
-        self._left: list[Writing] = []
+        self._left: list[tuple[threading.Thread, tuple[BucketTarget, ...]]] = []
+        """Threads that may still write to these targets, for a group that the receiver has left."""
 
     def prepare(self, manifest: Manifest, *, staged: bool) -> None:
         """Prepare memory for an update. Raises InsufficientMemoryError."""
@@ -139,25 +124,29 @@ class ReceiveBuffers:
         return BucketTarget(index, buffer, num_bytes)
 
     def _await_target(self, index: int) -> BucketBuffer:
-        self._left = [stream for stream in self._left if not stream.has_ended(0)]
+        self._left = [left for left in self._left if left[0].is_alive()]
         if self._memory.shared is not None:
-            if not all(stream.has_ended(GRACE_SECONDS) for stream in self._left):
+            deadline = Deadline(GRACE_SECONDS)
+            for thread, _ in self._left:
+                if thread is not threading.current_thread():
+                    thread.join(deadline.remaining_seconds)
+            if any(thread.is_alive() for thread, _ in self._left):
                 what = f"a broadcast of a former group has not ended within {GRACE_SECONDS:g} s"
                 raise PeerTimeoutError(f"{what}: it may still write to the memory of bucket {index}", peer=self._peer)
             return self._memory.target(index)
         buffer = self.buffer(index)
         # A former update of another manifest had other offsets: compare addresses, not slots.
         start, end = _span(buffer)
-        late = [_span(target.staging or target.buffer) for stream in self._left for target in stream.targets]
+        late = [_span(target.staging or target.buffer) for _, targets in self._left for target in targets]
         if any(start < other_end and other_start < end for other_start, other_end in late):
             slots, sizes = self._memory.arena_layout.slots, self._memory.arena_layout.sizes_bytes
             largest = max(size for slot, size in zip(slots, sizes, strict=True) if slot == slots[index])
             self._replaced[slots[index]] = BucketBuffer.of(self._memory.allocate(HEADER_BYTES + largest))
         return self.buffer(index)
 
-    def leave(self, stream: Writing) -> None:
-        """Note that a broadcast of this stream may still write to its targets."""
-        self._left.append(stream)
+    def leave(self, thread: threading.Thread, targets: tuple[BucketTarget, ...]) -> None:
+        """Note that a thread may still write to these targets, since broadcasts of a former group are under way."""
+        self._left.append((thread, targets))
 
 
 def _span(buffer: BucketBuffer) -> tuple[int, int]:

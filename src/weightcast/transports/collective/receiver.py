@@ -27,7 +27,7 @@ from weightcast.links.link import WorkerLink
 from weightcast.process_group import ProcessGroup, join_store
 from weightcast.seams.transport import Bucket
 from weightcast.transports.collective import records
-from weightcast.transports.collective.buffers import NUM_SLOTS, NUM_UNDER_WAY, BucketTarget, ReceiveBuffers, Writing
+from weightcast.transports.collective.buffers import NUM_SLOTS, NUM_UNDER_WAY, BucketTarget, ReceiveBuffers
 from weightcast.transports.receiving import PeerReceiver, PeerUpdate
 from weightcast.transports.sending import MAX_REASON_CHARACTERS
 
@@ -100,7 +100,7 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
 
     def _want(self, manifest: Manifest, version: WeightVersion, staged: bool) -> BroadcastUpdate:
         self._buffers.prepare(manifest, staged=staged)
-        return BroadcastUpdate(manifest, version, staged)
+        return BroadcastUpdate(manifest, version, staged, len(manifest.buckets))
 
     def _leave(self, wanted: BroadcastUpdate) -> None:
         super()._leave(wanted)
@@ -181,7 +181,8 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.leave()
-            self._buffers.leave(stream)
+            if stream.thread is not None:
+                self._buffers.leave(stream.thread, stream.targets)
             self._condition.notify_all()
 
     # --- called by the stream, in its own thread ---
@@ -251,17 +252,20 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
 
 
 @dataclasses.dataclass(eq=False)
-class BroadcastStream(Writing):
+class BroadcastStream:
     """A receiver's part in one group: a thread that connects to it and receives its broadcasts in order, two at a time.
 
-    `host`: the address of this host that other members connect to. `position`: the bucket to post next, None until the
-    sender has begun; `num_received`: number of the update's buckets that were received in this group. `is_in_group`:
-    true while the thread waits for the group, so that an error is the group's failure and not this receiver's own.
+    `host`: the address of this host that other members connect to. `targets`: the memory of the posted broadcasts.
+    `position`: the bucket to post next, None until the sender has begun; `num_received`: number of the update's buckets
+    that were received in this group. `is_in_group`: true while the thread waits for the group, so that an error is the
+    group's failure and not this receiver's own.
     """
 
     receiver: CollectiveReceiver
     join: records.Join
     host: str
+    thread: threading.Thread | None = None
+    targets: tuple[BucketTarget, ...] = ()
     position: int | None = None
     num_received: int = 0
     is_left: bool = False

@@ -122,7 +122,17 @@ class Populating:
 
     def _run(self) -> None:
         memory = self._memory  # This reference keeps the memory mapped.
-        while memory is not None and (start := self._begin()) is not None:
+        while memory is not None:
+            with self._changed:
+                start = self._next
+                if self._has_stopped or start >= self._size_bytes:
+                    return
+                if host_memory.available_bytes() < self._size_bytes - self.touched_bytes:
+                    self._has_stopped = True
+                    self._changed.notify_all()
+                    return
+                self._next += _STEP_BYTES
+                self._under_way.add(start)
             is_touched = False
             with contextlib.suppress(OSError):  # Memory is short or faulty: the thread that writes gets the error.
                 is_touched = tables.populate(memory.data_ptr() + start, min(_STEP_BYTES, self._size_bytes - start))
@@ -132,20 +142,6 @@ class Populating:
                 else:
                     self._has_stopped = True
                 self._changed.notify_all()
-
-    def _begin(self) -> int | None:
-        """Return the offset of the next step, or None if there is none or memory is short."""
-        with self._changed:
-            start = self._next
-            if self._has_stopped or start >= self._size_bytes:
-                return None
-            if host_memory.available_bytes() < self._size_bytes - self.touched_bytes:
-                self._has_stopped = True
-                self._changed.notify_all()
-                return None
-            self._next += _STEP_BYTES
-            self._under_way.add(start)
-            return start
 
 
 class MappedSharedArena(MappedArena):
