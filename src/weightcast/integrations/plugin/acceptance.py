@@ -61,22 +61,21 @@ class ByReference:
     """Compares offers with the start-up checkpoint, of which it makes one dry run on creation."""
 
     def __init__(self, model: nn.Module, trial: Trial, reference: Sequence[TensorSpec]) -> None:
-        self._tied = _tied(model, {spec.name for spec in reference})
-        loaded = [spec for spec in reference if spec.name not in self._tied]
-        outcome = trial(loaded)
+        self._accepted = accepted = _accepted(model, trial, reference)
+        outcome = accepted.outcome
         if outcome.faults:
             raise UnsupportedError(
                 f"the loader of {type(model).__name__} fails in a dry run, so weightcast can't update this engine: "
                 f"{listed(_faults(outcome))}"
             )
         self._held: dict[str, _Held] = {}
-        for spec in loaded:
-            num_used, dtypes = outcome.used[spec.name]
-            known = frozenset({spec.dtype, *(DTYPE_NAMES[dtype] for dtype in dtypes)})
-            self._held[spec.name] = _Held(spec, known, _kept(spec.dtype, dtypes), is_required=num_used > 0)
-        for name, owner in self._tied.items():
+        for spec in reference:
+            if spec.name in accepted.names:
+                num_used, dtypes = outcome.used[spec.name]
+                known = frozenset({spec.dtype, *(DTYPE_NAMES[dtype] for dtype in dtypes)})
+                self._held[spec.name] = _Held(spec, known, _kept(spec.dtype, dtypes), is_required=num_used > 0)
+        for name, owner in accepted.tied.items():
             self._held[name] = dataclasses.replace(self._held[owner], is_required=False)
-        self._accepted = _accepted(model, loaded, outcome, self._tied, reference)
 
     def accept(self, manifest: Manifest) -> AcceptedOffer:
         """Accept an offer, or raise IncompatibleWeightsError with every tensor that does not fit."""
@@ -98,7 +97,7 @@ class ByReference:
             remedies = dtype_remedies(misfits, {held.spec.dtype for held in self._held.values()})
             offers = (name for record in manifest.tensors for name in record.names)
             raise misfit_error(problems, [*remedies, *draft_remedies(offers, self._held)])
-        return dataclasses.replace(self._accepted, names=frozenset(offered - self._tied.keys()))
+        return dataclasses.replace(self._accepted, names=frozenset(offered - self._accepted.tied.keys()))
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
         """Return, by record name, the rank's dtypes of the tensors of which it has a part."""
@@ -117,21 +116,18 @@ class ByDryRun:
     def accept(self, manifest: Manifest) -> AcceptedOffer:
         """Make a dry run of the offer, and accept it if the loader would set everything once."""
         offered = {name: TensorSpec(name, r.dtype, r.shape) for r in manifest.tensors for name in r.names}
-        tied = _tied(self.model, offered.keys())
-        specs = [spec for name, spec in offered.items() if name not in tied]
-        outcome = self.trial(specs)
+        accepted = _accepted(self.model, self.trial, list(offered.values()))
+        outcome = accepted.outcome
         problems, misfits = _faults(outcome), set[tuple[str, str]]()
-        for spec in specs:
-            if spec.name not in outcome.used:
-                continue
-            (num_used, dtypes), whole = outcome.used[spec.name], math.prod(spec.shape)
+        for name, (num_used, dtypes) in outcome.used.items():
+            spec, whole = offered[name], math.prod(offered[name].shape)
             if num_used and spec.dtype not in {DTYPE_NAMES[dtype] for dtype in dtypes}:
                 problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {', '.join(map(str, dtypes))}")
                 misfits |= {(spec.dtype, DTYPE_NAMES[dtype]) for dtype in dtypes}
             if self.is_alone and num_used < whole:
                 what = f"only {num_used} of its {whole} elements are" if num_used else "is not"
                 problems.append(f"unfit tensor {_shown(spec)}: {what} used by {type(self.model).__name__}")
-        for name, owner in tied.items():
+        for name, owner in accepted.tied.items():
             if name in offered:
                 held = _Held(offered[owner], frozenset({offered[owner].dtype}), offered[owner].dtype)
                 problems += _differences(name, offered[name], held)
@@ -145,7 +141,7 @@ class ByDryRun:
         if problems:
             live = {DTYPE_NAMES[dtype] for _, dtypes in outcome.used.values() for dtype in dtypes}
             raise misfit_error(problems, dtype_remedies(misfits, live))
-        return _accepted(self.model, specs, outcome, tied, list(offered.values()))
+        return accepted
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
         """Return the dtypes, found by a dry run on such tensors."""
@@ -175,14 +171,11 @@ Acceptance: TypeAlias = ByReference | ByDryRun
 """Decides which offers a rank's loader can install."""
 
 
-def _accepted(
-    model: nn.Module,
-    specs: Sequence[TensorSpec],
-    outcome: DryRunOutcome,
-    tied: Mapping[str, str],
-    catalog: Sequence[TensorSpec],
-) -> AcceptedOffer:
-    """Return an accepted offer of `catalog`, of which the loader got `specs` in a dry run."""
+def _accepted(model: nn.Module, trial: Trial, catalog: Sequence[TensorSpec]) -> AcceptedOffer:
+    """Make a dry run of `catalog`, without the tensors that are tied to others of it; return it as accepted."""
+    tied = _tied(model, {spec.name for spec in catalog})
+    specs = [spec for spec in catalog if spec.name not in tied]
+    outcome = trial(specs)
     targets = {copy.target: outcome.targets[copy.target].form for copy in outcome.copies}
     install_map = RecordedMap(
         model,

@@ -151,7 +151,13 @@ class LoaderEngine(abc.ABC):
         """
         if self._acceptance is None:
             raise unsupported(self.unsupported)
-        self._require_ties()
+        apart = [name for name, owner in self._ties.items() if not is_tied(self._model, name, owner)]
+        if apart:
+            what = ", ".join(f"{name!r} was {self._ties[name]!r}" for name in apart[:8])
+            raise UnsupportedError(
+                f"when this engine was started {what}, and is another tensor now, which the loader of "
+                f"{type(self._model).__name__} does not set: tie them again, or restart the engine"
+            )
         digest, layers = manifest.digest(), layers_of(self._model)
         if layers != self._layers or (self._offer is not None and self._offer[1].install_map.is_stale):
             # Layers or parameters were replaced since the last dry run.
@@ -167,15 +173,6 @@ class LoaderEngine(abc.ABC):
         if self._acceptance is None:
             raise unsupported(self.unsupported)
         return self._acceptance.dtypes(specs)
-
-    def _require_ties(self) -> None:
-        apart = [name for name, owner in self._ties.items() if not is_tied(self._model, name, owner)]
-        if apart:
-            what = ", ".join(f"{name!r} was {self._ties[name]!r}" for name in apart[:8])
-            raise UnsupportedError(
-                f"when this engine was started {what}, and is another tensor now, which the loader of "
-                f"{type(self._model).__name__} does not set: tie them again, or restart the engine"
-            )
 
     @property
     def install_map(self) -> RecordedMap | None:
@@ -280,18 +277,14 @@ class LoaderEngine(abc.ABC):
         its kernels are not copied: the old packed weights stay in memory beside the new ones until the copy is dropped.
         Storage addresses are kept, so that captured graphs stay valid.
         """
+        assert self._offer is not None, "an undo copy is made for the install of an accepted offer"
         self._end_load()
-        restores: list[Callable[[], None]] = []
-        if self._offer is None:
-            restores.append(undo_copy(self._model))
-        else:
-            accepted = self._offer[1]
-            restores.append(undo_copy(self._model, self._written(accepted.outcome), accepted.outcome.beside))
-            restores.append(accepted.install_map.snapshot())
+        outcome, install_map = self._offer[1].outcome, self._offer[1].install_map
+        restore, restore_map = undo_copy(self._model, self._written(outcome), outcome.beside), install_map.snapshot()
 
         def put_back() -> None:
-            for restore in restores:
-                restore()
+            restore()
+            restore_map()
             self._end_load()
             self.discard()
 
