@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
-import functools
 import itertools
 import weakref
 from collections import Counter
@@ -24,7 +23,7 @@ from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
-from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, ByDryRun, ByReference, ties
+from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, ties
 from weightcast.integrations.plugin.draft import ModelWithDraft
 from weightcast.integrations.plugin.dry_run import DryRunOutcome
 from weightcast.serving.install_map import RecordedMap, is_tied, layers_of
@@ -127,12 +126,9 @@ class LoaderEngine(abc.ABC):
             )
         self._prepare_dry_run()
         specs = self._header()
-        trial = functools.partial(self._dry_run, self._model)
-        if specs is None:
-            return ByDryRun(self._model, trial, self._is_alone)
-        if isinstance(self._model, ModelWithDraft):
+        if specs is not None and isinstance(self._model, ModelWithDraft):
             specs = [*specs, *self._model.own]
-        return ByReference(self._model, trial, specs)
+        return Acceptance(self._model, self._dry_run, specs, is_alone=self._is_alone)
 
     @property
     def devices(self) -> list[torch.device]:

@@ -7,6 +7,7 @@ every exchange has a deadline, and after one that failed the ranks may be out of
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -81,7 +82,8 @@ class RankConsensus:
                 lengths = list(map(int, self._all_gather(group, torch.tensor([len(mine)], device="cpu"))))
                 padded = torch.frombuffer(mine.ljust(max(lengths)), dtype=torch.uint8)
                 rows = zip(self._all_gather(group, padded), lengths, strict=True)
-                known = [each for row, n in rows for each in decode(row.numpy().tobytes()[:n], list[bytes])]
+                parts: list[list[bytes]] = [decode(row.numpy().tobytes()[:length], list[bytes]) for row, length in rows]
+                known = list(itertools.chain(*parts))
         except Exception as exc:
             self._broken = str(exc)
             logger.exception("an exchange among the ranks of this engine failed")
