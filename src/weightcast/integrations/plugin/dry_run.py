@@ -109,11 +109,6 @@ class DryRunOutcome:
         """Return the names of the modules of whose parameters and buffers the loader sets any."""
         return {name.rpartition(".")[0] for name, each in self.targets.items() if each.loaded or each.padded}
 
-    @property
-    def pads(self) -> bool:
-        """True if the loader also sets elements to which no tensor is copied."""
-        return any(target.padded for target in self.targets.values())
-
 
 def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRunOutcome:
     """Have `model.load_weights` load tensors of these names, shapes and dtypes, in this order, without any memory.

@@ -176,7 +176,7 @@ class LoaderEngine(abc.ABC):
 
     def weights_lost(self) -> None:
         """Note that the live memory lost its content: the next install goes through the loader, which sets padding."""
-        if self._offer is not None and self._offer[1].outcome.pads:
+        if self._offer is not None and any(target.padded for target in self._offer[1].outcome.targets.values()):
             self._offer[1].install_map.expire()
 
     def begin(self, copied: Collection[str]) -> None:
@@ -250,11 +250,11 @@ class LoaderEngine(abc.ABC):
         with torch.no_grad(), on_failure(self.discard):
             missing = [*sorted(load.due), *self._finish_load()]
             host_device.synchronize(self.device)
-        if missing:
-            raise IncompleteUpdateError(
-                f"version {version.number} was not loaded completely, missing: {listed(missing, most=20)}; publish all "
-                "tensors"
-            )
+            if missing:
+                raise IncompleteUpdateError(
+                    f"version {version.number} was not loaded completely, missing: {listed(missing, most=20)}; publish "
+                    "all tensors"
+                )
         if load.copied and not (found and found.bind() and found.revision == self._copied_at):
             raise InstallError("the model's parameters were replaced during the update: publish again", torn=True)
         self._drop_caches()

@@ -82,22 +82,18 @@ class Filling:
                     "again",
                     torn=True,
                 )
-            result = original(self._filled(name), *args, **kwargs)
+            tensor: torch.Tensor = getattr(self._layer, name)
+            if tensor.is_meta:  # it gets memory at the first call
+                with self._info.restore_device:
+                    tensor = internals.require().made_of(tensor)
+                setattr(self._layer, name, tensor)
+            result = original(tensor, *args, **kwargs)
             self._num_done += 1
             if self._num_done == self._num_calls:
                 self._pack()
             return result
 
         return load
-
-    def _filled(self, name: str) -> torch.Tensor:
-        """Return the tensor to fill, which gets memory at the first call."""
-        tensor: torch.Tensor = getattr(self._layer, name)
-        if tensor.is_meta:
-            with self._info.restore_device:
-                tensor = internals.require().made_of(tensor)
-            setattr(self._layer, name, tensor)
-        return tensor
 
     def _pack(self) -> None:
         method: Any = self._layer.quant_method
@@ -127,7 +123,8 @@ def has_plain_weights(layer: nn.Module) -> bool:
     """
     if not is_packed(layer):
         return True
-    if type(layer.quant_method) not in internals.require().plain_methods:
+    vllm = internals.require()
+    if type(layer.quant_method) not in (vllm.linear_method, vllm.embedding_method):
         return False
     parameters = present(layer._parameters)
     if not all(parameter.is_cpu for parameter in parameters.values()):
