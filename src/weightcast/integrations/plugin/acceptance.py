@@ -31,7 +31,7 @@ from weightcast.serving.install_map import RecordedMap
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldSpec:
+class _Held:
     """A tensor that the rank's loader takes. `dtypes`: those in which it may be offered.
 
     `live`: those of the parameters that it is copied to. `is_required`: an offer must have it.
@@ -64,7 +64,7 @@ class AcceptedOffer:
     tied: Mapping[str, str]
     outcome: DryRunOutcome
     install_map: RecordedMap
-    held: Mapping[str, HeldSpec]
+    held: Mapping[str, _Held]
 
 
 class Acceptance:
@@ -135,13 +135,13 @@ class Acceptance:
         tied = _tied(self._model, {spec.name for spec in catalog})
         specs = [spec for spec in catalog if spec.name not in tied]
         outcome = self._dry_run(self._model, specs)
-        held: dict[str, HeldSpec] = {}
+        held: dict[str, _Held] = {}
         for spec in specs:
             if spec.name in outcome.used:  # it has no fault
                 num_used, used_dtypes = outcome.used[spec.name]
                 live = frozenset(DTYPE_NAMES[dtype] for dtype in used_dtypes)
                 dtypes = live | {spec.dtype} if is_reference or not live else live
-                held[spec.name] = HeldSpec(spec, dtypes, live, is_required=num_used > 0)
+                held[spec.name] = _Held(spec, dtypes, live, is_required=num_used > 0)
         for name, owner in tied.items():
             if owner in held:
                 held[name] = dataclasses.replace(held[owner], is_required=False)
