@@ -147,7 +147,8 @@ def _recording_tensors(model: nn.Module, form: Form, probe: _Probe) -> Iterator[
     `nn.Module` has no method that replaces a parameter and keeps its hooks and its order.
     """
     former: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    contents: list[tuple[Any, Any]] = []
+    filled: list[tuple[Any, Any]] = []
+    empty: list[Any] = []
     try:
         for prefix, layer in list(model.named_modules()):
             # A module may delegate the loading of its weights.
@@ -156,8 +157,11 @@ def _recording_tensors(model: nn.Module, form: Form, probe: _Probe) -> Iterator[
                     continue
                 former.append((attributes, attributes.copy()))
                 for name, held in attributes.items():
-                    if type(held) in _CONTAINERS and name not in ("_parameters", "_buffers"):
-                        contents.append((held, held.copy()))
+                    if type(held) in _CONTAINERS:
+                        if not held:
+                            empty.append(held)
+                        elif name not in ("_parameters", "_buffers"):
+                            filled.append((held, held.copy()))
                     elif isinstance(held, torch.Tensor) and subject is layer:
                         probe.watch(f"{prefix}.{name}" if prefix else name, held)
             parameters, buffers = form(layer, prefix)
@@ -171,9 +175,13 @@ def _recording_tensors(model: nn.Module, form: Form, probe: _Probe) -> Iterator[
     finally:
         for attributes, before in former:
             attributes.update(before)
-            for name in attributes.keys() - before.keys():
-                del attributes[name]
-        for held, content in contents:
+            if len(attributes) != len(before):
+                for name in attributes.keys() - before.keys():
+                    del attributes[name]
+        for held in empty:
+            if held:
+                held.clear()
+        for held, content in filled:
             # An attribute that has its contents already is not changed.
             if len(held) != len(content) or not all(map(operator.is_, _contents(held), _contents(content))):
                 held.clear()
