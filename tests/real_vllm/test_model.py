@@ -27,7 +27,7 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
-from weightcast.integrations.plugin.acceptance import ByDryRun
+from weightcast.integrations.plugin.acceptance import Acceptance
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.layerwise_load import has_plain_weights
 from weightcast.integrations.vllm.model import VllmModel, dry_run
@@ -72,8 +72,8 @@ def engine_of(offline: Offline) -> VllmModel:
     return VllmModel(offline.model, offline.config, CPU)
 
 
-def by_dry_run(offline: Offline) -> ByDryRun:
-    return ByDryRun(offline.model, functools.partial(dry_run, offline.model, offline.config), is_alone=True)
+def by_dry_run(offline: Offline) -> Acceptance:
+    return Acceptance(offline.model, lambda model, specs: dry_run(model, offline.config, specs), None, is_alone=True)
 
 
 def offer(engine: VllmModel, tensors: Tensors) -> None:

@@ -1,25 +1,23 @@
 """Checks that an offer fits the model of one rank, by its start-up checkpoint or only by a dry run.
 
-Guarantees of the two checks:
+Guarantees of the check:
 
-- `ByReference` uses the names, shapes and dtypes of the start-up checkpoint and, from one dry run of it, the set of
+- By reference, it uses the names, shapes and dtypes of the start-up checkpoint and, from one dry run of it, the set of
   names that this rank's loader uses. An offer must have the same, so that its install sets what the start set. Names
   that the loader would also accept, but that the checkpoint lacks, are refused.
-- `ByDryRun` runs the loader on the offer itself. It finds names that the loader refuses or, in an engine of one rank,
-  ignores; parameters that would not be set or be set twice; dtypes that differ from the live ones. A tensor that is too
-  large is found only in an engine of one rank: one of several ranks loads its part of any tensor.
+- Without a reference, it runs the loader on the offer itself. It finds names that the loader refuses or, in an engine
+  of one rank, ignores; parameters that would not be set or be set twice; dtypes that differ from the live ones. A
+  tensor that is too large is found only in an engine of one rank: one of several ranks loads its part of any tensor.
 
-Neither check can detect two exchanged tensors of one shape, or a transposed square one.
+No check can detect two exchanged tensors of one shape, or a transposed square one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-import torch
 from torch import nn
 
 from weightcast.checkpoint.live import CASTABLE
@@ -33,168 +31,150 @@ from weightcast.serving.install_map import RecordedMap
 
 
 @dataclasses.dataclass(frozen=True)
+class _Held:
+    """A tensor that the rank's loader takes. `dtypes`: those in which it may be offered.
+
+    `live`: those of the parameters that it is copied to. `is_required`: an offer must have it.
+    """
+
+    spec: TensorSpec
+    dtypes: frozenset[str]
+    live: frozenset[str]
+    is_required: bool
+
+    @property
+    def kept(self) -> str:
+        """The dtype in which to send it: the widest live one, so that values are rounded only once.
+
+        If a parameter has no plain floating-point dtype, it is the checkpoint's, since the loader computes (quantises,
+        for example) from the checkpoint's values.
+        """
+        is_plain = self.live and self.live <= CASTABLE
+        return max(self.live, key=lambda name: (ITEMSIZE_BYTES[name], name)) if is_plain else self.spec.dtype
+
+
+@dataclasses.dataclass(frozen=True)
 class AcceptedOffer:
     """An offer that fits. `names`: the names that the loader must get. `tied`: name to name of equal values.
 
-    `outcome`: of a dry run of it. `install_map`: the recorded copies.
+    `outcome`: of a dry run of it. `install_map`: the recorded copies. `held`: by name, also the tied ones.
     """
 
     names: frozenset[str]
     tied: Mapping[str, str]
     outcome: DryRunOutcome
     install_map: RecordedMap
+    held: Mapping[str, _Held]
 
 
-Trial: TypeAlias = Callable[[Sequence[TensorSpec]], DryRunOutcome]
-"""A dry run of the model's loader on tensors like these, in this order."""
+class Acceptance:
+    """Decides which offers a rank's loader can install: by one dry run of `reference` or, without it, of each offer.
 
+    `dry_run`: runs a model's loader on tensors like these, in this order. `reference`: the tensors of the start-up
+    checkpoint; None if they are not known. `is_alone`: the engine has one rank. Raises UnsupportedError if the loader
+    fails on the reference.
+    """
 
-@dataclasses.dataclass(frozen=True)
-class _Held:
-    spec: TensorSpec
-    dtypes: frozenset[str]
-    kept: str
-    is_required: bool = False
-
-
-class ByReference:
-    """Compares offers with the start-up checkpoint, of which it makes one dry run on creation."""
-
-    def __init__(self, model: nn.Module, trial: Trial, reference: Sequence[TensorSpec]) -> None:
-        self._tied = _tied(model, {spec.name for spec in reference})
-        loaded = [spec for spec in reference if spec.name not in self._tied]
-        outcome = trial(loaded)
-        if outcome.faults:
+    def __init__(
+        self,
+        model: nn.Module,
+        dry_run: Callable[[nn.Module, Sequence[TensorSpec]], DryRunOutcome],
+        reference: Sequence[TensorSpec] | None,
+        *,
+        is_alone: bool,
+    ) -> None:
+        self._model = model
+        self._dry_run = dry_run
+        self._is_alone = is_alone
+        self._reference = None if reference is None else self._tried(reference, is_reference=True)
+        if self._reference is not None and self._reference.outcome.faults:
             raise UnsupportedError(
                 f"the loader of {type(model).__name__} fails in a dry run, so weightcast can't update this engine: "
-                f"{listed(_faults(outcome))}"
+                f"{listed(_faults(self._reference.outcome))}"
             )
-        self._held: dict[str, _Held] = {}
-        for spec in loaded:
-            num_used, dtypes = outcome.used[spec.name]
-            known = frozenset({spec.dtype, *(DTYPE_NAMES[dtype] for dtype in dtypes)})
-            self._held[spec.name] = _Held(spec, known, _kept(spec.dtype, dtypes), is_required=num_used > 0)
-        for name, owner in self._tied.items():
-            self._held[name] = dataclasses.replace(self._held[owner], is_required=False)
-        self._accepted = _accepted(model, loaded, outcome, self._tied, reference)
 
     def accept(self, manifest: Manifest) -> AcceptedOffer:
         """Accept an offer, or raise IncompatibleWeightsError with every tensor that does not fit."""
-        problems = []
-        offered, misfits = set[str](), set[tuple[str, str]]()
-        for record in manifest.tensors:
-            known = [name for name in record.names if name in self._held]
-            if not known:
-                problems.append(f"unknown tensor {_shown(record)}")
-            for name in known:
-                held = self._held[name]
-                problems += _differences(name, record, held)
-                if record.dtype not in held.dtypes:
-                    misfits.add((record.dtype, held.spec.dtype))
-            offered.update(known)
-        missing = (h.spec for name, h in self._held.items() if h.is_required and name not in offered)
+        offers = {name: record for record in manifest.tensors for name in record.names}
+        accepted, problems = self._reference, list[str]()
+        if accepted is None:
+            accepted = self._tried([TensorSpec(name, spec.dtype, spec.shape) for name, spec in offers.items()])
+            problems = self._incomplete(accepted)
+        elif unknown := [spec for spec in manifest.tensors if accepted.held.keys().isdisjoint(spec.names)]:
+            problems = [f"unknown tensor {_shown(spec)}" for spec in unknown]
+        # Without a reference a spec's dtype is only the offer's.
+        wanted = {name: held.spec.dtype if self._reference else held.kept for name, held in accepted.held.items()}
+        misfits = set[tuple[str, str]]()
+        for name, offered in offers.items():
+            held = accepted.held.get(name)
+            if held is None:
+                continue
+            if offered.shape != held.spec.shape:
+                problems.append(f"{name!r} has the shape {list(offered.shape)}, the engine has {list(held.spec.shape)}")
+            if offered.dtype not in held.dtypes:
+                problems.append(f"{name!r} is {offered.dtype}, the engine has {' or '.join(sorted(held.dtypes))}")
+                if wanted[name] in held.dtypes:
+                    misfits.add((offered.dtype, wanted[name]))
+        missing = [held.spec for name, held in accepted.held.items() if held.is_required and name not in offers]
         problems += [f"missing tensor {_shown(spec)}" for spec in missing]
         if problems:
-            remedies = dtype_remedies(misfits, {held.spec.dtype for held in self._held.values()})
-            offers = (name for record in manifest.tensors for name in record.names)
-            raise misfit_error(problems, [*remedies, *draft_remedies(offers, self._held)])
-        return dataclasses.replace(self._accepted, names=frozenset(offered - self._tied.keys()))
+            remedies = dtype_remedies(misfits, set(wanted.values()))
+            raise misfit_error(problems, [*remedies, *draft_remedies(offers, accepted.held)])
+        return dataclasses.replace(accepted, names=frozenset(offers.keys() & accepted.names))
 
     def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
-        """Return, by record name, the rank's dtypes of the tensors of which it has a part."""
-        known = {spec.name: next((n for n in spec.names if n in self._held), None) for spec in specs}
-        return {name: self._held[held].kept for name, held in known.items() if held is not None}
+        """Return, by record name, the rank's dtypes of the tensors that it knows."""
+        tried = self._reference or self._tried([TensorSpec(n, s.dtype, s.shape) for s in specs for n in s.names])
+        # Without a reference the dtype of a tensor that the rank does not use is only the source's.
+        found = {name: held.kept for name, held in tried.held.items() if held.live or self._reference}
+        names = {spec.name: next((name for name in spec.names if name in found), None) for spec in specs}
+        return {name: found[known] for name, known in names.items() if known is not None}
 
-
-@dataclasses.dataclass(frozen=True)
-class ByDryRun:
-    """Makes a dry run of each offer. `is_alone`: the engine has one rank."""
-
-    model: nn.Module
-    trial: Trial
-    is_alone: bool
-
-    def accept(self, manifest: Manifest) -> AcceptedOffer:
-        """Make a dry run of the offer, and accept it if the loader would set everything once."""
-        offered = {name: TensorSpec(name, r.dtype, r.shape) for r in manifest.tensors for name in r.names}
-        tied = _tied(self.model, offered.keys())
-        specs = [spec for name, spec in offered.items() if name not in tied]
-        outcome = self.trial(specs)
-        problems, misfits = _faults(outcome), set[tuple[str, str]]()
+    def _tried(self, catalog: Sequence[TensorSpec], *, is_reference: bool = False) -> AcceptedOffer:
+        """Make a dry run of `catalog`, without the tensors that are tied to others of it; return it as accepted."""
+        tied = _tied(self._model, {spec.name for spec in catalog})
+        specs = [spec for spec in catalog if spec.name not in tied]
+        outcome = self._dry_run(self._model, specs)
+        held: dict[str, _Held] = {}
         for spec in specs:
-            if spec.name not in outcome.used:
-                continue
-            (num_used, dtypes), whole = outcome.used[spec.name], math.prod(spec.shape)
-            if num_used and spec.dtype not in {DTYPE_NAMES[dtype] for dtype in dtypes}:
-                problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {', '.join(map(str, dtypes))}")
-                misfits |= {(spec.dtype, DTYPE_NAMES[dtype]) for dtype in dtypes}
-            if self.is_alone and num_used < whole:
-                what = f"only {num_used} of its {whole} elements are" if num_used else "is not"
-                problems.append(f"unfit tensor {_shown(spec)}: {what} used by {type(self.model).__name__}")
+            if spec.name in outcome.used:  # it has no fault
+                num_used, used_dtypes = outcome.used[spec.name]
+                live = frozenset(DTYPE_NAMES[dtype] for dtype in used_dtypes)
+                dtypes = live | {spec.dtype} if is_reference or not live else live
+                held[spec.name] = _Held(spec, dtypes, live, is_required=num_used > 0)
         for name, owner in tied.items():
-            if name in offered:
-                held = _Held(offered[owner], frozenset({offered[owner].dtype}), offered[owner].dtype)
-                problems += _differences(name, offered[name], held)
-        twins = _tied(self.model, outcome.targets.keys())
+            if owner in held:
+                held[name] = dataclasses.replace(held[owner], is_required=False)
+        install_map = RecordedMap(
+            self._model,
+            catalog,
+            outcome.copies,
+            {copy.target: outcome.targets[copy.target].form for copy in outcome.copies},
+            outcome.opaque,
+            tied=tied,
+            packed_copies=outcome.packed_copies,
+            quantised=outcome.quantised,
+        )
+        return AcceptedOffer(frozenset(spec.name for spec in specs), tied, outcome, install_map, held)
+
+    def _incomplete(self, tried: AcceptedOffer) -> list[str]:
+        """Return what the loader can't load, would not use, and would leave unset or set twice."""
+        outcome = tried.outcome
+        problems = _faults(outcome)
+        for name, (num_used, _) in outcome.used.items() if self._is_alone else ():
+            spec = tried.held[name].spec
+            whole = math.prod(spec.shape)
+            if num_used < whole:
+                what = f"only {num_used} of its {whole} elements are" if num_used else "is not"
+                problems.append(f"unfit tensor {_shown(spec)}: {what} used by {type(self._model).__name__}")
+        twins = _tied(self._model, outcome.targets.keys())
         for target in outcome.targets.values():
             for names in target.twice.values():
                 problems.append(f"{' and '.join(map(repr, sorted(names)))} are both loaded into {target.name}")
             if target.is_parameter and target.num_unset and target.name not in twins:
                 whole = math.prod(target.form.shape)
                 problems.append(f"missing tensors: {target.num_unset} of {whole} elements of {target.name} are not set")
-        if problems:
-            live = {DTYPE_NAMES[dtype] for _, dtypes in outcome.used.values() for dtype in dtypes}
-            raise misfit_error(problems, dtype_remedies(misfits, live))
-        return _accepted(self.model, specs, outcome, tied, list(offered.values()))
-
-    def dtypes(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
-        """Return the dtypes, found by a dry run on such tensors."""
-        tied = _tied(self.model, {name for spec in specs for name in spec.names})
-        used = self.trial([TensorSpec(n, s.dtype, s.shape) for s in specs for n in s.names if n not in tied]).used
-        kept: dict[str, str] = {}
-        for spec in specs:
-            owners = (tied.get(name, name) for name in spec.names)
-            found = {dtype for owner in owners if owner in used for dtype in used[owner][1]}
-            if found:
-                kept[spec.name] = _kept(spec.dtype, found)
-        return kept
-
-
-def _kept(dtype: str, live: Collection[torch.dtype]) -> str:
-    """Return the dtype in which to send a tensor of `dtype` that a loader copies to parameters of these dtypes.
-
-    It is the widest of the parameters' dtypes, so that values are rounded only once. If a parameter has no plain
-    floating-point dtype, it is `dtype`, since the loader computes (quantises, for example) from the checkpoint's
-    values.
-    """
-    names = {DTYPE_NAMES[each] for each in live}
-    return max(names, key=lambda name: (ITEMSIZE_BYTES[name], name)) if names and names <= CASTABLE else dtype
-
-
-Acceptance: TypeAlias = ByReference | ByDryRun
-"""Decides which offers a rank's loader can install."""
-
-
-def _accepted(
-    model: nn.Module,
-    specs: Sequence[TensorSpec],
-    outcome: DryRunOutcome,
-    tied: Mapping[str, str],
-    catalog: Sequence[TensorSpec],
-) -> AcceptedOffer:
-    """Return an accepted offer of `catalog`, of which the loader got `specs` in a dry run."""
-    targets = {copy.target: outcome.targets[copy.target].form for copy in outcome.copies}
-    install_map = RecordedMap(
-        model,
-        catalog,
-        outcome.copies,
-        targets,
-        outcome.opaque,
-        tied=tied,
-        packed_copies=outcome.packed_copies,
-        quantised=outcome.quantised,
-    )
-    return AcceptedOffer(frozenset(spec.name for spec in specs), tied, outcome, install_map)
+        return problems
 
 
 def ties(model: nn.Module) -> dict[str, str]:
@@ -211,13 +191,6 @@ def ties(model: nn.Module) -> dict[str, str]:
 def _tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:
     """Return, for parameters whose alias in `names` comes before their own name: their name to that alias."""
     return {name: owner for name, owner in ties(model).items() if owner in names}
-
-
-def _differences(name: str, offered: TensorSpec, held: _Held) -> Iterator[str]:
-    if offered.shape != held.spec.shape:
-        yield f"{name!r} has the shape {list(offered.shape)}, the engine has {list(held.spec.shape)}"
-    if offered.dtype not in held.dtypes:
-        yield f"{name!r} is {offered.dtype}, the engine has {' or '.join(sorted(held.dtypes))}"
 
 
 def _faults(outcome: DryRunOutcome) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,47 +17,6 @@ from weightcast.integrations.plugin.dry_run import DryRunOutcome
 
 PREFIX = "draft."
 """Of published names of a draft model that has a checkpoint of its own."""
-
-
-def with_draft(
-    model: nn.Module,
-    draft: nn.Module,
-    specs: Sequence[TensorSpec] | None,
-    dry_run: Callable[[nn.Module, Sequence[TensorSpec]], DryRunOutcome],
-    *,
-    is_in_model: bool,
-    remedy: str,
-    loading: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-) -> ModelWithDraft:
-    """Return both models as one, with names found by a dry run of the draft's loader on `specs`, its checkpoint's.
-
-    `is_in_model`: its layers are in the model's checkpoint (MTP layers). A draft model with its own checkpoint has
-    `PREFIX` before each name. `loading`: the context in which the draft model's loader runs. Raises UnsupportedError
-    with the `remedy` if the names can't be known.
-    """
-    if specs is None:
-        raise UnsupportedError(
-            f"an engine with a draft model is updated only if the headers of the checkpoints of {type(model).__name__} "
-            f"and {type(draft).__name__} can be read: save both as safetensors, or {remedy}"
-        )
-    outcome = dry_run(draft, specs)
-    if outcome.faults:
-        faults = listed([f"{name!r}: {fault}" for name, fault in outcome.faults.items()])
-        raise UnsupportedError(f"the loader of {type(draft).__name__} fails in a dry run ({faults}): {remedy}")
-    of_model = set(model.parameters())
-    shared = {name for name, each in draft.named_parameters(remove_duplicate=False) if each in of_model}
-    replaced = sorted({copy.name for copy in outcome.copies if copy.target in shared})
-    if not is_in_model:
-        own = [TensorSpec(f"{PREFIX}{s.name}", s.dtype, s.shape) for s in specs if s.name not in replaced]
-        names = {spec.name: spec.name.removeprefix(PREFIX) for spec in own}
-        return ModelWithDraft(model, draft, names, own, replaced, loading)
-    names = {name: name for name, (num_used, _) in outcome.used.items() if num_used and name not in replaced}
-    both = [name for name, (num_used, _) in dry_run(model, specs).used.items() if num_used and name in names]
-    if both:
-        raise UnsupportedError(
-            f"both the main model and its MTP layers load {listed(both)}, which was not tried: {remedy}"
-        )
-    return ModelWithDraft(model, draft, names, (), replaced, loading)
 
 
 def draft_remedies(offered: Iterable[str], held: Iterable[str]) -> list[str]:
@@ -76,27 +35,55 @@ class ModelWithDraft(nn.Module):
     """A `model` with its `draft` model, whose modules have the prefix "draft." before their names.
 
     Modules that the engine shares between the two, such as embeddings, are the model's. Each published tensor goes to
-    one of the two loaders: `names` has those of the draft model, each with the name that its loader knows. `own`: the
-    tensors that the model's checkpoint lacks. `replaced`: the loader's names of tensors in whose place the engine uses
-    the model's.
+    one of the two loaders. `own`: the tensors that the model's checkpoint lacks. `replaced`: the loader's names of
+    tensors in whose place the engine uses the model's.
     """
 
     def __init__(
         self,
         model: nn.Module,
         draft: nn.Module,
-        names: Mapping[str, str],
-        own: Sequence[TensorSpec],
-        replaced: Sequence[str],
-        loading: Callable[[], AbstractContextManager[None]],
+        specs: Sequence[TensorSpec] | None,
+        dry_run: Callable[[nn.Module, Sequence[TensorSpec]], DryRunOutcome],
+        *,
+        is_in_model: bool,
+        remedy: str,
+        loading: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
+        """Find the draft model's tensors by a dry run of its loader on `specs`, its checkpoint's.
+
+        `is_in_model`: its layers are in the model's checkpoint (MTP layers). A draft model with its own checkpoint has
+        `PREFIX` before each name. `loading`: the context in which the draft model's loader runs. Raises
+        UnsupportedError with the `remedy` if the names can't be known.
+        """
         super().__init__()
+        if specs is None:
+            raise UnsupportedError(
+                "an engine with a draft model is updated only if the headers of the checkpoints of "
+                f"{type(model).__name__} and {type(draft).__name__} can be read: save both as safetensors, or {remedy}"
+            )
+        outcome = dry_run(draft, specs)
+        if outcome.faults:
+            faults = listed([f"{name!r}: {fault}" for name, fault in outcome.faults.items()])
+            raise UnsupportedError(f"the loader of {type(draft).__name__} fails in a dry run ({faults}): {remedy}")
         self.model = model
         self.draft = draft
-        self.own = own
-        self.replaced = replaced
-        self._names = names
         self._loading = loading
+        self.own: list[TensorSpec] = []
+        of_model = set(model.parameters())
+        shared = {name for name, each in draft.named_parameters(remove_duplicate=False) if each in of_model}
+        self.replaced = replaced = sorted({copy.name for copy in outcome.copies if copy.target in shared})
+        # By the published name of a tensor of the draft model, the name that its loader knows.
+        if is_in_model:
+            self._names = {n: n for n, (num_used, _) in outcome.used.items() if num_used and n not in replaced}
+            used = dry_run(model, specs).used
+            if both := [name for name, (num_used, _) in used.items() if num_used and name in self._names]:
+                raise UnsupportedError(
+                    f"both the main model and its MTP layers load {listed(both)}, which was not tried: {remedy}"
+                )
+        else:
+            self.own = [TensorSpec(f"{PREFIX}{s.name}", s.dtype, s.shape) for s in specs if s.name not in replaced]
+            self._names = {spec.name: spec.name.removeprefix(PREFIX) for spec in self.own}
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -24,9 +24,9 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 import torch
 from torch import nn
 
-from weightcast.errors import ManifestError, listed
+from weightcast.errors import listed
 from weightcast.format.bucket import TORCH_DTYPES
-from weightcast.format.geometry import check_disjoint, common
+from weightcast.format.geometry import Region, common
 from weightcast.format.manifest import TensorSpec
 from weightcast.serving.install_map import RecordedCopy, StridedBlock, TargetForm
 
@@ -34,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 MAX_FAULTS = 64
 """Number of failing tensors after which the dry run ends, since each of them costs another run."""
-
-Modules: TypeAlias = Sequence[tuple[str, nn.Module]]
-"""A model's modules by name, the model included."""
 
 Form: TypeAlias = Callable[[nn.Module, str], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
 """Returns the parameters and buffers of a layer (given with its name) in the form that its loader fills; those without
@@ -112,11 +109,6 @@ class DryRunOutcome:
         """Return the names of the modules of whose parameters and buffers the loader sets any."""
         return {name.rpartition(".")[0] for name, each in self.targets.items() if each.loaded or each.padded}
 
-    @property
-    def pads(self) -> bool:
-        """True if the loader also sets elements to which no tensor is copied."""
-        return any(target.padded for target in self.targets.values())
-
 
 def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRunOutcome:
     """Have `model.load_weights` load tensors of these names, shapes and dtypes, in this order, without any memory.
@@ -128,7 +120,7 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
     while True:
         fault = ""
         probe = _Probe([spec for spec in specs if spec.name not in faults])
-        with _recording_tensors(list(model.named_modules()), form, probe):
+        with _recording_tensors(model, form, probe):
             try:
                 loader.load_weights(probe.sources())
             except Exception as exc:
@@ -148,7 +140,7 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
 
 
 @contextlib.contextmanager
-def _recording_tensors(modules: Modules, form: Form, probe: _Probe) -> Iterator[None]:
+def _recording_tensors(model: nn.Module, form: Form, probe: _Probe) -> Iterator[None]:
     """Replace each module's tensors by ones in checkpoint form that `probe` tracks; restore everything afterwards.
 
     Parameters and buffers are replaced in the dictionaries of `nn.Module`: a loader may replace them, too, and
@@ -158,7 +150,7 @@ def _recording_tensors(modules: Modules, form: Form, probe: _Probe) -> Iterator[
     filled: list[tuple[Any, Any]] = []
     empty: list[Any] = []
     try:
-        for prefix, layer in modules:
+        for prefix, layer in list(model.named_modules()):
             # A module may delegate the loading of its weights.
             for subject in (layer, vars(layer).get("quant_method"), vars(layer).get("impl")):
                 if not isinstance(attributes := getattr(subject, "__dict__", None), dict):
@@ -343,10 +335,12 @@ class _Probe:
             part = args[0]
             if not part.is_meta:
                 self.outcome.beside.append(part)  # a live tensor, which is not written
-            if func in _CONSTANTS:
-                self._filled(part)
-            else:
+            if func not in _CONSTANTS:
                 self._copied(part, args[1])
+            elif (target := self._targets.get(part.untyped_storage())) is None:
+                self._overwritten(part)
+            elif part.numel():
+                self._pad(target, part)
             return part
         out = _run(func, types, args, kwargs)
         self.inherit(func, (*args, *kwargs.values()), out)
@@ -357,33 +351,23 @@ class _Probe:
 
         The latter would prove a copy of equal values.
         """
-        copies: dict[str, list[RecordedCopy]] = {}
-        for copy in self.outcome.copies if self._read or self._refilled else ():
-            if copy.target in self._read:
-                self._mark_opaque({copy.name}, f"other tensors are made from {copy.target} ({self._read[copy.target]})")
-            if copy.target in self._refilled:
-                copies.setdefault(copy.target, []).append(copy)
-        for name, of_target in copies.items():
-            form, filled = self.outcome.targets[name].form, list(self._refilled[name])
-            regions = [block.region(form.shape, form.strides) for block in (*filled, *(c.block for c in of_target))]
-            with contextlib.suppress(ManifestError):
-                if None not in regions:
-                    check_disjoint([region for region, _ in filter(None, regions)], name)
-                    continue
-            for copy, after in zip(of_target, regions[len(filled) :], strict=True):
-                if any(a is None or after is None or common(a[0], after[0]) for a in regions[: len(filled)]):
+        refilled = {name: [self._region(name, block) for block in blocks] for name, blocks in self._refilled.items()}
+        for copy in self.outcome.copies if self._read or refilled else ():
+            name = copy.target
+            if name in self._read:
+                self._mark_opaque({copy.name}, f"other tensors are made from {name} ({self._read[name]})")
+            if name in refilled:
+                own = self._region(name, copy.block)
+                if own is None or any(filled is None or common(filled, own) for filled in refilled[name]):
                     self._mark_opaque({copy.name}, f"{name} is filled with a constant where it was copied to")
+
+    def _region(self, target: str, block: StridedBlock) -> Region | None:
+        form = self.outcome.targets[target].form
+        found = block.region(form.shape, form.strides)
+        return None if found is None else found[0]
 
     def _mark_opaque(self, names: Set[str], why: str) -> None:
         self.outcome.opaque.update(dict.fromkeys(names - self.outcome.opaque.keys(), why))
-
-    def _filled(self, part: torch.Tensor) -> None:
-        """Record that a constant was written to `part`."""
-        target = self._targets.get(part.untyped_storage())
-        if target is None:
-            self._overwritten(part)
-        elif part.numel():
-            self._pad(target, part)
 
     def _copied(self, part: torch.Tensor, source: torch.Tensor) -> None:
         """Record that `source` was copied to `part`. Raises RuntimeError for another shape."""
@@ -443,9 +427,8 @@ class _Probe:
             return None
         storage, block = tensor.untyped_storage(), self._block(tensor)
         source, whole = self._sources.get(storage), self._wholes.get(storage)
-        if source is not None:
-            is_as_it_came = tensor.dtype == TORCH_DTYPES[source.dtype]
-            return _Whole(source.name, block, block, tensor.dtype) if is_as_it_came else None
+        if source is not None and tensor.dtype == TORCH_DTYPES[source.dtype]:
+            return _Whole(source.name, block, block, tensor.dtype)
         return whole if whole is not None and (block, tensor.dtype) == (whole.place, whole.dtype) else None
 
     def inherit(self, func: Any, args: Iterable[Any], out: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
-import functools
 import itertools
 import weakref
 from collections import Counter
@@ -24,7 +23,7 @@ from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
-from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, ByDryRun, ByReference, ties
+from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, ties
 from weightcast.integrations.plugin.draft import ModelWithDraft
 from weightcast.integrations.plugin.dry_run import DryRunOutcome
 from weightcast.serving.install_map import RecordedMap, is_tied, layers_of
@@ -127,12 +126,9 @@ class LoaderEngine(abc.ABC):
             )
         self._prepare_dry_run()
         specs = self._header()
-        trial = functools.partial(self._dry_run, self._model)
-        if specs is None:
-            return ByDryRun(self._model, trial, self._is_alone)
-        if isinstance(self._model, ModelWithDraft):
+        if specs is not None and isinstance(self._model, ModelWithDraft):
             specs = [*specs, *self._model.own]
-        return ByReference(self._model, trial, specs)
+        return Acceptance(self._model, self._dry_run, specs, is_alone=self._is_alone)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -151,7 +147,13 @@ class LoaderEngine(abc.ABC):
         """
         if self._acceptance is None:
             raise unsupported(self.unsupported)
-        self._require_ties()
+        apart = [name for name, owner in self._ties.items() if not is_tied(self._model, name, owner)]
+        if apart:
+            what = ", ".join(f"{name!r} was {self._ties[name]!r}" for name in apart[:8])
+            raise UnsupportedError(
+                f"when this engine was started {what}, and is another tensor now, which the loader of "
+                f"{type(self._model).__name__} does not set: tie them again, or restart the engine"
+            )
         digest, layers = manifest.digest(), layers_of(self._model)
         if layers != self._layers or (self._offer is not None and self._offer[1].install_map.is_stale):
             # Layers or parameters were replaced since the last dry run.
@@ -168,22 +170,13 @@ class LoaderEngine(abc.ABC):
             raise unsupported(self.unsupported)
         return self._acceptance.dtypes(specs)
 
-    def _require_ties(self) -> None:
-        apart = [name for name, owner in self._ties.items() if not is_tied(self._model, name, owner)]
-        if apart:
-            what = ", ".join(f"{name!r} was {self._ties[name]!r}" for name in apart[:8])
-            raise UnsupportedError(
-                f"when this engine was started {what}, and is another tensor now, which the loader of "
-                f"{type(self._model).__name__} does not set: tie them again, or restart the engine"
-            )
-
     @property
     def install_map(self) -> RecordedMap | None:
         return None if self._offer is None else self._offer[1].install_map
 
     def weights_lost(self) -> None:
         """Note that the live memory lost its content: the next install goes through the loader, which sets padding."""
-        if self._offer is not None and self._offer[1].outcome.pads:
+        if self._offer is not None and any(target.padded for target in self._offer[1].outcome.targets.values()):
             self._offer[1].install_map.expire()
 
     def begin(self, copied: Collection[str]) -> None:
@@ -257,11 +250,11 @@ class LoaderEngine(abc.ABC):
         with torch.no_grad(), on_failure(self.discard):
             missing = [*sorted(load.due), *self._finish_load()]
             host_device.synchronize(self.device)
-        if missing:
-            raise IncompleteUpdateError(
-                f"version {version.number} was not loaded completely, missing: {listed(missing, most=20)}; publish all "
-                "tensors"
-            )
+            if missing:
+                raise IncompleteUpdateError(
+                    f"version {version.number} was not loaded completely, missing: {listed(missing, most=20)}; publish "
+                    "all tensors"
+                )
         if load.copied and not (found and found.bind() and found.revision == self._copied_at):
             raise InstallError("the model's parameters were replaced during the update: publish again", torn=True)
         self._drop_caches()
@@ -280,18 +273,14 @@ class LoaderEngine(abc.ABC):
         its kernels are not copied: the old packed weights stay in memory beside the new ones until the copy is dropped.
         Storage addresses are kept, so that captured graphs stay valid.
         """
+        assert self._offer is not None, "an undo copy is made for the install of an accepted offer"
         self._end_load()
-        restores: list[Callable[[], None]] = []
-        if self._offer is None:
-            restores.append(undo_copy(self._model))
-        else:
-            accepted = self._offer[1]
-            restores.append(undo_copy(self._model, self._written(accepted.outcome), accepted.outcome.beside))
-            restores.append(accepted.install_map.snapshot())
+        outcome, install_map = self._offer[1].outcome, self._offer[1].install_map
+        restore, restore_map = undo_copy(self._model, self._written(outcome), outcome.beside), install_map.snapshot()
 
         def put_back() -> None:
-            for restore in restores:
-                restore()
+            restore()
+            restore_map()
             self._end_load()
             self.discard()
 

@@ -77,8 +77,13 @@ class RankConsensus:
         known = [message]
         try:
             for group in self._groups:
-                parts = self._gather(group, msgspec.json.encode(known))
-                known = list(itertools.chain.from_iterable(decode(part, list[bytes]) for part in parts))
+                # The lengths, then the messages, padded to the longest.
+                mine = bytearray(msgspec.json.encode(known))
+                lengths = list(map(int, self._all_gather(group, torch.tensor([len(mine)], device="cpu"))))
+                padded = torch.frombuffer(mine.ljust(max(lengths)), dtype=torch.uint8)
+                rows = zip(self._all_gather(group, padded), lengths, strict=True)
+                parts: list[list[bytes]] = [decode(row.numpy().tobytes()[:length], list[bytes]) for row, length in rows]
+                known = list(itertools.chain(*parts))
         except Exception as exc:
             self._broken = str(exc)
             logger.exception("an exchange among the ranks of this engine failed")
@@ -86,13 +91,6 @@ class RankConsensus:
                 f"an exchange among the ranks of this engine failed: {exc}; restart the engine", peer="engine"
             ) from exc
         return known
-
-    def _gather(self, group: Any, message: bytes) -> list[bytes]:
-        """Return every rank's message: gather their lengths, then the messages, padded to the longest."""
-        lengths = [int(length) for length in self._all_gather(group, torch.tensor([len(message)], device="cpu"))]
-        padded = torch.frombuffer(bytearray(message.ljust(max(lengths))), dtype=torch.uint8)
-        rows = self._all_gather(group, padded)
-        return [row.numpy().tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def _all_gather(self, group: Any, mine: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(mine) for _ in range(group.size())]

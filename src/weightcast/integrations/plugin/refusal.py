@@ -8,7 +8,6 @@ The names of these functions are looked up before a publisher connects, and a mi
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -43,7 +42,6 @@ class _Refused:
         return "; ".join(self.reasons.values())
 
 
-@dataclasses.dataclass(slots=True)
 class Refusal:
     """Refusal of requests by `engine`, the object with which callers generate. `part`: the replica, if it has several.
 
@@ -51,44 +49,38 @@ class Refusal:
     Raises UnsupportedError if the engine lacks a method through which requests must pass.
     """
 
-    engine: Any
-    part: str = ""
-
-    def __post_init__(self) -> None:
-        places = self._places()
-        lacking = [
-            f"{type(owner).__name__}.{name}" for owner, name in places if not callable(getattr(owner, name, None))
-        ]
+    def __init__(self, engine: Any, part: str = "") -> None:
+        self._kind, self._part = type(engine).__name__, part
+        inner = getattr(engine, "llm_engine", engine)
+        if inner is not engine or hasattr(inner, "engine_core"):
+            self._places = [(getattr(inner, part, None), name) for part, name in _VLLM.items()]
+        else:
+            self._places = [(engine, _TORCHRL if hasattr(engine, "actors") else _OTHER)]
+        methods = [(f"{type(owner).__name__}.{name}", getattr(owner, name, None)) for owner, name in self._places]
+        lacking = [name for name, method in methods if not callable(method)]
         if lacking:
             raise UnsupportedError(
-                f"{type(self.engine).__name__} could not be kept from generating while it is torn: it lacks "
-                f"{', '.join(lacking)}, through which all requests must pass. Use a version that weightcast was tested "
-                "with, or have your own engine generate by that method",
+                f"{self._kind} could not be kept from generating while it is torn: it lacks {', '.join(lacking)}, "
+                "through which all requests must pass. Use a version that weightcast was tested with, or have your own "
+                "engine generate by that method",
                 lacking,
             )
 
-    def _places(self) -> list[tuple[Any, str]]:
-        inner = getattr(self.engine, "llm_engine", self.engine)
-        if inner is not self.engine or hasattr(inner, "engine_core"):
-            return [(getattr(inner, part, None), name) for part, name in _VLLM.items()]
-        return [(self.engine, _TORCHRL if hasattr(self.engine, "actors") else _OTHER)]
-
     @property
     def _refused(self) -> _Refused | None:
-        owner, name = self._places()[0]
-        method = getattr(owner, name)
+        method = getattr(*self._places[0])
         return method if isinstance(method, _Refused) else None
 
     def begin(self, why: str) -> None:
-        refused = self._refused or _Refused(self._places())
-        refused.reasons[self.part] = why
-        logger.warning("%s does not generate until a complete update heals it: %s", type(self.engine).__name__, why)
+        refused = self._refused or _Refused(self._places)
+        refused.reasons[self._part] = why
+        logger.warning("%s does not generate until a complete update heals it: %s", self._kind, why)
 
     def end(self) -> None:
         """Accept requests again, once this part has one whole version. Idempotent."""
         refused = self._refused
         if refused is not None:
-            refused.reasons.pop(self.part, None)
+            refused.reasons.pop(self._part, None)
             if not refused.reasons:
                 for owner, name, former in refused.former:
                     delattr(owner, name) if former is _ABSENT else setattr(owner, name, former)

@@ -30,62 +30,50 @@ def path_of(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
-def torn_guard(
-    app: ASGIApp,
+def guard_serving(
+    app: Starlette,
     find: Callable[[], PluginEngine | None],
+    *,
     generation: tuple[str, ...],
     changing: tuple[str, ...],
+    health: Sequence[str],
     running: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-) -> ASGIApp:
-    """Return a middleware that answers POSTs to paths with a prefix in `generation` with 503 while the engine is torn.
+) -> None:
+    """Add a middleware that answers with 503: generation while the engine is torn, health checks while it is stale.
 
-    `find`: returns the engine, None if the server has none. `changing`: prefixes of paths at which the host changes the
-    weights by itself; the engine is in doubt before and after. `running`: returns a context for each other request to a
-    path in `generation`.
+    `find`: returns the engine, None if the server has none. `generation`: prefixes of paths of requests (POST) that
+    generate; `running` returns a context for each that is answered. `changing`: prefixes of paths at which the host
+    changes the weights by itself; the engine is in doubt before and after. `health`: the paths of health checks, which
+    are answered by the host alone unless the environment has `HEALTH_VARIABLE`. Raises ManifestError if that is not a
+    number.
     """
+    value = os.environ.get(HEALTH_VARIABLE)
+    max_behind = natural_number(HEALTH_VARIABLE, value) if value else None
 
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        path, engine = path_of(scope), find()
-        if engine is not None and path.startswith(changing):
-            engine.doubt()
-            try:
-                await app(scope, receive, send)
-            finally:
+    def guard(app: ASGIApp) -> ASGIApp:
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            path, engine = path_of(scope), find()
+            if engine is not None and path.startswith(changing):
                 engine.doubt()
-        elif not path.startswith(generation):
-            await app(scope, receive, send)
-        elif engine is not None and scope.get("method") == "POST" and (torn := await engine.why_torn()):
-            answer = refusal(f"the engine has no whole version: {torn}", "EngineTornError", 503)
-            await answer(scope, receive, send)
-        else:
-            with running():
+                try:
+                    await app(scope, receive, send)
+                finally:
+                    engine.doubt()
+            elif engine is not None and path in health and max_behind is not None:
+                try:
+                    reason = await engine.stale_reason(max_behind)
+                except WeightcastError as exc:
+                    reason = str(exc)
+                await (refusal(reason, "not_ready", 503) if reason else app)(scope, receive, send)
+            elif not path.startswith(generation):
                 await app(scope, receive, send)
+            elif engine is not None and scope.get("method") == "POST" and (torn := await engine.why_torn()):
+                answer = refusal(f"the engine has no whole version: {torn}", "EngineTornError", 503)
+                await answer(scope, receive, send)
+            else:
+                with running():
+                    await app(scope, receive, send)
 
-    return guarded
+        return guarded
 
-
-def health_gate(
-    app: ASGIApp, find: Callable[[], PluginEngine | None], paths: Sequence[str], max_behind: int
-) -> ASGIApp:
-    """Return a middleware that answers `paths`, the server's health routes, with 503 while the engine is stale.
-
-    `find`: returns the engine, None if the server has none. `max_behind`: see `WeightInfo.stale_reason`.
-    """
-
-    async def gated(scope: Scope, receive: Receive, send: Send) -> None:
-        reason, engine = "", find()
-        if engine is not None and path_of(scope) in paths:
-            try:
-                reason = await engine.stale_reason(max_behind)
-            except WeightcastError as exc:
-                reason = str(exc)
-        await (refusal(reason, "not_ready", 503) if reason else app)(scope, receive, send)
-
-    return gated
-
-
-def gate_health(app: Starlette, find: Callable[[], PluginEngine | None], paths: Sequence[str]) -> None:
-    """Add a `health_gate` if the environment has `HEALTH_VARIABLE`. Raises ManifestError if that is no number."""
-    if value := os.environ.get(HEALTH_VARIABLE):
-        max_behind = natural_number(HEALTH_VARIABLE, value)
-        app.add_middleware(health_gate, find=find, paths=paths, max_behind=max_behind)
+    app.add_middleware(guard)

@@ -25,7 +25,7 @@ from weightcast.host.deadline import POLL_SECONDS
 from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.engine import PluginEngine
 from weightcast.integrations.plugin.replies import Replies
-from weightcast.integrations.plugin.routes import gate_health, log, torn_guard
+from weightcast.integrations.plugin.routes import guard_serving, log
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.sglang import internals
 from weightcast.integrations.sglang.registered_adapters import RegisteredAdapters
@@ -54,8 +54,7 @@ def attach(app: FastAPI, manager: Any) -> None:
     for method, path, kind, answer in WEIGHT_ROUTES:
         handler = guarded(kind, answer, lambda: engine, token=token, on_error=log)
         app.add_api_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(handler), methods=[method])
-    app.add_middleware(torn_guard, find=lambda: engine, generation=_GENERATION, changing=_CHANGING)
-    gate_health(app, lambda: engine, _HEALTH)
+    guard_serving(app, lambda: engine, generation=_GENERATION, changing=_CHANGING, health=_HEALTH)
     manager.continue_generation = functools.partial(_continue, engine)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from weightcast.errors import InstallError
 from weightcast.format.manifest import TensorSpec
 from weightcast.integrations.plugin.checkpoint_header import reference
-from weightcast.integrations.plugin.draft import with_draft
+from weightcast.integrations.plugin.draft import ModelWithDraft
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, dry_run, twin
 from weightcast.integrations.plugin.model import LoaderEngine
 from weightcast.integrations.sglang import internals
@@ -48,7 +48,7 @@ class SglangModel(LoaderEngine):
         self._runner = runner
         if draft is not None and not unsupported:
             path = draft.model_config.model_path
-            model = with_draft(
+            model = ModelWithDraft(
                 model,
                 draft.model,
                 None if self._header() is None else self._header(draft),

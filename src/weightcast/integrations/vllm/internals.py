@@ -88,11 +88,6 @@ class Internals:
     lora_module: Annotated[Callable[[str, Any], tuple[str, bool]], "vllm.lora.utils:parse_fine_tuned_lora_name"]
     lora_manager: Annotated[Any, "vllm.lora.model_manager:LRUCacheLoRAModelManager"]
 
-    @property
-    def plain_methods(self) -> tuple[type, ...]:
-        """Classes of quantisation methods that do not change weights, except on a CPU."""
-        return self.linear_method, self.embedding_method
-
 
 @functools.cache
 def require() -> Internals:
@@ -228,8 +223,8 @@ def _has_draft(vllm_config: Any) -> bool:
 def is_quantised(layer: Any) -> bool:
     """Return whether vLLM computes with other tensors of a layer than a trainer has, or than the checkpoint has."""
     vllm, method = require(), getattr(layer, "quant_method", None)
-    is_plain = isinstance(method, (*vllm.plain_methods, vllm.experts_method)) or vllm.is_attention(layer)
-    return isinstance(method, vllm.quant_method) and not is_plain
+    is_plain = isinstance(method, (vllm.linear_method, vllm.embedding_method, vllm.experts_method))
+    return isinstance(method, vllm.quant_method) and not (is_plain or vllm.is_attention(layer))
 
 
 def _has_static_scales(layer: Any) -> bool:

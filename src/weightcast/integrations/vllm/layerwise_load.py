@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 from weightcast.errors import InstallError
-from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin.dry_run import present, twin
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.expert_placement import Placement, with_placement
@@ -82,35 +81,22 @@ class Filling:
                     "again",
                     torn=True,
                 )
-            result = original(self._filled(name), *args, **kwargs)
+            tensor: torch.Tensor = getattr(self._layer, name)
+            if tensor.is_meta:  # it gets memory at the first call
+                with self._info.restore_device:
+                    tensor = internals.require().made_of(tensor)
+                setattr(self._layer, name, tensor)
+            result = original(tensor, *args, **kwargs)
             self._num_done += 1
             if self._num_done == self._num_calls:
-                self._pack()
+                if is_cpu_experts(self._layer):
+                    method: Any = self._layer.quant_method
+                    method.moe_kernel = None  # otherwise vLLM would not pack them again
+                with self._packing(self._name):
+                    internals.require().pack(self._layer, self._info)
             return result
 
         return load
-
-    def _filled(self, name: str) -> torch.Tensor:
-        """Return the tensor to fill, which gets memory at the first call."""
-        tensor: torch.Tensor = getattr(self._layer, name)
-        if tensor.is_meta:
-            with self._info.restore_device:
-                tensor = internals.require().made_of(tensor)
-            setattr(self._layer, name, tensor)
-        return tensor
-
-    def _pack(self) -> None:
-        method: Any = self._layer.quant_method
-        kernel = getattr(method, "moe_kernel", None)
-        if is_cpu_experts(self._layer):
-            method.moe_kernel = None  # otherwise vLLM would not pack them again
-
-        def put_kernel_back() -> None:
-            if kernel is not None:
-                method.moe_kernel = kernel
-
-        with on_failure(put_kernel_back), self._packing(self._name):
-            internals.require().pack(self._layer, self._info)
 
 
 def is_packed(layer: nn.Module) -> bool:
@@ -127,7 +113,8 @@ def has_plain_weights(layer: nn.Module) -> bool:
     """
     if not is_packed(layer):
         return True
-    if type(layer.quant_method) not in internals.require().plain_methods:
+    vllm = internals.require()
+    if type(layer.quant_method) not in (vllm.linear_method, vllm.embedding_method):
         return False
     parameters = present(layer._parameters)
     if not all(parameter.is_cpu for parameter in parameters.values()):

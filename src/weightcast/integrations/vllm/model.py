@@ -17,10 +17,9 @@ from torch import nn
 
 from weightcast.errors import UnsupportedError, listed
 from weightcast.format.manifest import TensorSpec
-from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin import checkpoint_header
 from weightcast.integrations.plugin import dry_run as loader_dry_run
-from weightcast.integrations.plugin.draft import with_draft
+from weightcast.integrations.plugin.draft import ModelWithDraft
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.plugin.model import LoaderEngine, Tensors
 from weightcast.integrations.vllm import internals
@@ -83,7 +82,7 @@ class VllmModel(LoaderEngine):
         config = self._vllm_config
         started, remedy = config.speculative_config.draft_model_config, f"start vLLM with {internals.KEEP_DRAFT}"
         is_in_model = started.model == config.model_config.model and config.speculative_config.method == "mtp"
-        both = with_draft(
+        both = ModelWithDraft(
             model,
             draft,
             None if self._header() is None else self._header(started),
@@ -165,11 +164,9 @@ class VllmModel(LoaderEngine):
 
     def _finish_load(self) -> list[str]:
         """Raises InstallError (torn) if vLLM has moved experts meanwhile."""
-        with on_failure(self._end_load):
-            require_unmoved(self._model, self._placements)
+        require_unmoved(self._model, self._placements)
         missing = [str(filling) for filling in self._fillings if not filling.is_done]
         if missing:
-            self._end_load()
             return missing
         self._fillings = []
         with internals.require().current_config(self._vllm_config):
@@ -207,12 +204,7 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
     calls: Counter[str] = Counter()
     packed: dict[str, nn.Module] = {}
     moving = expert_placements(model)
-
-    def form(layer: nn.Module, name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        if not name:  # the first layer of each run
-            calls.clear()
-        return _checkpoint_form(layer, name, calls, packed, moving.get(layer))
-
+    form = functools.partial(_checkpoint_form, calls=calls, packed=packed, moving=moving)
     with internals.require().current_config(vllm_config):
         outcome = loader_dry_run.dry_run(model, form, specs)
     packed_copies = {
@@ -246,13 +238,20 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
 
 
 def _checkpoint_form(
-    layer: nn.Module, name: str, calls: Counter[str], packed: dict[str, nn.Module], placement: Placement | None
+    layer: nn.Module,
+    name: str,
+    *,
+    calls: Counter[str],
+    packed: dict[str, nn.Module],
+    moving: Mapping[nn.Module, Placement],
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the layer's parameters and buffers before packing, as recorded by vLLM at start-up.
 
     A layer that vLLM may pack is added to `packed`, and calls of its tensors' loaders are counted in `calls`, by name.
-    `placement`: of its experts, if vLLM may move them.
+    `moving`: the placements of experts that vLLM may move.
     """
+    if not name:  # the first layer of each run
+        calls.clear()
     vllm = internals.require()
     if type(layer).__name__ in vllm.kept_modules:
         return present(layer._parameters), present(layer._buffers)
@@ -268,7 +267,7 @@ def _checkpoint_form(
         packed[name] = layer
         for tensor in noted:
             counted = _counted(tensor.weight_loader, calls, name)  # type: ignore[attr-defined]
-            tensor.weight_loader = with_placement(counted, placement)  # type: ignore[attr-defined]
+            tensor.weight_loader = with_placement(counted, moving.get(layer))  # type: ignore[attr-defined]
     return made
 
 

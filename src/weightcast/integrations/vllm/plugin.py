@@ -34,7 +34,11 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, engine, "WeightcastTransferEngine")
     register_trainer()
     setattr(WorkerBase, METHOD, _answer)
-    _log_as_vllm()
+    # weightcast's log is forwarded to vLLM's, unless it is configured, since vLLM sets no root handler.
+    ours = logging.getLogger("weightcast")
+    if not ours.hasHandlers() and ours.level == logging.NOTSET:
+        ours.addHandler(_VllmLog())
+        ours.setLevel(logging.DEBUG)  # vLLM's level applies
 
 
 @functools.cache
@@ -53,14 +57,6 @@ class _VllmLog(logging.Handler):
         theirs = logging.getLogger("vllm")
         if theirs.isEnabledFor(record.levelno):
             theirs.handle(record)
-
-
-def _log_as_vllm() -> None:
-    """Forward weightcast's log to vLLM's, unless it is configured, since vLLM sets no root handler."""
-    ours = logging.getLogger("weightcast")
-    if not ours.hasHandlers() and ours.level == logging.NOTSET:
-        ours.addHandler(_VllmLog())
-        ours.setLevel(logging.DEBUG)  # vLLM's level applies
 
 
 def endpoints() -> Any:

@@ -17,12 +17,11 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 
-from weightcast.control.routes import WEIGHT_ROUTES, Answer, error_reply, guarded, reply
+from weightcast.control.routes import WEIGHT_ROUTES, error_reply, guarded, reply
 from weightcast.errors import ClosedError, EngineTornError, WeightcastError
 from weightcast.integrations.plugin import TOKEN_VARIABLE
-from weightcast.integrations.plugin.routes import gate_health, log, path_of, torn_guard
+from weightcast.integrations.plugin.routes import guard_serving, log, path_of
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.engine import VllmEngine
 from weightcast.integrations.vllm.served_adapters import ServedAdapters
@@ -34,14 +33,6 @@ _GENERATION = (
 _HEALTH = ("/health",)
 """Not /ping, which asks whether the server lives."""
 _CHANGING = ("/collective_rpc", "/weight_checker", "/sleep")
-_OPERATIONS = {
-    "/init_weight_transfer_engine": "init",
-    "/start_weight_update": "start",
-    "/update_weights": "update",
-    "/finish_weight_update": "finish",
-    "/shutdown_weight_transfer_engine": "shutdown",
-}
-"""By path, the names under which vLLM's metrics count and time its own routes."""
 
 
 class WeightcastRoutes:
@@ -58,17 +49,16 @@ class WeightcastRoutes:
         """Add the routes, which replace vLLM's own with the same path and method."""
         token = os.environ.get(TOKEN_VARIABLE) or None
         for method, path, kind, answer in WEIGHT_ROUTES:
-            recorded = _recorded(_OPERATIONS[path], answer) if path in _OPERATIONS else answer
-            handler = guarded(kind, recorded, self._require_engine, token=token, on_error=log)
+            handler = guarded(kind, answer, self._require_engine, token=token, on_error=log)
             app.add_api_route(path, handler, methods=[method])
         app.add_api_route("/v1/models", self._models, methods=["GET"])
         app.add_middleware(wake_guard, find=self._require_engine)
-        gate_health(app, lambda: self._engine, _HEALTH)
-        app.add_middleware(
-            torn_guard,
-            find=lambda: self._engine,
+        guard_serving(
+            app,
+            lambda: self._engine,
             generation=_GENERATION,
             changing=_CHANGING,
+            health=_HEALTH,
             running=lambda: contextlib.nullcontext() if self._adapters is None else self._adapters.request(),
         )
 
@@ -113,13 +103,3 @@ def wake_guard(app: ASGIApp, find: Callable[[], VllmEngine]) -> ASGIApp:
             await answer(scope, receive, send)
 
     return guarded
-
-
-def _recorded(operation: Any, answer: Answer) -> Answer:
-    """Return an answer that is recorded in vLLM's weight-transfer metrics, as those of vLLM's own routes are."""
-
-    async def recorded(*args: Any) -> Any:
-        with weight_operation_metrics().record(operation):
-            return await answer(*args)
-
-    return recorded

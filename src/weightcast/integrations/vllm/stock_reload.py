@@ -93,7 +93,7 @@ class StockVllmApi(StockApi):
         return label, self.http.get("/is_paused", _IsPaused).is_paused
 
     def set_label(self, label: str) -> None:
-        self.http.post("/update_weight_version", _label(label))
+        self.http.post("/update_weight_version", {"new_version": label})
 
     def pause(self) -> None:
         self.http.post(f"/pause?mode={self._pause_mode}&clear_cache=true")
@@ -142,10 +142,10 @@ class StockVllmApi(StockApi):
         # One null for each rank; anything else is a reply to another call.
         all_done = {"results": [None] * self._num_ranks}
         return [
-            request("/update_weight_version", _label(f"{INCOMPLETE}{former}")),
+            request("/update_weight_version", {"new_version": f"{INCOMPLETE}{former}"}),
             request("/collective_rpc", _reload(_empty(directory)), expected=all_done),
             request("/collective_rpc", _reload(directory), expected=all_done),
-            request("/update_weight_version", _label(label)),
+            request("/update_weight_version", {"new_version": label}),
             request(_RESUME),
         ]
 
@@ -188,10 +188,6 @@ class StockVllmApi(StockApi):
     def _metrics(self) -> str:
         _, content = self.http.request("GET", "/metrics")
         return content.decode("utf-8", "replace")
-
-
-def _label(label: str) -> dict[str, str]:
-    return {"new_version": label}
 
 
 def _reload(directory: Path) -> dict[str, Any]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
 
+import torch
 import torch.distributed as dist
 import vllm
+from torch.distributed.tensor import Replicate, Shard
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
+from weightcast.checkpoint.sharding import runs
 from weightcast.errors import PublishReport, warn_if_untested
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import Region, whole
@@ -186,17 +188,10 @@ class _RankParts:
 
 def region_of(meta: Any, rank: int) -> Region:
     """Return the region of a rank's piece of `iter_local`: 0.33's `ParamMeta`, split by `torch.chunk`, axis by axis."""
-    offsets, sizes = [0] * len(meta.shape), list(meta.shape)
-    position = meta.owners.index(rank)
-    for axis, placement in enumerate(meta.placements):
-        dim = getattr(placement, "dim", None)
-        if dim is not None:
-            num_chunks, stride = meta.mesh_shape[axis], math.prod(meta.mesh_shape[axis + 1 :])
-            chunk = -(-sizes[dim] // num_chunks)
-            start = min(position // stride % num_chunks * chunk, sizes[dim])
-            offsets[dim] += start
-            sizes[dim] = min(chunk, sizes[dim] - start)
-    return Region(tuple(offsets), tuple(sizes))
+    coordinate = [int(i) for i in torch.unravel_index(torch.tensor(meta.owners.index(rank)), meta.mesh_shape)]
+    placements = [Shard(each.dim) if hasattr(each, "dim") else Replicate() for each in meta.placements]
+    dims = [dim[0] if dim else (0, 0) for dim in runs(meta.shape, meta.mesh_shape, coordinate, placements)]
+    return Region(tuple(start for start, _ in dims), tuple(size for _, size in dims))
 
 
 def _engines_of(client: Any) -> list[str | EngineClient]:
