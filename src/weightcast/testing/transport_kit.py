@@ -24,7 +24,7 @@ from weightcast.links.link import LinkListener, WorkerLink
 from weightcast.seams.transport import Bucket, Receiver, Sender
 from weightcast.testing.faults import SenderWrapper
 from weightcast.testing.payloads import DTYPES, Payload, region_slices
-from weightcast.trainer.packer import Fill, Packer, pack
+from weightcast.trainer.packer import Fill, Packer, pack, tiling
 from weightcast.trainer.publish_run import connect
 
 RUN, OTHER_RUN = "5e" * 16, "a7" * 16
@@ -167,7 +167,7 @@ def send_all(sender: Sender, manifest: Manifest, number: int, start: int = 0) ->
 
 def send_payload(sender: Sender, payload: Payload, manifest: Manifest, version: WeightVersion) -> None:
     """Pack and send every bucket of a payload, as a publisher does."""
-    packer = Packer(Layout(manifest), payload.regions())
+    packer = Packer(Layout(manifest), tiling(manifest.tensors, payload.regions()))
     for index in range(len(manifest.buckets)):
         pack_and_send(sender, packer, manifest, version, index)
 

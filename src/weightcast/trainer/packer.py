@@ -24,7 +24,6 @@ from weightcast.format.bucket import (
     TORCH_DTYPES,
     BucketBuffer,
     Digest,
-    Entry,
     Layout,
     narrow,
     queued_digest,
@@ -45,7 +44,7 @@ from weightcast.format.geometry import (
 )
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
-from weightcast.host.copy import PreparedCopies, copy_all
+from weightcast.host.copy import PreparedCopies
 from weightcast.native.tables import Chunks, PackTable, Sums, added, digest, places, spans_of, unfilled_chunks
 from weightcast.seams.source import Held, LookedAtRegions, Regions
 from weightcast.trainer.sent_digests import SentDigests
@@ -138,35 +137,9 @@ class PackPlan:
         Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor.
         """
         if self._packer is None or self._regions is None or self._regions.regions is not regions:
-            self.use(regions, Packer(self.layout, regions))
+            self.use(regions, Packer(self.layout, tiling(self.layout.manifest.tensors, regions)))
             assert self._packer is not None
         return self._packer
-
-
-class Packer:
-    """Implements `Fill` for a rank that has all of every tensor.
-
-    It keeps views of the source's memory; make a new one if a tensor's storage has changed.
-    """
-
-    def __init__(self, layout: Layout, regions: Regions) -> None:
-        """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
-        self.sent: SentDigests | None = None
-        self._part = PartPacker(layout, tiling(layout.manifest.tensors, regions))
-
-    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
-        """See `PartPacker.fill`."""
-        return self._part.fill(index, payload)
-
-    def prepare(self) -> None:
-        """Prepare the first `fill` of each bucket in host memory."""
-        self._part.prepare()
-
-    def others(self) -> Sequence[Digest]:
-        return ()
-
-    def forget_views(self) -> None:
-        self._part.forget_views()
 
 
 class ShardSlice(msgspec.Struct, frozen=True, gc=False):
@@ -233,37 +206,36 @@ class ShardSlices:
                     yield ShardSlice(number, part, shared, dtype, start, num_bytes, is_run(inner, piece.sizes))
 
 
-class PartPacker:
-    """Copies one rank's shards into buckets, cast to the manifest's dtypes.
+class Packer:
+    """Implements `Fill`: copies one rank's shards into buckets, cast to the manifest's dtypes.
 
-    In host memory the same pass digests the chunks of a bucket that the rank fills alone.
+    In host memory the same pass digests the chunks of a bucket that the rank fills alone. The packer keeps views of the
+    source's memory: make a new one, or `rebind` it, if a tensor's storage has changed.
     """
 
     def __init__(self, layout: Layout, shards: Sequence[Shard]) -> None:
+        self.sent: SentDigests | None = None
         self.slices = ShardSlices(layout, shards)
         self._layout = layout
         self._shards = shards
         self._sources: dict[int, list[torch.Tensor]] = {}
-        self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        """By bucket, for those that torch fills: the payload, and the views to copy to."""
         self._tables: dict[int, PackTable] = {}
         """By bucket in host memory."""
-        self._others: dict[int, tuple[torch.Tensor, PreparedCopies]] = {}
-        """By bucket: the payload, and the copies into it that come before its table."""
-        self._fused: dict[int, tuple[torch.Tensor, CopyAndDigest]] = {}
+        self._copies: dict[int, tuple[torch.Tensor, PreparedCopies, CopyAndDigest | None]] = {}
+        """By bucket: the payload, and the copies into it that come before its table or, on a GPU, before the kernel."""
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """Take over new views of the same regions. Other dims may be split in two than before (see `Held`)."""
         self._shards = shards
         self._sources.clear()
         self._tables.clear()
-        self.forget_views()
+        self._copies.clear()
+
+    def others(self) -> Sequence[Digest]:
+        return ()
 
     def forget_views(self) -> None:
-        """Drop every view of a bucket."""
-        self._targets.clear()
-        self._others.clear()
-        self._fused.clear()
+        self._copies.clear()
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -283,12 +255,12 @@ class PartPacker:
             self._make_table(index, raw)
         table = self._tables[index]
         if table.others:
-            others = self._others.get(index)
-            if others is None or others[0] is not payload:
+            known = self._copies.get(index)
+            if known is None or known[0] is not payload:
                 sources = self.sources(index)
                 copies = PreparedCopies(self._views(index, payload, table.others), [sources[k] for k in table.others])
-                others = self._others[index] = payload, copies
-            others[1].run()
+                known = self._copies[index] = payload, copies, None
+            known[1].run()
         return table.run(raw, cached=raw.nbytes <= _CACHED_BYTES), table.missing
 
     def _make_table(self, index: int, raw: torch.Tensor) -> None:
@@ -307,37 +279,43 @@ class PartPacker:
         ]
 
     @torch.no_grad()
-    def fill(self, index: int, payload: torch.Tensor) -> Digest:
+    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
         """Fill bucket `index`, all of which this rank packs; return its digest, on a GPU a tensor of two int64.
 
         Each byte is read once, on a GPU if the digest kernel is available. On a GPU all work is queued on the current
         stream and nothing waits.
         """
-        num_bytes = self._layout.manifest.buckets[index]
+        raw = payload[: self._layout.manifest.buckets[index]]
         if not payload.is_cuda:
             sums, missing = self.pack(index, payload)
-            return added(sums, digest(payload[:num_bytes], missing)) if missing.any() else added(sums)
+            return added(sums, digest(raw, missing)) if missing.any() else added(sums)
         self._layout.clear_gaps(index, payload)
-        if not num_bytes or device_digest.kernel(payload.device) is None:
-            targets = self._targets.get(index)
-            if targets is None or targets[0] is not payload:
-                targets = self._targets[index] = payload, self._views(index, payload)
-            copy_all(targets[1], self.sources(index))
-            return queued_digest(payload[:num_bytes])
-        known = self._fused.get(index)
+        known = self._copies.get(index)
         if known is None or known[0] is not payload:
-            fused = CopyAndDigest(payload[:num_bytes], self._views(index, payload), self.sources(index))
-            known = self._fused[index] = payload, fused
-        if known[1].others:
-            copy_all(*map(list, zip(*known[1].others, strict=True)))
-        return known[1].run()
+            targets, sources, fused = self._views(index, payload), self.sources(index), None
+            if raw.nbytes and device_digest.kernel(payload.device) is not None:
+                fused = CopyAndDigest(raw, targets, sources)
+                targets, sources = [target for target, _ in fused.others], [source for _, source in fused.others]
+            known = self._copies[index] = payload, PreparedCopies(targets, sources), fused
+        _, copies, fused = known
+        copies.run()
+        return queued_digest(raw) if fused is None else fused.run()
 
     def _views(self, index: int, payload: torch.Tensor, numbers: Sequence[int] | None = None) -> list[torch.Tensor]:
         """Return views of a payload, one for each of this rank's slices, or for those of these numbers."""
         cuts, sources = self.slices.of(index), self.sources(index)
-        if numbers is not None:
-            cuts, sources = [cuts[number] for number in numbers], [sources[number] for number in numbers]
-        return list(map(split_like, bucket_views(cuts, self._layout.entries[index], payload), sources))
+        wanted = range(len(cuts)) if numbers is None else numbers
+        # Cut to a multiple of 16 bytes, the widest element, so that any dtype can view it.
+        whole_buffer = payload[: payload.numel() // 16 * 16]
+        typed = {dtype: whole_buffer.view(TORCH_DTYPES[dtype]) for dtype in {cuts[number].dtype for number in wanted}}
+        views = []
+        for number in wanted:
+            cut = cuts[number]
+            of_dtype, piece = typed[cut.dtype], self._layout.entries[index][cut.entry].piece
+            offset = int(of_dtype.storage_offset()) + cut.start // ITEMSIZE_BYTES[cut.dtype]
+            view = of_dtype.as_strided(cut.region.sizes, row_major(piece.region.sizes), offset)
+            views.append(split_like(view, sources[number]))
+        return views
 
     def sources(self, index: int) -> list[torch.Tensor]:
         """Return views of this rank's shards, one for each slice of bucket `index`."""
@@ -346,20 +324,6 @@ class PartPacker:
             cuts = self.slices.of(index)
             views = self._sources[index] = [self._shards[cut.part].view(cut.region) for cut in cuts]
         return views
-
-
-def bucket_views(slices: Sequence[ShardSlice], entries: Sequence[Entry], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Return one view of a bucket's payload for each slice."""
-    # Cut to a multiple of 16 bytes, the widest element, so that any dtype can view it.
-    whole_buffer = buffer[: buffer.numel() // 16 * 16]
-    typed = {dtype: whole_buffer.view(TORCH_DTYPES[dtype]) for dtype in {cut.dtype for cut in slices}}
-    starts = {dtype: int(of_dtype.storage_offset()) for dtype, of_dtype in typed.items()}
-    views = []
-    for cut in slices:
-        offset = starts[cut.dtype] + cut.start // ITEMSIZE_BYTES[cut.dtype]
-        strides = row_major(entries[cut.entry].piece.region.sizes)
-        views.append(typed[cut.dtype].as_strided(cut.region.sizes, strides, offset))
-    return views
 
 
 # --- what a rank holds ---
