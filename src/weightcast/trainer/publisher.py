@@ -31,6 +31,7 @@ from weightcast.engines.gate import require_no_step
 from weightcast.errors import (
     ClosedError,
     ErrorRecord,
+    PublishInFlightError,
     PublishReport,
     UpdateAbortedError,
     WeightcastError,
@@ -53,7 +54,7 @@ from weightcast.seams.directory import EngineDirectory
 from weightcast.seams.source import Regions, RevisedSource, Source, StreamSource, TensorStream, casts_to_engines
 from weightcast.sources.store import StoreSource
 from weightcast.trainer import arguments
-from weightcast.trainer.background import Flight, Overlap, PublishHandle, Turn, require_skip
+from weightcast.trainer.background import Flight, Overlap, PublishHandle, Turn
 from weightcast.trainer.deltas import Deltas
 from weightcast.trainer.engine_dtypes import EngineDtypes
 from weightcast.trainer.finite import require_finite
@@ -508,8 +509,12 @@ class Publisher(ClosedOnExit):
                     # The other ranks can't be told, since the publish in flight begins or ends there: wait for it.
                     self._turn.acquire(publishes=True)
                     instead = None
+                if instead == "raise":
+                    raise PublishInFlightError(
+                        "a publish of this publisher is in flight: wait for its handle's result(), or pass "
+                        "overlap='wait' or 'skip'"
+                    )
                 if instead is not None:
-                    require_skip(instead)
                     return None
                 try:
                     self._require_open()
