@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal
 
@@ -517,7 +517,7 @@ class Fleet:
     def each(
         self,
         call: Callable[..., None],
-        members: Iterable[FleetMember],
+        members: Sequence[FleetMember],
         *args: Any,
         notes: bool = True,
         in_turn: bool = False,
@@ -529,7 +529,7 @@ class Fleet:
         result; without `notes` it is ignored. A caller's own client may raise any exception: only its engine fails.
         Wait for workers' messages in turn: one thread reads for all, and each message would wake all threads that wait.
         """
-        todo = [m for m in members if also_done or (m.result.error is None and not m.result.ok)]
+        todo = members if also_done else self.healthy(members)
         if len(todo) > 1 and not in_turn:
             options = {"notes": notes, "also_done": True}
             self._calls[:] = [self._pool.submit(self.each, call, [member], *args, **options) for member in todo]

@@ -67,13 +67,14 @@ class Fill(Protocol):
     `sent`: where the caller adds the digests of tensors of each filled bucket, with `verify="installed"`; else None.
     """
 
-    sent: SentDigests | None
+    sent: SentDigests | None = None
 
     def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
         """Write the raw payload of bucket `index` to the beginning of `payload`; return its digest."""
 
     def others(self) -> Sequence[Digest]:
         """Return the digests of the other origins' buckets. Called once all were sent."""
+        return ()
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
@@ -102,7 +103,8 @@ class PackPlan:
     def __init__(self, specs: Sequence[TensorSpec], layout: Layout, bucket_size_bytes: int) -> None:
         self.specs = specs
         self.bucket_size_bytes = bucket_size_bytes
-        self._regions: SeenRegions | None = None
+        self.seen = SeenRegions({})
+        """The regions for which the packer was made."""
         self._packer: Fill | None = None
         self.lay_out(layout)
 
@@ -117,13 +119,9 @@ class PackPlan:
         self.specs, self._packer = specs, None
         self.lay_out(Layout(plan(specs, self.bucket_size_bytes)))
 
-    def is_of(self, regions: Regions) -> bool:
-        """Return whether the packer was made for these views; then the specs have not changed either."""
-        return self._regions is not None and self._regions.is_of(regions)
-
     def use(self, regions: Regions, packer: Fill) -> None:
         """Use `packer` for these regions. With several trainer ranks the other ranks pack the rest."""
-        self._regions, self._packer = SeenRegions(regions), packer
+        self.seen, self._packer = SeenRegions(regions), packer
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
@@ -136,7 +134,7 @@ class PackPlan:
 
         Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor.
         """
-        if self._packer is None or self._regions is None or self._regions.regions is not regions:
+        if self._packer is None or self.seen.regions is not regions:
             self.use(regions, Packer(self.layout, tiling(self.layout.manifest.tensors, regions)))
             assert self._packer is not None
         return self._packer
@@ -206,7 +204,7 @@ class ShardSlices:
                     yield ShardSlice(number, part, shared, dtype, start, num_bytes, is_run(inner, piece.sizes))
 
 
-class Packer:
+class Packer(Fill):
     """Implements `Fill`: copies one rank's shards into buckets, cast to the manifest's dtypes.
 
     In host memory the same pass digests the chunks of a bucket that the rank fills alone. The packer keeps views of the
@@ -214,7 +212,6 @@ class Packer:
     """
 
     def __init__(self, layout: Layout, shards: Sequence[Shard]) -> None:
-        self.sent: SentDigests | None = None
         self.slices = ShardSlices(layout, shards)
         self._layout = layout
         self._shards = shards
@@ -230,9 +227,6 @@ class Packer:
         self._sources.clear()
         self._tables.clear()
         self._copies.clear()
-
-    def others(self) -> Sequence[Digest]:
-        return ()
 
     def forget_views(self) -> None:
         self._copies.clear()

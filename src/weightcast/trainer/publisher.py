@@ -163,8 +163,7 @@ class Publisher(ClosedOnExit):
 
         The caller's objects are not among them: they may refer to this publisher, and would keep it alive.
         """
-        self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
-        self._drop.atexit = False
+        self._drop: weakref.finalize[..., Publisher] | None = None
         with on_failure(self.close):
             for engine in () if isinstance(engines, EngineDirectory) else engines:
                 self._fleet.add(self._member_of(engine))
@@ -309,7 +308,8 @@ class Publisher(ClosedOnExit):
             if self._closed:
                 return
             self._closed = True
-            self._drop.detach()
+            if self._drop is not None:
+                self._drop.detach()
             # All of these, also after one has raised; the last one is called first.
             parts: list[Closeable] = [self._watchdog, self._fleet, *reversed(self._owned[:-1])]
             for part in parts:
@@ -680,6 +680,9 @@ class Publisher(ClosedOnExit):
                 else:
                     self._group = FollowingRank(group, source, seconds, self._turn)
                 self._owned.insert(0, self._group)
+        # Not earlier: the process may have been forked since the publisher was made.
+        self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
+        self._drop.atexit = False
         self._is_joined = True
 
     def _inputs(
@@ -731,7 +734,7 @@ class Publisher(ClosedOnExit):
         elif again is None:
             stream = source.stream()
         pack_plan, connections = self._pack_plan, self._connections
-        is_known = pack_plan is not None and pack_plan.is_of(regions)
+        is_known = pack_plan is not None and pack_plan.seen.is_of(regions)
         if connections is None or not is_known:
             device = _device_of(regions) if stream is None else stream.device
             if stored is not None and not isinstance(self._source, StreamSource):
@@ -791,10 +794,6 @@ class Publisher(ClosedOnExit):
             raise
         self._process = os.getpid()
         self._owned.insert(-1, self._connections)
-        # Made again with this pid: the process may have been forked since the publisher was made.
-        self._drop.detach()
-        self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
-        self._drop.atexit = False
         return self._connections
 
     def _maps_buckets(self, device: torch.device) -> bool:
