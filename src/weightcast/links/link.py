@@ -54,7 +54,7 @@ from weightcast.format.messages import (
 )
 from weightcast.host.closing import awaited_at_exit, close_in_child, on_failure
 from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline
-from weightcast.host.descriptors import AcceptLog, shortage, shortage_now
+from weightcast.host.descriptors import AcceptLog, shortage
 
 logger = logging.getLogger(__name__)
 
@@ -672,30 +672,13 @@ class LinkListener:
                 link for (name, _), link in sorted(self.joined.items()) if engine in (None, name) and not link.ended
             ]
 
-    def wait(
-        self, engine: str, num_workers: int, deadline_seconds: float, *, ask: Callable[[], None] = lambda: None
-    ) -> list[Link]:
-        """Wait until `num_workers` workers of an engine have sent their hello. Raises PeerTimeoutError.
-
-        `ask` is called meanwhile, at growing intervals; it raises if the workers can't connect any more.
+    def wait(self, engine: str, num_workers: int, seconds: float) -> list[Link]:
+        """Wait until `num_workers` workers of an engine have sent their hello, for at most `seconds`; return the links
+        that are open then.
         """
-
-        def wait(seconds: float) -> None:
-            with self.condition:
-                self.condition.wait_for(lambda: len(self.links(engine)) >= num_workers, seconds)
-
-        links: list[Link] = []
-        for number, _ in enumerate(Deadline(deadline_seconds).polls(10 * POLL_SECONDS, GRACE_SECONDS, wait)):
-            links = self.links(engine)
-            if len(links) >= num_workers:
-                return links
-            if number:
-                ask()
-        raise PeerTimeoutError(
-            f"{len(links)} of {num_workers} workers of {engine} connected to the publisher's link at {self.address} "
-            f"within {deadline_seconds:g} s: {shortage_now() or 'check that their hosts can reach this address'}",
-            peer=engine,
-        )
+        with self.condition:
+            self.condition.wait_for(lambda: len(self.links(engine)) >= num_workers, seconds)
+            return self.links(engine)
 
     def end_links(self, reason: str, engine: str | None = None, *, goes_on: bool = False) -> None:
         """End every link of an engine at once, or for None of all engines. The listener goes on until `close`.

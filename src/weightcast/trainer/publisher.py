@@ -743,13 +743,12 @@ class Publisher(ClosedOnExit):
             device = connections.device
         if pack_plan is None or not is_known:
             pack_plan = self._ready_pack_plan(device, source)
-        if self._group is None and not is_known:
-            arguments.require_alone(source)
         if isinstance(source, StreamSource):
             tensors = None if stream is None else stream.tensors
             check = self._options.check_finite
             pack_plan.use(regions, StreamPacker(pack_plan.layout, tensors, check_finite=check))
-        elif self._group is None:
+        elif self._group is None and not is_known:
+            arguments.require_alone(source)
             # This checks the regions before a sender exists, which may write to a store.
             pack_plan.packer(regions)
         if connections is None:
