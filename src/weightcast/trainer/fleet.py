@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal
 
@@ -527,7 +527,7 @@ class Fleet:
     def each(
         self,
         call: Callable[..., None],
-        members: Sequence[FleetMember],
+        members: Iterable[FleetMember],
         *args: Any,
         notes: bool = True,
         in_turn: bool = False,
@@ -539,7 +539,10 @@ class Fleet:
         result; without `notes` it is ignored. A caller's own client may raise any exception: only its engine fails.
         Wait for workers' messages in turn: one thread reads for all, and each message would wake all threads that wait.
         """
-        todo = members if also_done else self.healthy(members)
+        todo = []
+        for member in members:
+            if also_done or (member.result.error is None and not member.result.ok):
+                todo.append(member)
         if len(todo) > 1 and not in_turn:
             options = {"notes": notes, "also_done": True}
             self._calls[:] = [self._pool.submit(self.each, call, [member], *args, **options) for member in todo]
