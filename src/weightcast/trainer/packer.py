@@ -352,7 +352,7 @@ class SeenRegions:
         if not isinstance(regions, LookedAtRegions):
             self._held = list(itertools.chain.from_iterable(regions.values()))
             self._places = places([view for _, view in self._held])
-            self._addresses = [view.data_ptr() for _, view in self._held]
+            self._seen = list(map(_seen, self._held))
 
     def is_of(self, regions: Regions) -> bool:
         """Return whether the source returned the same object again.
@@ -365,24 +365,23 @@ class SeenRegions:
         are_kept = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
         if are_kept and places([view for _, view in held]) == self._places:
             return True
-        addresses, formers = [view.data_ptr() for _, view in held], self._addresses
-        if addresses != formers and len(held) == len(formers):
+        found, formers = list(map(_seen, held)), self._seen
+        if found == formers:
+            return True
+        moved = []
+        if len(found) == len(formers):
             names = [name for name, parts in regions.items() for _ in parts]
-            moved = [
-                f"{name!r}: found a view at {address:#x}, expected it at {former:#x}"
-                for name, address, former in zip(names, addresses, formers, strict=True)
-                if address != former
-            ]
-            raise _misfit(moved, "when tensors move, have regions() return a new object")
-        if are_kept or [*map(_read_as, held)] != [*map(_read_as, self._held)]:
-            problem = "found other regions, or views of other shapes, strides or dtypes, in the same object"
-            raise _misfit([problem], "when tensors change, have regions() return a new object")
-        return True
+            for name, (address, *_), (former, *_) in zip(names, found, formers, strict=True):
+                if address != former:
+                    moved.append(f"{name!r}: found a view at {address:#x}, expected it at {former:#x}")
+        changed = "found other regions, or views of other shapes, strides or dtypes, in the same object"
+        raise _misfit(moved or [changed], "when tensors move or change, have regions() return a new object")
 
 
-def _read_as(held: Held) -> tuple[object, ...]:
+def _seen(held: Held) -> tuple[int, object, object, object, object]:
+    """Return all that a packer reads of a view but its values, the address first."""
     region, view = held
-    return region, view.shape, view.stride(), view.dtype
+    return view.data_ptr(), region, view.shape, view.stride(), view.dtype
 
 
 def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
