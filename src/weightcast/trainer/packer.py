@@ -100,24 +100,23 @@ def finish(digest: Digest, manifest: Manifest, version: WeightVersion, index: in
 class PackPlan:
     """A layout, and the packer for the source's present views. Several trainer ranks agree on the layout."""
 
-    def __init__(self, specs: Sequence[TensorSpec], layout: Layout, bucket_size_bytes: int) -> None:
-        self.specs = specs
+    def __init__(self, specs: Sequence[TensorSpec], bucket_size_bytes: int) -> None:
         self.bucket_size_bytes = bucket_size_bytes
         self.seen = SeenRegions({})
         """The regions for which the packer was made."""
+        self.cast(specs)
+
+    def cast(self, specs: Sequence[TensorSpec]) -> None:
+        """Pack in the dtypes of these specs from now on, planned for one origin; drop the packer."""
+        self.specs = specs
         self._packer: Fill | None = None
-        self.lay_out(layout)
+        self.lay_out(Layout(plan(specs, self.bucket_size_bytes)))
 
     def lay_out(self, layout: Layout) -> None:
         """Pack into this layout from now on."""
         self.layout = layout
         self.manifest_digest = layout.manifest.digest()
         self.num_bytes = layout.manifest.num_bytes
-
-    def cast(self, specs: Sequence[TensorSpec]) -> None:
-        """Pack the same tensors in other dtypes from now on, planned for one origin; drop the packer."""
-        self.specs, self._packer = specs, None
-        self.lay_out(Layout(plan(specs, self.bucket_size_bytes)))
 
     def use(self, regions: Regions, packer: Fill) -> None:
         """Use `packer` for these regions. With several trainer ranks the other ranks pack the rest."""

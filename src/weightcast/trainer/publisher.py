@@ -40,9 +40,8 @@ from weightcast.errors import (
     to_record,
 )
 from weightcast.format.adapters import AdapterTarget
-from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec, WeightVersion
-from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
+from weightcast.format.plan import fitting_bucket_size, largest_bucket_size
 from weightcast.host import device as host_device
 from weightcast.host.closing import Closeable, ClosedOnExit, awaited_at_exit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS, run_into
@@ -854,7 +853,7 @@ class Publisher(ClosedOnExit):
                 sizes, is_alone = self._transport.default_bucket_size_bytes, self._group is None
                 largest = largest_bucket_size(sizes, device.type, install, is_alone=is_alone)
                 size = fitting_bucket_size(sum(spec.num_bytes for spec in specs), largest)
-            self._pack_plan = PackPlan(specs, Layout(plan(specs, size)), size)
+            self._pack_plan = PackPlan(specs, size)
         return self._pack_plan
 
 
