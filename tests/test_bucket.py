@@ -31,7 +31,7 @@ from weightcast.format.plan import plan
 from weightcast.sources.tensors import TensorSource
 from weightcast.testing.payloads import DTYPES, PAYLOADS, Payload, random_tensor, raw_bytes
 from weightcast.testing.transport_kit import write_raw_header
-from weightcast.trainer.packer import Packer, PartPacker, Shard, pack
+from weightcast.trainer.packer import Packer, Shard, pack, tiling
 
 VERSION = WeightVersion("0123456789abcdef" * 2, 7)
 
@@ -42,7 +42,7 @@ def buffer_for(layout: Layout, filled_with: int = 0xAA) -> BucketBuffer:
 
 def pack_all(payload: Payload) -> tuple[Layout, list[BucketBuffer]]:
     layout = Layout(payload.manifest())
-    packer = Packer(layout, payload.regions())
+    packer = Packer(layout, tiling(layout.manifest.tensors, payload.regions()))
     buffers = []
     for index, size in enumerate(layout.manifest.buckets):
         buffer = buffer_for(layout)
@@ -209,7 +209,7 @@ def test_packing_digests_gaps_too() -> None:
     layout = Layout(plan(specs, 16 << 20))
     payload = torch.full((layout.manifest.buckets[0],), 0x55, dtype=torch.uint8)
     source = TensorSource({s.name: random_tensor("uint8", s.shape, 1) for s in specs})
-    digest = Packer(layout, source.regions()).fill(0, payload, VERSION)
+    digest = Packer(layout, tiling(layout.manifest.tensors, source.regions())).fill(0, payload, VERSION)
     assert digest == payload_digest(payload)
 
 
@@ -226,7 +226,9 @@ def test_packing_casts_to_the_manifest_dtype(dtype: str) -> None:
     specs = [TensorSpec("w", dtype, (9, 9)), TensorSpec("w_t", dtype, (9, 9))]
     layout = Layout(plan(specs, 4096))
     payload = torch.zeros(layout.manifest.buckets[0], dtype=torch.uint8)
-    PartPacker(layout, [Shard(n, whole((9, 9)), data) for n, data in enumerate((source, source.t()))]).fill(0, payload)
+    Packer(layout, [Shard(n, whole((9, 9)), data) for n, data in enumerate((source, source.t()))]).fill(
+        0, payload, VERSION
+    )
     straight, turned = layout.views(0, payload)
     assert raw_bytes(straight) == raw_bytes(source.to(DTYPES[dtype]))
     assert raw_bytes(turned) == raw_bytes(source.t().to(DTYPES[dtype]))
@@ -235,7 +237,7 @@ def test_packing_casts_to_the_manifest_dtype(dtype: str) -> None:
 def test_packing_sees_the_source_as_it_is_now_and_leaves_it_alone() -> None:
     source = torch.nn.Parameter(torch.ones(10))
     layout = Layout(plan([TensorSpec("w", "float32", (10,))], 4096))
-    packer = Packer(layout, TensorSource({"w": source}).regions())
+    packer = Packer(layout, tiling(layout.manifest.tensors, TensorSource({"w": source}).regions()))
     payload = torch.zeros(layout.manifest.buckets[0], dtype=torch.uint8)
     with torch.no_grad():
         source.mul_(3)
@@ -261,7 +263,7 @@ def test_views_into_a_slot_in_the_middle_of_an_arena() -> None:
     slot, size = slot_size_bytes(layout.manifest), layout.manifest.buckets[0]
     arena = torch.zeros(3 * slot, dtype=torch.uint8)
     buffer = Buffers(arena).get(0, slot, slot + HEADER_BYTES, size)
-    pack(Packer(layout, payload.regions()), layout.manifest, VERSION, 0, buffer)
+    pack(Packer(layout, tiling(layout.manifest.tensors, payload.regions())), layout.manifest, VERSION, 0, buffer)
     assert not arena[:slot].any()
     assert not arena[2 * slot :].any()
     check_bucket(buffer, size, VERSION, 0)

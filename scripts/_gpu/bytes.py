@@ -26,7 +26,7 @@ from weightcast.format.bucket import (
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host.copy import copy_all
-from weightcast.trainer.packer import Packer, pack
+from weightcast.trainer.packer import Packer, pack, tiling
 
 VERSION = WeightVersion("5e" * 16, 7)
 Place = Callable[[torch.Tensor], torch.Tensor]
@@ -77,7 +77,7 @@ def _packed(tensors: dict[str, torch.Tensor], specs: list[TensorSpec], size: int
     """Return the manifest, the layout and the packed buckets of `tensors`, in the device's memory."""
     manifest = plan(specs, size)
     layout, buffers = Layout(manifest), []
-    packer = Packer(layout, TensorSource(tensors).regions())
+    packer = Packer(layout, tiling(layout.manifest.tensors, TensorSource(tensors).regions()))
     for index, num_bytes in enumerate(manifest.buckets):
         # Full of other bytes, as a slot is that is used again.
         memory = torch.empty(HEADER_BYTES + num_bytes, dtype=torch.uint8, device=device)

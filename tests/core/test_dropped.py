@@ -80,15 +80,15 @@ def test_a_collection_in_a_thread_of_its_own_does_not_wait_for_itself() -> None:
     publisher.publish()
     assert publisher._connections is not None
     links = publisher._connections.listener
-    collected, hear = threading.Event(), links._hear
+    collected, read = threading.Event(), links.condition.on_ready
 
-    def collecting(*args: object) -> None:
+    def collecting(events: list[tuple[int, int]]) -> None:
         if not collected.is_set():
             gc.collect()
             collected.set()
-        hear(*args)  # type: ignore[arg-type]
+        read(events)
 
-    links._hear = collecting  # type: ignore[method-assign, assignment]
+    links.condition.on_ready = collecting
     publisher.itself = publisher  # type: ignore[attr-defined]
     hold = client.worker._session
     assert hold is not None

@@ -20,7 +20,7 @@ import weightcast
 from weightcast.control.server.worker_engine import WorkerEngine
 from weightcast.format.messages import WeightInfo
 from weightcast.host.deadline import Deadline
-from weightcast.links.watchdog import RecoveryRequest, Watchdog, WatchedEngines, rescue
+from weightcast.links.watchdog import RecoveryRequest, Watchdog, requests_of, rescue
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -49,7 +49,7 @@ def test_killed_publisher_is_replaced_by_its_guard(server: weightcast.EngineServ
         guard.keep("other", [RecoveryRequest({server.url + "/pause?mode=keep"!r})])
         guard.release("other")
         if not {forks} or os.fork():
-            print(guard.pid, flush=True)
+            print(guard._process.pid, flush=True)
         sys.stdin.read()
         """
     )
@@ -95,8 +95,8 @@ def test_closing_a_guard_sends_its_requests(server: weightcast.EngineServer) -> 
 def test_a_guard_that_does_not_end_is_killed() -> None:
     guard = Watchdog(0.1)
     guard.keep("engine", [])
-    pid = guard.pid
-    assert pid is not None
+    assert guard._process is not None
+    pid = guard._process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         guard.close()
@@ -116,7 +116,7 @@ def test_a_guard_that_was_killed_is_replaced_by_the_next_call(server: weightcast
     former.kill()
     former.wait(60)
     guard.keep("other", [])
-    assert guard.pid != former.pid
+    assert guard._process.pid != former.pid
     guard.close()
     assert not server.gate.is_paused
 
@@ -131,18 +131,20 @@ def test_a_guard_that_does_not_read_is_replaced() -> None:
         guard.keep("other", [RecoveryRequest("http://127.0.0.1:9/resume", body="x" * (16 << 20))])
     former.wait(60)
     guard.release("other")
-    assert guard.pid != former.pid
+    assert guard._process.pid != former.pid
     guard.close()
 
 
 def test_half_a_line_does_not_count() -> None:
-    ward = WatchedEngines()
-    ward.read(b'{"a": [["http://127.0.0.1:1/x", {}, ""]]')
-    assert ward.requests == {}
-    ward.read(b'}\n{"b": [["http')
-    assert ward.requests == {"a": [RecoveryRequest("http://127.0.0.1:1/x", {}, "")]}
-    ward.read(b'://127.0.0.1:2/x", {}, ""]]}\n{"a": []}\n')
-    assert ward.requests == {"b": [RecoveryRequest("http://127.0.0.1:2/x", {}, "")]}
+    lines = [
+        b'{"a": [["http://127.0.0.1:1/x", {}, ""]]}\n',
+        b'{"b": [["http://127.0.0.1:2/x", {}, ""]]}\n',
+        b'{"a": []}\n',
+    ]
+    first, second = (RecoveryRequest(f"http://127.0.0.1:{number}/x", {}, "") for number in (1, 2))
+    assert requests_of([lines[0][:-2]]) == {}
+    assert requests_of([lines[0], lines[1][:16]]) == {"a": [first]}
+    assert requests_of([*lines, b'{"a": []}\n']) == {"a": [], "b": [second]}
 
 
 def test_an_engine_that_is_gone_is_given_up() -> None:
@@ -235,7 +237,7 @@ def test_publisher_holds_the_guard_only_where_no_lease_ends_a_pause(
 
     class Watching(weightcast.HttpEngine):
         def finish(self, version: int) -> None:
-            seen.append(publisher._watchdog.pid is not None)
+            seen.append(publisher._watchdog._process is not None)
             super().finish(version)
 
     source = weightcast.ModuleSource(torch.nn.Linear(2, 2))

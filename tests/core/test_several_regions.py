@@ -27,7 +27,7 @@ from weightcast.seams.source import Held, Regions
 from weightcast.sources.store import StoreSource
 from weightcast.trainer import export
 from weightcast.trainer.options import PublishOptions
-from weightcast.trainer.packer import PartPacker, SeenRegions, Shard
+from weightcast.trainer.packer import Packer, SeenRegions, Shard
 from weightcast.trainer.publisher import Publisher
 
 
@@ -130,12 +130,12 @@ def test_other_views_of_the_same_memory_in_the_same_mapping_are_refused() -> Non
 def test_the_same_regions_may_lie_otherwise_in_other_memory() -> None:
     layout = Layout(plan([TensorSpec("w", "float32", (4, 12))], 4096))
     payload = torch.zeros(layout.manifest.max_bucket_bytes, dtype=torch.uint8)
-    packer: PartPacker | None = None
+    packer: Packer | None = None
     for sizes in ((3, 4), (12,), (4, 3)):
         view = torch.rand(4, *sizes)
         shards = [Shard(0, geometry.whole((4, 12)), view)]
         if packer is None:
-            packer = PartPacker(layout, shards)
+            packer = Packer(layout, shards)
         packer.rebind(shards)
         packer.pack(0, payload)
         assert torch.equal(payload[: view.nbytes].view(torch.float32), view.flatten())

@@ -30,11 +30,11 @@ from weightcast.seams.source import Held
 from weightcast.sources.module import ModuleSource
 from weightcast.trainer.deltas import OriginBase
 from weightcast.trainer.group.rank import _can_map
-from weightcast.trainer.packer import PartPacker
+from weightcast.trainer.packer import Packer
 
 DEADLINE_SECONDS = 60.0
 
-_pack = PartPacker.pack
+_pack = Packer.pack
 _context = forking.preloaded(
     "torch", "torch.distributed", "weightcast.trainer.publisher", "weightcast.transports.memory"
 )
@@ -338,7 +338,7 @@ class Rank:
         rank._can_map = _can_not_map if is_apart else _can_map
 
         leads = self.rank % 2 == 0
-        PartPacker.pack = functools.partialmethod(_late, _pack, late_seconds * leads)  # type: ignore[assignment]
+        Packer.pack = functools.partialmethod(_late, _pack, late_seconds * leads)  # type: ignore[assignment]
         members = tuple(range(self.size)) if group is None else tuple(group)
         if group is not None:
             options["trainer_group"] = dist.new_group(list(group), backend="gloo")
@@ -464,7 +464,7 @@ class Rank:
 
     def fail_nowhere(self) -> None:
         """Forget `fail_at`."""
-        PartPacker.pack = functools.partialmethod(_late, _pack, 0.0)
+        Packer.pack = functools.partialmethod(_late, _pack, 0.0)
 
     def change_directory(self, *, joins: str = "", leaves: str = "") -> None:
         """On the first rank, which has the engines."""
@@ -568,17 +568,17 @@ class Rank:
         self._at(bucket, fail)
 
     def _at(self, bucket: int, call: Callable[[], None]) -> None:
-        from weightcast.trainer.packer import PartPacker
+        from weightcast.trainer.packer import Packer
 
-        original = PartPacker.pack
+        original = Packer.pack
 
-        def pack(part: PartPacker, index: int, *args: Any) -> Any:
+        def pack(part: Packer, index: int, *args: Any) -> Any:
             if index == bucket:
-                PartPacker.pack = original  # type: ignore[method-assign]
+                Packer.pack = original  # type: ignore[method-assign]
                 call()
             return original(part, index, *args)
 
-        PartPacker.pack = pack  # type: ignore[method-assign]
+        Packer.pack = pack  # type: ignore[method-assign]
 
     def rewind(self, at: int) -> None:
         """Once, lose every bucket, notice it at bucket `at`, and begin again when opened again."""

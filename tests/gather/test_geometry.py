@@ -17,7 +17,7 @@ from weightcast.format.plan import plan
 from weightcast.native.tables import added, digest
 from weightcast.trainer.group.assignment import assign
 from weightcast.trainer.group.records import Failure
-from weightcast.trainer.packer import HeldRegion, PartPacker, Shard, held_shards
+from weightcast.trainer.packer import HeldRegion, Packer, Shard, held_shards
 
 SPEC = TensorSpec("w", "float32", (6, 4))
 
@@ -108,7 +108,7 @@ def test_what_the_ranks_bring_fills_every_bucket(cut: str, bucket_size_bytes: in
     assigned = assign(specs, held, [0] * size)
     brought = [[held[rank][each.part] for each in parts] for rank, parts in enumerate(assigned)]
     assert sum(_bytes(specs, shard) for shards in brought for shard in shards) == layout.manifest.num_bytes
-    ends = [PartPacker(layout, shards) for shards in brought]
+    ends = [Packer(layout, shards) for shards in brought]
     for index, num_bytes in enumerate(layout.manifest.buckets):
         packed, expected = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
         sums, missing = [], None

@@ -24,7 +24,7 @@ from weightcast.integrations.sglang.stock.buckets import FlatBuckets, buckets, l
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute, shared
 from weightcast.integrations.sglang.stock.server import StockSender
 from weightcast.seams.client import SenderContext
-from weightcast.trainer.packer import Packer
+from weightcast.trainer.packer import Packer, tiling
 
 DTYPES = ["uint8", "bool", "bfloat16", "float16", "float32", "int64", "float8_e4m3fn"]
 VERSION = WeightVersion("0" * 32, 1)
@@ -79,7 +79,10 @@ def test_a_publishers_buckets_become_flattened_ones(specs: list[TensorSpec]) -> 
         return
     held = {spec.name: random_tensor(spec) for spec in specs}
     layout = Layout(manifest)
-    packer, flat = Packer(layout, TensorSource(held).regions()), FlatBuckets(manifest, (), memory)
+    packer, flat = (
+        Packer(layout, tiling(layout.manifest.tensors, TensorSource(held).regions())),
+        FlatBuckets(manifest, (), memory),
+    )
     payload = torch.empty(manifest.max_bucket_bytes, dtype=torch.uint8)
     seen: dict[str, bytes] = {}
 

@@ -22,7 +22,7 @@ from weightcast.format.plan import plan
 from weightcast.serving.admission import require_fit
 from weightcast.sources.module import ModuleSource
 from weightcast.sources.tensors import TensorSource
-from weightcast.trainer.packer import Packer
+from weightcast.trainer.packer import Packer, tiling
 
 VERSION = WeightVersion("0" * 32, 1)
 
@@ -196,7 +196,7 @@ def test_a_cast_source_is_packed_cast() -> None:
     source = ModuleSource(make_net(), dtype=torch.bfloat16)
     layout = Layout(plan(source.specs(), 1 << 16))
     payload = torch.zeros(layout.manifest.buckets[0], dtype=torch.uint8)
-    Packer(layout, source.regions()).fill(0, payload, VERSION)
+    Packer(layout, tiling(source.specs(), source.regions())).fill(0, payload, VERSION)
     packed = {e.record.name: v for e, v in zip(layout.entries[0], layout.views(0, payload), strict=True)}
     for name, ((_, view),) in source.regions().items():
         assert torch.equal(packed[name], view.bfloat16() if view.is_floating_point() else view)

@@ -22,7 +22,7 @@ from weightcast.format.plan import plan
 from weightcast.seams.transport import Sender
 from weightcast.sources.tensors import TensorSource
 from weightcast.testing.transport_kit import pack_and_send
-from weightcast.trainer.packer import Packer, pack
+from weightcast.trainer.packer import Packer, pack, tiling
 from weightcast.transports.store import JoinedStoreSender, StoreSender
 
 RUN = "5c" * 16
@@ -64,7 +64,7 @@ def manifest_of(tensors: Mapping[str, torch.Tensor], bucket_bytes: int = 64 << 1
 def send(sender: StoreSender, manifest: Manifest, version: WeightVersion, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write one version as a publisher does."""
     sender.open(manifest, version, peers=[], staged=True)
-    packer = Packer(Layout(manifest), TensorSource(tensors).regions())
+    packer = Packer(Layout(manifest), tiling(manifest.tensors, TensorSource(tensors).regions()))
     for index in range(len(manifest.buckets)):
         pack_and_send(sender, packer, manifest, version, index)
     sender.commit()
@@ -101,7 +101,10 @@ def send_origin(
     sender: Sender, manifest: Manifest, origin: int, number: int, num_buckets: int | None = None
 ) -> list[bytes]:
     """Send these first buckets of an origin, by default all; return their digests."""
-    packer, version = Packer(Layout(manifest), TensorSource(model(number)).regions()), WeightVersion(RUN, number)
+    packer, version = (
+        Packer(Layout(manifest), tiling(manifest.tensors, TensorSource(model(number)).regions())),
+        WeightVersion(RUN, number),
+    )
     digests = []
     for at, index in enumerate(manifest.spans[origin][:num_buckets]):
         num_bytes, digest = pack(packer, manifest, version, index, sender.buffer(at))

@@ -31,7 +31,7 @@ from weightcast.store.reading import StoreReader, pinned
 from weightcast.store.records import FORMAT, Commit, seal
 from weightcast.testing.transport_kit import pack_and_send
 from weightcast.trainer.options import PublishOptions
-from weightcast.trainer.packer import Packer
+from weightcast.trainer.packer import Packer, tiling
 from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.relay import Relay
 from weightcast.trainer.rollback import rollback
@@ -357,7 +357,7 @@ def test_a_sealed_version_that_is_not_committed_is_given_up(tmp_path: Path, endi
         sender.open(manifest, version, peers=["engine"], staged=True)
         with pytest.raises(UpdateAbortedError, match="there is no sealed version to commit"):
             sender.commit()
-        packer = Packer(Layout(manifest), TensorSource(model(2)).regions())
+        packer = Packer(Layout(manifest), tiling(manifest.tensors, TensorSource(model(2)).regions()))
         for index in range(len(manifest.buckets)):
             pack_and_send(sender, packer, manifest, version, index)
         assert len(list(receiver)) == len(manifest.buckets)

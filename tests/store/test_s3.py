@@ -50,7 +50,7 @@ from weightcast.sources.store import StoreSource
 from weightcast.store.address import ObjectStoreAddress, StoreAddress
 from weightcast.store.reading import StoreReader, pinned, store_status
 from weightcast.testing.transport_kit import pack_and_send
-from weightcast.trainer.packer import Packer
+from weightcast.trainer.packer import Packer, tiling
 from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.rollback import rollback
 from weightcast.transports.store import JoinedStoreSender, StoreReceiver, StoreSender
@@ -302,7 +302,7 @@ def test_the_publisher_that_opened_the_store_last_has_it(url: Options) -> None:
             publish(second, 2)
             # The first one goes on, without a look, until it would seal.
             manifest = manifest_of(model(0))
-            packer = Packer(Layout(manifest), TensorSource(model(2)).regions())
+            packer = Packer(Layout(manifest), tiling(manifest.tensors, TensorSource(model(2)).regions()))
             last = len(manifest.buckets) - 1
             for index in range(2, last):
                 pack_and_send(first, packer, manifest, WeightVersion(RUN, 2), index)
@@ -359,7 +359,7 @@ def test_a_publisher_that_has_lost_the_store_removes_nothing_of_the_other(url: O
         with pytest.raises(StaleVersionError, match="lost the store"):
             publish(sender, 2)
     with contextlib.closing(others[0]) as other:
-        packer = Packer(Layout(manifest), TensorSource(model(2)).regions())
+        packer = Packer(Layout(manifest), tiling(manifest.tensors, TensorSource(model(2)).regions()))
         for index in range(3, len(manifest.buckets)):
             pack_and_send(other, packer, manifest, WeightVersion(RUN, 2), index)
         other.commit()

@@ -48,7 +48,7 @@ from weightcast.store.address import DirectoryAddress, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader, pinned
 from weightcast.testing.transport_kit import Background, pack_and_send
 from weightcast.trainer.options import PublishOptions
-from weightcast.trainer.packer import Packer
+from weightcast.trainer.packer import Packer, tiling
 from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.rollback import rollback
 from weightcast.transports.store import StoreReceiver, StoreSender
@@ -77,7 +77,7 @@ def publish(sender: StoreSender, number: int, run: str = RUN) -> None:
 def pack_all(sender: StoreSender, manifest: Manifest, version: WeightVersion) -> None:
     """Make a version whole, and do not commit it."""
     sender.open(manifest, version, peers=[], staged=True)
-    packer = Packer(Layout(manifest), TensorSource(model(version.number)).regions())
+    packer = Packer(Layout(manifest), tiling(manifest.tensors, TensorSource(model(version.number)).regions()))
     for index in range(len(manifest.buckets)):
         pack_and_send(sender, packer, manifest, version, index)
 

@@ -24,7 +24,7 @@ from weightcast.testing.transport_kit import (
     value_of,
     version,
 )
-from weightcast.trainer.packer import Packer
+from weightcast.trainer.packer import Packer, tiling
 
 pytestmark = pytest.mark.gpu
 
@@ -68,7 +68,10 @@ def test_two_processes_on_one_gpu(ipc_ends: Ends, staged: bool) -> None:
     ipc_ends.device = torch.device("cuda:0")
     sender = ipc_ends.sender()
     weights = {spec.name: torch.zeros(512, 1024, dtype=torch.bfloat16, device="cuda:0") for spec in SPECS}
-    packer, stream = Packer(Layout(MANIFEST), TensorSource(weights).regions()), torch.cuda.Stream()
+    packer, stream = (
+        Packer(Layout(MANIFEST), tiling(MANIFEST.tensors, TensorSource(weights).regions())),
+        torch.cuda.Stream(),
+    )
     with (
         Child(receive_on_gpu, address_of(sender, "ipc://"), "a", staged) as a,
         Child(receive_on_gpu, address_of(sender, "ipc://"), "b", staged) as b,
@@ -103,7 +106,7 @@ def test_a_lost_process_does_not_hold_the_others_up(ipc_ends: Ends, how: str) ->
     weights = {spec.name: torch.full((512, 1024), 3.0, dtype=torch.bfloat16, device="cuda:0") for spec in SPECS}
     for index, weight in enumerate(weights.values()):
         weight.fill_(_value(1, index))
-    packer = Packer(Layout(MANIFEST), TensorSource(weights).regions())
+    packer = Packer(Layout(MANIFEST), tiling(MANIFEST.tensors, TensorSource(weights).regions()))
     with (
         Child(receive_on_gpu, address_of(sender, "ipc://"), "victim", False) as victim,
         Child(receive_on_gpu, address_of(sender, "ipc://"), "lively", False) as lively,

@@ -54,7 +54,7 @@ from weightcast.format.messages import (
 )
 from weightcast.host.closing import awaited_at_exit, close_in_child, on_failure
 from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline
-from weightcast.host.descriptors import AcceptLog, shortage, shortage_now
+from weightcast.host.descriptors import AcceptLog, shortage
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,8 @@ class ReadingCondition(threading.Condition):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.poller.register(self._wake, select.EPOLLIN)
         self._is_polled = False
-        self._is_polled_in_background = False
+        self._is_unattended = False
+        """True if the background thread polls, while one does."""
         self._is_closed = False
         self._waited_at = 0.0
         """Time at which a thread other than the background thread last waited or read."""
@@ -192,10 +193,10 @@ class ReadingCondition(threading.Condition):
         self._num_waiting += 1
         try:
             if self._is_closed or self._is_polled:
-                if self._is_polled_in_background:
+                if self._is_polled and self._is_unattended:
                     os.eventfd_write(self._wake, 1)
                 return super().wait(timeout)
-            self._poll(timeout)
+            self._poll(timeout, is_unattended=False)
             return True
         finally:
             self._num_waiting -= 1
@@ -213,11 +214,7 @@ class ReadingCondition(threading.Condition):
             finally:
                 self.acquire()
             return
-        self._is_polled_in_background = True
-        try:
-            self._poll(seconds)
-        finally:
-            self._is_polled_in_background = False
+        self._poll(seconds, is_unattended=True)
 
     def notify_all(self) -> None:
         """Wake all waiting threads, including the one that polls."""
@@ -247,10 +244,10 @@ class ReadingCondition(threading.Condition):
             self.poller.close()
             os.close(self._wake)
 
-    def _poll(self, seconds: float | None) -> None:
+    def _poll(self, seconds: float | None, *, is_unattended: bool) -> None:
         """Release the condition until a socket is ready or this thread is woken, then read the ready sockets."""
         events: list[tuple[int, int]] = []
-        self._is_polled = True
+        self._is_polled, self._is_unattended = True, is_unattended
         try:
             self.release()
             events = self.poller.poll(seconds)
@@ -675,30 +672,13 @@ class LinkListener:
                 link for (name, _), link in sorted(self.joined.items()) if engine in (None, name) and not link.ended
             ]
 
-    def wait(
-        self, engine: str, num_workers: int, deadline_seconds: float, *, ask: Callable[[], None] = lambda: None
-    ) -> list[Link]:
-        """Wait until `num_workers` workers of an engine have sent their hello. Raises PeerTimeoutError.
-
-        `ask` is called meanwhile, at growing intervals; it raises if the workers can't connect any more.
+    def wait(self, engine: str, num_workers: int, seconds: float) -> list[Link]:
+        """Wait until `num_workers` workers of an engine have sent their hello, for at most `seconds`; return the links
+        that are open then.
         """
-
-        def wait(seconds: float) -> None:
-            with self.condition:
-                self.condition.wait_for(lambda: len(self.links(engine)) >= num_workers, seconds)
-
-        links: list[Link] = []
-        for number, _ in enumerate(Deadline(deadline_seconds).polls(10 * POLL_SECONDS, GRACE_SECONDS, wait)):
-            links = self.links(engine)
-            if len(links) >= num_workers:
-                return links
-            if number:
-                ask()
-        raise PeerTimeoutError(
-            f"{len(links)} of {num_workers} workers of {engine} connected to the publisher's link at {self.address} "
-            f"within {deadline_seconds:g} s: {shortage_now() or 'check that their hosts can reach this address'}",
-            peer=engine,
-        )
+        with self.condition:
+            self.condition.wait_for(lambda: len(self.links(engine)) >= num_workers, seconds)
+            return self.links(engine)
 
     def end_links(self, reason: str, engine: str | None = None, *, goes_on: bool = False) -> None:
         """End every link of an engine at once, or for None of all engines. The listener goes on until `close`.
@@ -723,8 +703,15 @@ class LinkListener:
                 while not self._is_closing:
                     now = time.monotonic()
                     if now >= next_beat:
-                        next_beat = now + self.lease_seconds / _BEATS_PER_LEASE
-                        self._beat()
+                        beat_seconds = self.lease_seconds / _BEATS_PER_LEASE
+                        next_beat = now + beat_seconds
+                        heartbeat = frame(Heartbeat(waits=self.condition.attended_at > now - beat_seconds))
+                        for link in list(self._open_links.values()):
+                            if link.engine:
+                                # A full buffer means a stopped worker: the deadlines of updates handle that.
+                                link.put(heartbeat)
+                            elif now - link.opened_at > GRACE_SECONDS:
+                                self._drop(link, f"it sent no hello within {GRACE_SECONDS:g} s")
                     if self._accept_at and now >= self._accept_at:
                         self._accept_at = 0.0
                         self.condition.poller.modify(self._listener, select.EPOLLIN)
@@ -736,22 +723,32 @@ class LinkListener:
             self.condition.close()
             self._listener.close()
 
-    def _beat(self) -> None:
-        now = time.monotonic()
-        heartbeat = frame(Heartbeat(waits=self.condition.attended_at > now - self.lease_seconds / _BEATS_PER_LEASE))
-        for link in list(self._open_links.values()):
-            if link.engine:
-                # A full buffer means a stopped worker: the deadlines of updates handle that.
-                link.put(heartbeat)
-            elif now - link.opened_at > GRACE_SECONDS:
-                self._drop(link, f"it sent no hello within {GRACE_SECONDS:g} s")
-
     def _read(self, events: list[tuple[int, int]]) -> None:
         for descriptor, _ in events:
-            if link := self._open_links.get(descriptor):
-                self._hear(link)
-            elif descriptor == self._listener.fileno():
-                self._accept()
+            link = self._open_links.get(descriptor)
+            if link is None:
+                if descriptor == self._listener.fileno():
+                    self._accept()
+                continue
+            try:
+                # Read up to an end of the stream.
+                while True:
+                    if not (data := link._sock.recv(_READ_BYTES)):
+                        raise ConnectionResetError("the worker's process ended, or it closed the link")
+                    for message in link._frames.feed(data):
+                        if isinstance(message, Hello):
+                            self._welcome(link, message)
+                        elif not link.engine:
+                            raise ManifestError("the worker's first message is not a hello")
+                        elif isinstance(message, _VERDICTS):
+                            link._verdicts.append(message)
+                        else:
+                            link.records.append(message)
+            except BlockingIOError:
+                continue
+            except (OSError, ManifestError) as exc:
+                link.has_left = not link.ended and isinstance(exc, OSError)
+                self._drop(link, str(exc))
 
     def _accept(self) -> None:
         try:
@@ -778,27 +775,6 @@ class LinkListener:
             sock.setblocking(False)
             self.condition.poller.register(sock, select.EPOLLIN)
             self._open_links[sock.fileno()] = Link(sock, self.condition, self._messages)
-
-    def _hear(self, link: Link) -> None:
-        try:
-            # Read up to an end of the stream.
-            while True:
-                if not (data := link._sock.recv(_READ_BYTES)):
-                    raise ConnectionResetError("the worker's process ended, or it closed the link")
-                for message in link._frames.feed(data):
-                    if isinstance(message, Hello):
-                        self._welcome(link, message)
-                    elif not link.engine:
-                        raise ManifestError("the worker's first message is not a hello")
-                    elif isinstance(message, _VERDICTS):
-                        link._verdicts.append(message)
-                    else:
-                        link.records.append(message)
-        except BlockingIOError:
-            return
-        except (OSError, ManifestError) as exc:
-            link.has_left = not link.ended and isinstance(exc, OSError)
-            self._drop(link, str(exc))
 
     def _welcome(self, link: Link, hello: Hello) -> None:
         if hello.protocol != PROTOCOL or hello.run != self.run or link.engine:

@@ -18,14 +18,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from weightcast.host.closing import close_in_child, on_failure
 from weightcast.host.deadline import POLL_SECONDS, Deadline
 
 _MAX_REPLY_BYTES = 1 << 24
-_READ_BYTES = 1 << 16
 
 
 class RecoveryRequest(NamedTuple):
@@ -52,10 +51,6 @@ class Watchdog:
         self._socket: socket.socket | None = None
         self._kept: dict[str, Sequence[RecoveryRequest]] = {}
         self._lock = threading.Lock()
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
 
     def keep(self, engine: str, requests: Sequence[RecoveryRequest]) -> None:
         """Have these requests sent to the engine if this process dies. Returns once they are written to the watchdog.
@@ -89,40 +84,28 @@ class Watchdog:
     def _write(self, changed: Mapping[str, Sequence[RecoveryRequest]]) -> None:
         """Write the changed requests to the watchdog; start it, with all, if it does not run or was killed."""
         if self._socket is None or self._process is None or self._process.poll() is not None:
-            self._start()
+            if self._socket is not None:
+                self._socket.close()
+            ours, theirs = socket.socketpair()
+            self._socket = close_in_child(ours)
+            ours.settimeout(self._deadline_seconds)
+            with theirs:
+                # A session of its own: a Ctrl-C that ends the trainer must not end the watchdog.
+                command = [sys.executable, "-m", "weightcast.links.watchdog", str(self._deadline_seconds)]
+                self._process = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
             changed = self._kept
-        assert self._socket is not None
-        assert self._process is not None
         # A watchdog that does not read, or has read half a line, is useless: the next call starts another.
         with on_failure(self._process.kill):
             self._socket.sendall(json.dumps(changed).encode() + b"\n")
 
-    def _start(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        ours, theirs = socket.socketpair()
-        self._socket = close_in_child(ours)
-        ours.settimeout(self._deadline_seconds)
-        with theirs:
-            # A session of its own: a Ctrl-C that ends the trainer must not end the watchdog.
-            command = [sys.executable, "-m", "weightcast.links.watchdog", str(self._deadline_seconds)]
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
 
-
-class WatchedEngines:
-    """The requests that the publisher has written so far. Only complete lines count."""
-
-    def __init__(self) -> None:
-        self.requests: dict[str, list[RecoveryRequest]] = {}
-        self._text = b""
-
-    def read(self, text: bytes) -> None:
-        *lines, self._text = (self._text + text).split(b"\n")
-        for changed in map(json.loads, lines):
-            for name, requests in changed.items():
-                self.requests.pop(name, None)
-                if requests:
-                    self.requests[name] = [RecoveryRequest(*each) for each in requests]
+def requests_of(lines: Iterable[bytes]) -> dict[str, list[RecoveryRequest]]:
+    """Return each engine's requests, as the publisher has written them last. Only complete lines count."""
+    requests: dict[str, list[RecoveryRequest]] = {}
+    for line in lines:
+        if line.endswith(b"\n"):
+            requests |= {name: [RecoveryRequest(*each) for each in of_it] for name, of_it in json.loads(line).items()}
+    return requests
 
 
 def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float) -> bool:
@@ -164,12 +147,8 @@ def _has(reply: bytes, expected: Mapping[str, Any]) -> bool:
 
 def main() -> int:
     """Wait until the publisher's connection closes, then send every engine its requests, all engines at once."""
-    watched = WatchedEngines()
-    with socket.socket(fileno=sys.stdin.fileno()) as publisher:
-        while text := publisher.recv(_READ_BYTES):
-            watched.read(text)
-    seconds = float(sys.argv[1])
-    threads = [threading.Thread(target=rescue, args=(requests, seconds)) for requests in watched.requests.values()]
+    watched, seconds = requests_of(sys.stdin.buffer), float(sys.argv[1])
+    threads = [threading.Thread(target=rescue, args=(requests, seconds)) for requests in watched.values()]
     for thread in threads:
         thread.start()
     for thread in threads:

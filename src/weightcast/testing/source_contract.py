@@ -12,7 +12,7 @@ from weightcast.format.plan import plan
 from weightcast.seams.source import Source
 from weightcast.testing.payloads import DTYPES, OverPayloads, Payload, raw_bytes, region_slices
 from weightcast.testing.transport_kit import unpack, version
-from weightcast.trainer.packer import Packer
+from weightcast.trainer.packer import Packer, tiling
 
 
 class SourceContract(OverPayloads):
@@ -63,7 +63,7 @@ class SourceContract(OverPayloads):
     @pytest.mark.parametrize("bucket_size_bytes", [256, 4096, 1 << 20])
     def test_what_it_describes_can_be_packed(self, source: Source, payload: Payload, bucket_size_bytes: int) -> None:
         manifest = plan(source.specs(), max(bucket_size_bytes, payload.bucket_size_bytes // 64))
-        packer = Packer(Layout(manifest), source.regions())
+        packer = Packer(Layout(manifest), tiling(manifest.tensors, source.regions()))
         packed = []
         for index, num_bytes in enumerate(manifest.buckets):
             payload_bytes = torch.zeros(num_bytes, dtype=torch.uint8)

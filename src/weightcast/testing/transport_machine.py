@@ -16,7 +16,7 @@ from weightcast.format.bucket import HEADER_BYTES, Layout
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.testing.payloads import PAYLOADS, Payload
 from weightcast.testing.transport_kit import Reader, RecoveringSender, TransportEnds, pack_and_send, unpack, version
-from weightcast.trainer.packer import Packer
+from weightcast.trainer.packer import Packer, tiling
 
 _PEERS = ("a", "b")
 _SMALL = [p for p in PAYLOADS if p.name not in ("many_tiny", "special_floats")]
@@ -37,7 +37,7 @@ class Rig(TransportEnds):
     def open(self, payload: Payload, manifest: Manifest, version: WeightVersion, staged: bool) -> None:
         self.readers = {p: Reader(r, manifest, version, staged=staged) for p, r in self.receivers.items()}
         self.end.open(manifest, version, peers=list(self.receivers), staged=staged)
-        self._packer = Packer(Layout(manifest), payload.regions())
+        self._packer = Packer(Layout(manifest), tiling(manifest.tensors, payload.regions()))
 
     def send(self, index: int, manifest: Manifest, version: WeightVersion) -> None:
         assert self._packer is not None

@@ -42,7 +42,7 @@ from weightcast.testing.transport_kit import (
     unpack,
     version,
 )
-from weightcast.trainer.packer import Packer
+from weightcast.trainer.packer import Packer, tiling
 
 ENDED = (PeerDiedError, PeerTimeoutError, UpdateAbortedError, ClosedError)
 """Errors with which an iteration that can't complete may end."""
@@ -88,7 +88,7 @@ class VersionedTransportContract(OverPayloads, TransportEnds):
         if payload is None:
             send_all(sender, manifest, number)
         else:
-            packer = Packer(Layout(manifest), payload.regions())
+            packer = Packer(Layout(manifest), tiling(manifest.tensors, payload.regions()))
             for index in range(len(manifest.buckets)):
                 pack_and_send(sender, packer, manifest, version(number), index)
         found = [reader.result() for reader in readers]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from concurrent import futures
 from typing import Any, Literal
 
-from weightcast.errors import PublishInFlightError, PublishReport, UpdateAbortedError
+from weightcast.errors import PublishReport, UpdateAbortedError
 
 Overlap = Literal["wait", "skip", "raise"]
 
@@ -29,48 +29,43 @@ class Flight:
         """The version's number, once it is known."""
         self.stall_seconds = 0.0
         """Time from the call until all was packed, during which the weights must not change; 0 before that."""
-        self._condition = threading.Condition()
-        self._is_packed = False
-        self._is_over = False
+        self.is_packed = False
         self._can_cancel = can_cancel
         self._is_cancelled = False
+        self._may_return = threading.Event()
+        """Set once all is packed or the publish has ended."""
+        self._lock = threading.Lock()
 
     # --- the publish ---
 
     def packed(self) -> None:
         """Mark the end of packing: the source is not read any more. Idempotent."""
-        with self._condition:
-            if not self._is_packed:
-                self._is_packed = True
-                self.stall_seconds = time.perf_counter() - self.began_at
-                self._condition.notify_all()
+        with self._lock:
+            if not self.is_packed:
+                self.is_packed, self.stall_seconds = True, time.perf_counter() - self.began_at
+        self._may_return.set()
 
     def over(self) -> None:
-        with self._condition:
-            self._is_over, self._can_cancel = True, False
-            self._condition.notify_all()
+        with self._lock:
+            self._can_cancel = False
+        self._may_return.set()
 
     def require_wanted(self, *, installs: bool = False) -> None:
         """Raise UpdateAbortedError if the publish was cancelled. `installs`: refuse to cancel it from now on."""
-        with self._condition:
+        with self._lock:
             if self._is_cancelled:
                 raise UpdateAbortedError("the publish was cancelled before any engine had installed the version")
             self._can_cancel = self._can_cancel and not installs
 
     # --- its caller ---
 
-    @property
-    def is_packed(self) -> bool:
-        return self._is_packed
-
     def wait_until_packed(self) -> bool:
         """Wait until the weights may change again; False if the publish has ended before all was packed."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._is_packed or self._is_over)
-            return self._is_packed
+        self._may_return.wait()
+        return self.is_packed
 
     def cancel(self) -> bool:
-        with self._condition:
+        with self._lock:
             self._is_cancelled = self._is_cancelled or self._can_cancel
             return self._can_cancel
 
@@ -174,11 +169,3 @@ class Turn:
         with self._condition:
             self._thread = 0
             self._condition.notify_all()
-
-
-def require_skip(overlap: Overlap) -> None:
-    """Raise PublishInFlightError if `overlap` is "raise"; return if the publish is to be skipped."""
-    if overlap == "raise":
-        raise PublishInFlightError(
-            "a publish of this publisher is in flight: wait for its handle's result(), or pass overlap='wait' or 'skip'"
-        )

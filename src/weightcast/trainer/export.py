@@ -39,24 +39,14 @@ def export(
         raise FileExistsError(f"{directory} exists already: name another directory, or remove this one first")
     if config_from is not None and not (config_from / "config.json").is_file():
         raise FileNotFoundError(f"{config_from} has no config.json: give the directory that save_pretrained wrote")
-    unfinished = UnfinishedDirectory(directory)
-    with on_failure(unfinished.discard):
-        names = _write(source, unfinished.path, max_shard_bytes)
-        if config_from is not None:
-            names += copy_configuration(config_from, unfinished.path)
-        unfinished.finish()
-    return names
-
-
-def _write(source: Source, directory: Path, max_shard_bytes: int) -> list[str]:
-    arguments.require_tensors(source.specs())
+    specs = source.specs()
+    arguments.require_tensors(specs)
     arguments.require_alone(source)
     if casts_to_engines(source):
         raise ValueError(
             "the source has dtype='engine', which casts to the engines' dtypes, but an export has no engine: give the "
             "source a dtype such as dtype=torch.bfloat16"
         )
-    specs = source.specs()
     try:
         held = _parts(source)
     except IncompatibleWeightsError as exc:
@@ -66,14 +56,19 @@ def _write(source: Source, directory: Path, max_shard_bytes: int) -> list[str]:
         ) from exc
     shards = list(_shards(specs, max_shard_bytes))
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(directory / name, {spec.name: _joined(spec, held.get(spec.name, ())) for spec in shard})
-        weight_map |= {spec.name: name for spec in shard}
-    names = sorted(set(weight_map.values()))
-    if len(shards) > 1:
-        write_index(directory, weight_map, sum(spec.num_bytes for spec in specs))
-        names.append(INDEX_FILE)
+    unfinished = UnfinishedDirectory(directory)
+    with on_failure(unfinished.discard):
+        for number, shard in enumerate(shards, start=1):
+            name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            write_tensors(unfinished.path / name, {spec.name: _joined(spec, held.get(spec.name, ())) for spec in shard})
+            weight_map |= {spec.name: name for spec in shard}
+        names = sorted(set(weight_map.values()))
+        if len(shards) > 1:
+            write_index(unfinished.path, weight_map, sum(spec.num_bytes for spec in specs))
+            names.append(INDEX_FILE)
+        if config_from is not None:
+            names += copy_configuration(config_from, unfinished.path)
+        unfinished.finish()
     return names
 
 

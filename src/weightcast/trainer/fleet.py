@@ -48,7 +48,7 @@ from weightcast.format.messages import (
     UpdateInfo,
     WeightInfo,
 )
-from weightcast.host.deadline import Deadline, to_its_end
+from weightcast.host.deadline import GRACE_SECONDS, POLL_SECONDS, Deadline, to_its_end
 from weightcast.host.descriptors import shortage_now
 from weightcast.links.link import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
@@ -208,13 +208,18 @@ class FleetMember:
         """Have the engine's workers connect, and wait for their hellos. `ask` comes first.
 
         Raises EngineBusyError if another run has taken the engine over, ClosedError if the engine has ended the
-        session; in both cases no worker would connect.
+        session; in both cases no worker would connect. Raises PeerTimeoutError at the deadline.
         """
         assert self.info is not None
-        num_unheld = 0
-
-        def require_session() -> None:
-            nonlocal num_unheld
+        self.client.init(init)
+        num_workers, num_unheld, links = self.info.world_size, 0, list[Link]()
+        wait = functools.partial(listener.wait, self.name, num_workers)
+        for number, _ in enumerate(Deadline(self._deadline_seconds).polls(10 * POLL_SECONDS, GRACE_SECONDS, wait)):
+            links = listener.links(self.name)
+            if len(links) >= num_workers:
+                break
+            if number == 0:
+                continue
             holder = self._run
             with contextlib.suppress(PeerError):
                 holder = self.client.info().holder
@@ -230,9 +235,14 @@ class FleetMember:
                         "run took the engine over and has ended since; see the engine's log"
                     )
                 )
-
-        self.client.init(init)
-        self.links = listener.wait(self.name, self.info.world_size, self._deadline_seconds, ask=require_session)
+        else:
+            raise PeerTimeoutError(
+                f"{len(links)} of {num_workers} workers of {self.name} connected to the publisher's link at "
+                f"{listener.address} within {self._deadline_seconds:g} s: "
+                f"{shortage_now() or 'check that their hosts can reach this address'}",
+                peer=self.name,
+            )
+        self.links = links
         by_host: dict[str, list[Link]] = {}
         for link in self.links:
             by_host.setdefault(link.host, []).append(link)
@@ -530,7 +540,10 @@ class Fleet:
         result; without `notes` it is ignored. A caller's own client may raise any exception: only its engine fails.
         Wait for workers' messages in turn: one thread reads for all, and each message would wake all threads that wait.
         """
-        todo = [m for m in members if also_done or (m.result.error is None and not m.result.ok)]
+        todo = []
+        for member in members:
+            if also_done or (member.result.error is None and not member.result.ok):
+                todo.append(member)
         if len(todo) > 1 and not in_turn:
             options = {"notes": notes, "also_done": True}
             self._calls[:] = [self._pool.submit(self.each, call, [member], *args, **options) for member in todo]

@@ -21,6 +21,12 @@ _MAX_BUCKET_BYTES = 1 << 32
 
 Phase: TypeAlias = Literal["offered", "packed", "received", "installed"]
 DeltaMode: TypeAlias = Literal["auto", "always"]
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "install": ("staged", "streaming"),
+    "verify": ("installed", None),
+    "delta": ("auto", "always", None),
+    "on_failure": ("raise", "report"),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,8 +125,9 @@ class PublishOptions:
     lease_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.install not in ("staged", "streaming"):
-            raise ValueError(f"install is {self.install!r}; it must be 'staged' or 'streaming'")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {' or '.join(map(repr, choices))}")
         if self.target is not None:
             if not isinstance(self.target, Adapter):
                 raise TypeError(f"target is {self.target!r}; it must be an Adapter(...) or None for the model")
@@ -129,12 +136,6 @@ class PublishOptions:
                     "an adapter is installed as a whole, and digests are of the model's tensors: with target= leave "
                     "out install='streaming' and verify"
                 )
-        if self.on_failure not in ("raise", "report"):
-            raise ValueError(f"on_failure is {self.on_failure!r}; it must be 'raise' or 'report'")
-        if self.verify not in (None, "installed"):
-            raise ValueError(f"verify is {self.verify!r}; it must be 'installed' or None")
-        if self.delta not in (None, "auto", "always"):
-            raise ValueError(f"delta is {self.delta!r}; it must be 'auto', 'always' or None")
         if self.delta == "always" and self.install != "staged":
             raise ValueError('deltas need install="staged": leave `install` out, or publish with delta=None')
         if integer("verify_every", self.verify_every) < 1:

@@ -24,7 +24,6 @@ from weightcast.format.bucket import (
     TORCH_DTYPES,
     BucketBuffer,
     Digest,
-    Entry,
     Layout,
     narrow,
     queued_digest,
@@ -45,7 +44,7 @@ from weightcast.format.geometry import (
 )
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
-from weightcast.host.copy import PreparedCopies, copy_all
+from weightcast.host.copy import PreparedCopies
 from weightcast.native.tables import Chunks, PackTable, Sums, added, digest, places, spans_of, unfilled_chunks
 from weightcast.seams.source import Held, LookedAtRegions, Regions
 from weightcast.trainer.sent_digests import SentDigests
@@ -68,13 +67,14 @@ class Fill(Protocol):
     `sent`: where the caller adds the digests of tensors of each filled bucket, with `verify="installed"`; else None.
     """
 
-    sent: SentDigests | None
+    sent: SentDigests | None = None
 
     def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
         """Write the raw payload of bucket `index` to the beginning of `payload`; return its digest."""
 
     def others(self) -> Sequence[Digest]:
         """Return the digests of the other origins' buckets. Called once all were sent."""
+        return ()
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
@@ -100,12 +100,17 @@ def finish(digest: Digest, manifest: Manifest, version: WeightVersion, index: in
 class PackPlan:
     """A layout, and the packer for the source's present views. Several trainer ranks agree on the layout."""
 
-    def __init__(self, specs: Sequence[TensorSpec], layout: Layout, bucket_size_bytes: int) -> None:
-        self.specs = specs
+    def __init__(self, specs: Sequence[TensorSpec], bucket_size_bytes: int) -> None:
         self.bucket_size_bytes = bucket_size_bytes
-        self._regions: SeenRegions | None = None
+        self.seen = SeenRegions({})
+        """The regions for which the packer was made."""
+        self.cast(specs)
+
+    def cast(self, specs: Sequence[TensorSpec]) -> None:
+        """Pack in the dtypes of these specs from now on, planned for one origin; drop the packer."""
+        self.specs = specs
         self._packer: Fill | None = None
-        self.lay_out(layout)
+        self.lay_out(Layout(plan(specs, self.bucket_size_bytes)))
 
     def lay_out(self, layout: Layout) -> None:
         """Pack into this layout from now on."""
@@ -113,18 +118,9 @@ class PackPlan:
         self.manifest_digest = layout.manifest.digest()
         self.num_bytes = layout.manifest.num_bytes
 
-    def cast(self, specs: Sequence[TensorSpec]) -> None:
-        """Pack the same tensors in other dtypes from now on, planned for one origin; drop the packer."""
-        self.specs, self._packer = specs, None
-        self.lay_out(Layout(plan(specs, self.bucket_size_bytes)))
-
-    def is_of(self, regions: Regions) -> bool:
-        """Return whether the packer was made for these views; then the specs have not changed either."""
-        return self._regions is not None and self._regions.is_of(regions)
-
     def use(self, regions: Regions, packer: Fill) -> None:
         """Use `packer` for these regions. With several trainer ranks the other ranks pack the rest."""
-        self._regions, self._packer = SeenRegions(regions), packer
+        self.seen, self._packer = SeenRegions(regions), packer
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
@@ -137,36 +133,10 @@ class PackPlan:
 
         Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor.
         """
-        if self._packer is None or self._regions is None or self._regions.regions is not regions:
-            self.use(regions, Packer(self.layout, regions))
+        if self._packer is None or self.seen.regions is not regions:
+            self.use(regions, Packer(self.layout, tiling(self.layout.manifest.tensors, regions)))
             assert self._packer is not None
         return self._packer
-
-
-class Packer:
-    """Implements `Fill` for a rank that has all of every tensor.
-
-    It keeps views of the source's memory; make a new one if a tensor's storage has changed.
-    """
-
-    def __init__(self, layout: Layout, regions: Regions) -> None:
-        """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
-        self.sent: SentDigests | None = None
-        self._part = PartPacker(layout, tiling(layout.manifest.tensors, regions))
-
-    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
-        """See `PartPacker.fill`."""
-        return self._part.fill(index, payload)
-
-    def prepare(self) -> None:
-        """Prepare the first `fill` of each bucket in host memory."""
-        self._part.prepare()
-
-    def others(self) -> Sequence[Digest]:
-        return ()
-
-    def forget_views(self) -> None:
-        self._part.forget_views()
 
 
 class ShardSlice(msgspec.Struct, frozen=True, gc=False):
@@ -233,10 +203,11 @@ class ShardSlices:
                     yield ShardSlice(number, part, shared, dtype, start, num_bytes, is_run(inner, piece.sizes))
 
 
-class PartPacker:
-    """Copies one rank's shards into buckets, cast to the manifest's dtypes.
+class Packer(Fill):
+    """Implements `Fill`: copies one rank's shards into buckets, cast to the manifest's dtypes.
 
-    In host memory the same pass digests the chunks of a bucket that the rank fills alone.
+    In host memory the same pass digests the chunks of a bucket that the rank fills alone. The packer keeps views of the
+    source's memory: make a new one, or `rebind` it, if a tensor's storage has changed.
     """
 
     def __init__(self, layout: Layout, shards: Sequence[Shard]) -> None:
@@ -244,26 +215,20 @@ class PartPacker:
         self._layout = layout
         self._shards = shards
         self._sources: dict[int, list[torch.Tensor]] = {}
-        self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        """By bucket, for those that torch fills: the payload, and the views to copy to."""
         self._tables: dict[int, PackTable] = {}
         """By bucket in host memory."""
-        self._others: dict[int, tuple[torch.Tensor, PreparedCopies]] = {}
-        """By bucket: the payload, and the copies into it that come before its table."""
-        self._fused: dict[int, tuple[torch.Tensor, CopyAndDigest]] = {}
+        self._copies: dict[int, tuple[torch.Tensor, PreparedCopies, CopyAndDigest | None]] = {}
+        """By bucket: the payload, and the copies into it that come before its table or, on a GPU, before the kernel."""
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """Take over new views of the same regions. Other dims may be split in two than before (see `Held`)."""
         self._shards = shards
         self._sources.clear()
         self._tables.clear()
-        self.forget_views()
+        self._copies.clear()
 
     def forget_views(self) -> None:
-        """Drop every view of a bucket."""
-        self._targets.clear()
-        self._others.clear()
-        self._fused.clear()
+        self._copies.clear()
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -283,12 +248,12 @@ class PartPacker:
             self._make_table(index, raw)
         table = self._tables[index]
         if table.others:
-            others = self._others.get(index)
-            if others is None or others[0] is not payload:
+            known = self._copies.get(index)
+            if known is None or known[0] is not payload:
                 sources = self.sources(index)
                 copies = PreparedCopies(self._views(index, payload, table.others), [sources[k] for k in table.others])
-                others = self._others[index] = payload, copies
-            others[1].run()
+                known = self._copies[index] = payload, copies, None
+            known[1].run()
         return table.run(raw, cached=raw.nbytes <= _CACHED_BYTES), table.missing
 
     def _make_table(self, index: int, raw: torch.Tensor) -> None:
@@ -307,37 +272,43 @@ class PartPacker:
         ]
 
     @torch.no_grad()
-    def fill(self, index: int, payload: torch.Tensor) -> Digest:
+    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
         """Fill bucket `index`, all of which this rank packs; return its digest, on a GPU a tensor of two int64.
 
         Each byte is read once, on a GPU if the digest kernel is available. On a GPU all work is queued on the current
         stream and nothing waits.
         """
-        num_bytes = self._layout.manifest.buckets[index]
+        raw = payload[: self._layout.manifest.buckets[index]]
         if not payload.is_cuda:
             sums, missing = self.pack(index, payload)
-            return added(sums, digest(payload[:num_bytes], missing)) if missing.any() else added(sums)
+            return added(sums, digest(raw, missing)) if missing.any() else added(sums)
         self._layout.clear_gaps(index, payload)
-        if not num_bytes or device_digest.kernel(payload.device) is None:
-            targets = self._targets.get(index)
-            if targets is None or targets[0] is not payload:
-                targets = self._targets[index] = payload, self._views(index, payload)
-            copy_all(targets[1], self.sources(index))
-            return queued_digest(payload[:num_bytes])
-        known = self._fused.get(index)
+        known = self._copies.get(index)
         if known is None or known[0] is not payload:
-            fused = CopyAndDigest(payload[:num_bytes], self._views(index, payload), self.sources(index))
-            known = self._fused[index] = payload, fused
-        if known[1].others:
-            copy_all(*map(list, zip(*known[1].others, strict=True)))
-        return known[1].run()
+            targets, sources, fused = self._views(index, payload), self.sources(index), None
+            if raw.nbytes and device_digest.kernel(payload.device) is not None:
+                fused = CopyAndDigest(raw, targets, sources)
+                targets, sources = [target for target, _ in fused.others], [source for _, source in fused.others]
+            known = self._copies[index] = payload, PreparedCopies(targets, sources), fused
+        _, copies, fused = known
+        copies.run()
+        return queued_digest(raw) if fused is None else fused.run()
 
     def _views(self, index: int, payload: torch.Tensor, numbers: Sequence[int] | None = None) -> list[torch.Tensor]:
         """Return views of a payload, one for each of this rank's slices, or for those of these numbers."""
         cuts, sources = self.slices.of(index), self.sources(index)
-        if numbers is not None:
-            cuts, sources = [cuts[number] for number in numbers], [sources[number] for number in numbers]
-        return list(map(split_like, bucket_views(cuts, self._layout.entries[index], payload), sources))
+        wanted = range(len(cuts)) if numbers is None else numbers
+        # Cut to a multiple of 16 bytes, the widest element, so that any dtype can view it.
+        whole_buffer = payload[: payload.numel() // 16 * 16]
+        typed = {dtype: whole_buffer.view(TORCH_DTYPES[dtype]) for dtype in {cuts[number].dtype for number in wanted}}
+        views = []
+        for number in wanted:
+            cut = cuts[number]
+            of_dtype, piece = typed[cut.dtype], self._layout.entries[index][cut.entry].piece
+            offset = int(of_dtype.storage_offset()) + cut.start // ITEMSIZE_BYTES[cut.dtype]
+            view = of_dtype.as_strided(cut.region.sizes, row_major(piece.region.sizes), offset)
+            views.append(split_like(view, sources[number]))
+        return views
 
     def sources(self, index: int) -> list[torch.Tensor]:
         """Return views of this rank's shards, one for each slice of bucket `index`."""
@@ -346,20 +317,6 @@ class PartPacker:
             cuts = self.slices.of(index)
             views = self._sources[index] = [self._shards[cut.part].view(cut.region) for cut in cuts]
         return views
-
-
-def bucket_views(slices: Sequence[ShardSlice], entries: Sequence[Entry], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Return one view of a bucket's payload for each slice."""
-    # Cut to a multiple of 16 bytes, the widest element, so that any dtype can view it.
-    whole_buffer = buffer[: buffer.numel() // 16 * 16]
-    typed = {dtype: whole_buffer.view(TORCH_DTYPES[dtype]) for dtype in {cut.dtype for cut in slices}}
-    starts = {dtype: int(of_dtype.storage_offset()) for dtype, of_dtype in typed.items()}
-    views = []
-    for cut in slices:
-        offset = starts[cut.dtype] + cut.start // ITEMSIZE_BYTES[cut.dtype]
-        strides = row_major(entries[cut.entry].piece.region.sizes)
-        views.append(typed[cut.dtype].as_strided(cut.region.sizes, strides, offset))
-    return views
 
 
 # --- what a rank holds ---
@@ -394,7 +351,7 @@ class SeenRegions:
         if not isinstance(regions, LookedAtRegions):
             self._held = list(itertools.chain.from_iterable(regions.values()))
             self._places = places([view for _, view in self._held])
-            self._addresses = [view.data_ptr() for _, view in self._held]
+            self._seen = list(map(_seen, self._held))
 
     def is_of(self, regions: Regions) -> bool:
         """Return whether the source returned the same object again.
@@ -407,24 +364,23 @@ class SeenRegions:
         are_kept = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
         if are_kept and places([view for _, view in held]) == self._places:
             return True
-        addresses, formers = [view.data_ptr() for _, view in held], self._addresses
-        if addresses != formers and len(held) == len(formers):
+        found, formers = list(map(_seen, held)), self._seen
+        if found == formers:
+            return True
+        moved = []
+        if len(found) == len(formers):
             names = [name for name, parts in regions.items() for _ in parts]
-            moved = [
-                f"{name!r}: found a view at {address:#x}, expected it at {former:#x}"
-                for name, address, former in zip(names, addresses, formers, strict=True)
-                if address != former
-            ]
-            raise _misfit(moved, "when tensors move, have regions() return a new object")
-        if are_kept or [*map(_read_as, held)] != [*map(_read_as, self._held)]:
-            problem = "found other regions, or views of other shapes, strides or dtypes, in the same object"
-            raise _misfit([problem], "when tensors change, have regions() return a new object")
-        return True
+            for name, (address, *_), (former, *_) in zip(names, found, formers, strict=True):
+                if address != former:
+                    moved.append(f"{name!r}: found a view at {address:#x}, expected it at {former:#x}")
+        changed = "found other regions, or views of other shapes, strides or dtypes, in the same object"
+        raise _misfit(moved or [changed], "when tensors move or change, have regions() return a new object")
 
 
-def _read_as(held: Held) -> tuple[object, ...]:
+def _seen(held: Held) -> tuple[int, object, object, object, object]:
+    """Return all that a packer reads of a view but its values, the address first."""
     region, view = held
-    return region, view.shape, view.stride(), view.dtype
+    return view.data_ptr(), region, view.shape, view.stride(), view.dtype
 
 
 def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:

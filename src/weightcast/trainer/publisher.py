@@ -31,6 +31,7 @@ from weightcast.engines.gate import require_no_step
 from weightcast.errors import (
     ClosedError,
     ErrorRecord,
+    PublishInFlightError,
     PublishReport,
     UpdateAbortedError,
     WeightcastError,
@@ -39,9 +40,8 @@ from weightcast.errors import (
     to_record,
 )
 from weightcast.format.adapters import AdapterTarget
-from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec, WeightVersion
-from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
+from weightcast.format.plan import fitting_bucket_size, largest_bucket_size
 from weightcast.host import device as host_device
 from weightcast.host.closing import Closeable, ClosedOnExit, awaited_at_exit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS, run_into
@@ -53,7 +53,7 @@ from weightcast.seams.directory import EngineDirectory
 from weightcast.seams.source import Regions, RevisedSource, Source, StreamSource, TensorStream, casts_to_engines
 from weightcast.sources.store import StoreSource
 from weightcast.trainer import arguments
-from weightcast.trainer.background import Flight, Overlap, PublishHandle, Turn, require_skip
+from weightcast.trainer.background import Flight, Overlap, PublishHandle, Turn
 from weightcast.trainer.deltas import Deltas
 from weightcast.trainer.engine_dtypes import EngineDtypes
 from weightcast.trainer.finite import require_finite
@@ -162,8 +162,7 @@ class Publisher(ClosedOnExit):
 
         The caller's objects are not among them: they may refer to this publisher, and would keep it alive.
         """
-        self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
-        self._drop.atexit = False
+        self._drop: weakref.finalize[..., Publisher] | None = None
         with on_failure(self.close):
             for engine in () if isinstance(engines, EngineDirectory) else engines:
                 self._fleet.add(self._member_of(engine))
@@ -308,7 +307,8 @@ class Publisher(ClosedOnExit):
             if self._closed:
                 return
             self._closed = True
-            self._drop.detach()
+            if self._drop is not None:
+                self._drop.detach()
             # All of these, also after one has raised; the last one is called first.
             parts: list[Closeable] = [self._watchdog, self._fleet, *reversed(self._owned[:-1])]
             for part in parts:
@@ -508,8 +508,12 @@ class Publisher(ClosedOnExit):
                     # The other ranks can't be told, since the publish in flight begins or ends there: wait for it.
                     self._turn.acquire(publishes=True)
                     instead = None
+                if instead == "raise":
+                    raise PublishInFlightError(
+                        "a publish of this publisher is in flight: wait for its handle's result(), or pass "
+                        "overlap='wait' or 'skip'"
+                    )
                 if instead is not None:
-                    require_skip(instead)
                     return None
                 try:
                     self._require_open()
@@ -675,6 +679,9 @@ class Publisher(ClosedOnExit):
                 else:
                     self._group = FollowingRank(group, source, seconds, self._turn)
                 self._owned.insert(0, self._group)
+        # Not earlier: the process may have been forked since the publisher was made.
+        self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
+        self._drop.atexit = False
         self._is_joined = True
 
     def _inputs(
@@ -726,7 +733,7 @@ class Publisher(ClosedOnExit):
         elif again is None:
             stream = source.stream()
         pack_plan, connections = self._pack_plan, self._connections
-        is_known = pack_plan is not None and pack_plan.is_of(regions)
+        is_known = pack_plan is not None and pack_plan.seen.is_of(regions)
         if connections is None or not is_known:
             device = _device_of(regions) if stream is None else stream.device
             if stored is not None and not isinstance(self._source, StreamSource):
@@ -735,13 +742,12 @@ class Publisher(ClosedOnExit):
             device = connections.device
         if pack_plan is None or not is_known:
             pack_plan = self._ready_pack_plan(device, source)
-        if self._group is None and not is_known:
-            arguments.require_alone(source)
         if isinstance(source, StreamSource):
             tensors = None if stream is None else stream.tensors
             check = self._options.check_finite
             pack_plan.use(regions, StreamPacker(pack_plan.layout, tensors, check_finite=check))
-        elif self._group is None:
+        elif self._group is None and not is_known:
+            arguments.require_alone(source)
             # This checks the regions before a sender exists, which may write to a store.
             pack_plan.packer(regions)
         if connections is None:
@@ -786,10 +792,6 @@ class Publisher(ClosedOnExit):
             raise
         self._process = os.getpid()
         self._owned.insert(-1, self._connections)
-        # Made again with this pid: the process may have been forked since the publisher was made.
-        self._drop.detach()
-        self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
-        self._drop.atexit = False
         return self._connections
 
     def _maps_buckets(self, device: torch.device) -> bool:
@@ -851,7 +853,7 @@ class Publisher(ClosedOnExit):
                 sizes, is_alone = self._transport.default_bucket_size_bytes, self._group is None
                 largest = largest_bucket_size(sizes, device.type, install, is_alone=is_alone)
                 size = fitting_bucket_size(sum(spec.num_bytes for spec in specs), largest)
-            self._pack_plan = PackPlan(specs, Layout(plan(specs, size)), size)
+            self._pack_plan = PackPlan(specs, size)
         return self._pack_plan
 
 

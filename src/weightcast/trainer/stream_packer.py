@@ -17,14 +17,13 @@ from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorRecord, WeightVersion
 from weightcast.host.copy import copy_all
 from weightcast.trainer.finite import require_finite
-from weightcast.trainer.packer import Shard
-from weightcast.trainer.sent_digests import SentDigests
+from weightcast.trainer.packer import Fill, Shard
 
 _MIN_TABLE_BYTES = 1 << 20
 """Smallest copy that is made by a pack table; for smaller ones the table costs more than it saves."""
 
 
-class StreamPacker:
+class StreamPacker(Fill):
     """Implements `Fill` for one version of a `StreamSource`. It keeps one tensor of the stream at a time."""
 
     def __init__(
@@ -34,11 +33,8 @@ class StreamPacker:
 
         `check_finite`: check each tensor for NaN and infinity before it is packed.
         """
-        self.sent: SentDigests | None = None
-        self._checks_finite = check_finite
         self._layout = layout
-        self._records = iter(layout.manifest.tensors)
-        self._tensors = tensors
+        self._tensors = None if tensors is None else _checked(layout.manifest.tensors, tensors, check_finite)
         self._record: TensorRecord | None = None
         self._tensor = torch.empty(0)
         self._num_filled = 0
@@ -59,8 +55,8 @@ class StreamPacker:
         manifest = self._layout.manifest
         self._layout.clear_gaps(index, payload)
         for entry, view in zip(self._layout.entries[index], self._layout.views(index, payload), strict=True):
-            if entry.record is not self._record:
-                self._read_up_to(self._tensors, entry.record)
+            while entry.record is not self._record:
+                self._record, self._tensor = next(self._tensors)
             part = narrow(self._tensor, entry.piece.region)
             if entry.num_bytes < _MIN_TABLE_BYTES:
                 view.copy_(part)
@@ -68,35 +64,35 @@ class StreamPacker:
                 copy_all([view], [part])
         self._num_filled += 1
         if self._num_filled == len(manifest.buckets):
-            self._read_up_to(self._tensors, None)
+            # Tensors without elements may follow, and no others.
+            for _ in self._tensors:
+                pass
             self._tensors, self._tensor = None, torch.empty(0)
         return queued_digest(payload[: manifest.buckets[index]])
 
-    def _read_up_to(self, tensors: Iterator[tuple[str, torch.Tensor]], wanted: TensorRecord | None) -> None:
-        """Read tensors up to `wanted`, skipping those without elements; None reads to the end of the stream."""
-        for record in self._records:
-            name, tensor = next(tensors, ("", None))
-            if tensor is None:
-                raise _other(f"it ended before {record.name!r}")
-            found = f"{name!r} {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}"
-            expected = f"{record.name!r} {record.dtype}{list(record.shape)}"
-            if found != expected:
-                raise _other(f"found {found}, expected {expected}")
-            if tensor.is_meta or not is_memory(tensor):
-                raise _other(f"found {found} on {tensor.device}, which has no memory or computes its values when read")
-            if self._checks_finite:
-                require_finite([record], [Shard(0, whole(record.shape), tensor)] if tensor.numel() else [])
-            if record is wanted:
-                self._record, self._tensor = record, tensor
-                return
-        if (more := next(tensors, None)) is not None:
-            raise _other(f"found {more[0]!r} after the last tensor")
-
-    def others(self) -> Sequence[Digest]:
-        return ()
-
     def forget_views(self) -> None:
         self._layout.forget_views()
+
+
+def _checked(
+    records: Sequence[TensorRecord], tensors: Iterator[tuple[str, torch.Tensor]], check_finite: bool
+) -> Iterator[tuple[TensorRecord, torch.Tensor]]:
+    """Yield the tensors, each once it was compared with its record. Raises IncompatibleWeightsError, NotFiniteError."""
+    for record in records:
+        name, tensor = next(tensors, ("", None))
+        if tensor is None:
+            raise _other(f"it ended before {record.name!r}")
+        found = f"{name!r} {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}"
+        expected = f"{record.name!r} {record.dtype}{list(record.shape)}"
+        if found != expected:
+            raise _other(f"found {found}, expected {expected}")
+        if tensor.is_meta or not is_memory(tensor):
+            raise _other(f"found {found} on {tensor.device}, which has no memory or computes its values when read")
+        if check_finite:
+            require_finite([record], [Shard(0, whole(record.shape), tensor)] if tensor.numel() else [])
+        yield record, tensor
+    if (more := next(tensors, None)) is not None:
+        raise _other(f"found {more[0]!r} after the last tensor")
 
 
 def _other(problem: str) -> IncompatibleWeightsError:

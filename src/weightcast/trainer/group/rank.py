@@ -21,7 +21,7 @@ import torch
 from weightcast.errors import IncompatibleWeightsError, UnsupportedError
 from weightcast.format.bucket import Digest
 from weightcast.format.geometry import ALIGNMENT_BYTES
-from weightcast.format.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.host.memory import SharedMemory, host_identity
 from weightcast.native.tables import Chunks, Sums, added, digest
 from weightcast.seams.source import CollectiveSource, Regions, Source
@@ -33,7 +33,7 @@ from weightcast.trainer.group.assignment import assign_all, leaders_of, require_
 from weightcast.trainer.group.group import Group
 from weightcast.trainer.group.records import NextBucket
 from weightcast.trainer.group.whole_tensors import gather_whole
-from weightcast.trainer.packer import HeldRegion, PartPacker, SeenRegions, Shard, ShardSlices, held_shards
+from weightcast.trainer.packer import HeldRegion, Packer, SeenRegions, Shard, ShardSlices, held_shards
 
 _NOTHING = assign_all((), [()], [0], ALIGNMENT_BYTES)
 
@@ -58,7 +58,7 @@ class Rank:
         self._leader = 0
         self._span = range(0)
         """The buckets of this rank's origin."""
-        self._part = PartPacker(_NOTHING.layout, ())
+        self._part = Packer(_NOTHING.layout, ())
         self._contributors: dict[int, ShardSlices] = {}
         """By group rank, the slices that other ranks pack into the origin that this rank leads."""
         self._unfilled: dict[tuple[int, int], Chunks] = {}
@@ -69,7 +69,7 @@ class Rank:
         """Views of the mapped buckets, by number and first byte, kept so that packing can be prepared once."""
         self._sums: Sums = 0, 0
         self._missing: Chunks | None = None
-        """For the last bucket in host memory: its chunks that this rank does not fill alone, from `PartPacker.pack`."""
+        """For the last bucket in host memory: its chunks that this rank does not fill alone, from `Packer.pack`."""
         self._filled: Digest = b""
         """Digest of the last bucket that was packed on a GPU."""
         self._is_instructing = False
@@ -183,7 +183,7 @@ class Rank:
             )
         origin = assignment.origins[own]
         self._leader, self._span = assignment.leaders[origin], assignment.layout.manifest.spans[origin]
-        self._part = PartPacker(assignment.layout, self._own_parts())
+        self._part = Packer(assignment.layout, self._own_parts())
         others = [rank for rank in range(group.size) if assignment.origins[rank] == origin and rank != own]
         self._contributors, self._unfilled = {}, {}
         if own == self._leader:
@@ -243,7 +243,7 @@ class Rank:
             if payload is None:
                 payload = self._payload(index, bucket)
             if payload.is_cuda:
-                self._filled = self._part.fill(index, payload)
+                self._filled = self._part.fill(index, payload, WeightVersion(self.run, self.group.version))
             else:
                 self._sums, self._missing = self._part.pack(index, payload)
 
