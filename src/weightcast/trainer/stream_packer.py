@@ -6,7 +6,7 @@ the last bucket is filled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -18,7 +18,6 @@ from weightcast.format.manifest import TensorRecord, WeightVersion
 from weightcast.host.copy import copy_all
 from weightcast.trainer.finite import require_finite
 from weightcast.trainer.packer import Shard
-from weightcast.trainer.sent_digests import SentDigests
 
 _MIN_TABLE_BYTES = 1 << 20
 """Smallest copy that is made by a pack table; for smaller ones the table costs more than it saves."""
@@ -34,7 +33,6 @@ class StreamPacker:
 
         `check_finite`: check each tensor for NaN and infinity before it is packed.
         """
-        self.sent: SentDigests | None = None
         self._checks_finite = check_finite
         self._layout = layout
         self._records = iter(layout.manifest.tensors)
@@ -91,9 +89,6 @@ class StreamPacker:
                 return
         if (more := next(tensors, None)) is not None:
             raise _other(f"found {more[0]!r} after the last tensor")
-
-    def others(self) -> Sequence[Digest]:
-        return ()
 
     def forget_views(self) -> None:
         self._layout.forget_views()

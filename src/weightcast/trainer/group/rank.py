@@ -104,8 +104,8 @@ class Rank:
             if not self.group.is_connected:
                 self._has_agreed = False
 
-    def _end_update(self, reason: str) -> None:
-        """End the update on this rank's sender, after the publish has failed."""
+    def _end_update(self, failure: str = "") -> None:
+        """End the update on this rank's sender. `failure`: why the publish has failed; empty if it has not."""
 
     # --- what it holds ---
 
