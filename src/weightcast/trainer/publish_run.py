@@ -458,12 +458,12 @@ class PublishRun:
         clients' senders, too.
         """
         fleet, deltas, is_full = self._fleet, self._inputs.deltas, encoded is None
-        listener, memory = self._connections.listener, self._connections.sender.memory_seconds
+        listener, memory_seconds = self._connections.listener, self._connections.sender.memory_seconds
         if encoded is not None:
             offer = msgspec.structs.replace(offer, base=encoded.base)
             for member in fleet.healthy():
                 member.gets_deltas = member.sender is None and member.base == encoded.base.version
-        offered = [member for member in fleet.members if member.gets_deltas is not is_full]
+        offered = fleet.members if is_full else [member for member in fleet.members if member.gets_deltas]
         fleet.each(FleetMember.offer, offered, offer)
         deadline = Deadline(self.options.deadline_seconds)
         fleet.each(FleetMember.accepted, offered, offer.manifest_digest, deadline, in_turn=True)
@@ -482,8 +482,8 @@ class PublishRun:
         if deltas is not None and encoded is not None:
             deltas.sent(time.perf_counter() - start, sum(member.result.error is None for member in members))
         elif deltas is not None and self._again is None and self._digests is not None:
-            memory = self._connections.sender.memory_seconds - memory
-            deltas.sent_full(self.number, self._digests, self._seconds.pack + self._seconds.send - memory)
+            memory_seconds = self._connections.sender.memory_seconds - memory_seconds
+            deltas.sent_full(self.number, self._digests, self._seconds.pack + self._seconds.send - memory_seconds)
         seal = Seal(self.publisher_run, self.number, len(self._manifest.buckets), root, listener.secret)
         fleet.each(FleetMember.update, offered if is_full else members, seal)
         self._tell("received", members, ends=is_full)

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -61,8 +62,8 @@ class Rank:
         self._part = PartPacker(_NOTHING.layout, ())
         self._contributors: dict[int, ShardSlices] = {}
         """By group rank, the slices that other ranks pack into the origin that this rank leads."""
-        self._unfilled: dict[tuple[int, int], Chunks] = {}
-        """By group rank and bucket, the chunks that this other rank does not fill alone."""
+        self._unfilled: dict[int, list[Chunks]] = {}
+        """By bucket, the chunks that each of these other ranks does not fill alone."""
         self._mapped: tuple[str, torch.Tensor] | None = None
         """Location and memory of the origin's buckets, if another rank leads the origin."""
         self._payloads: dict[tuple[int, int], torch.Tensor] = {}
@@ -262,12 +263,11 @@ class Rank:
         if payload.is_cuda:
             return self._filled
         assert self._missing is not None
-        index, sums, missing = self._span[number], [self._sums], self._missing
-        for rank, slices in self._contributors.items():
-            if (rank, index) not in self._unfilled:
-                self._unfilled[rank, index] = slices.unfilled(index)
-            sums.append(packed[rank].sums)
-            missing = missing & self._unfilled[rank, index]
+        index = self._span[number]
+        if index not in self._unfilled:
+            self._unfilled[index] = [slices.unfilled(index) for slices in self._contributors.values()]
+        missing = functools.reduce(operator.and_, self._unfilled[index], self._missing)
+        sums = [self._sums, *(packed[rank].sums for rank in self._contributors)]
         payload = payload[: self._assignment.layout.manifest.buckets[index]]
         # The ranks that wait for this digest leave their cores idle.
         return added(*sums, digest(payload, missing, threads=1 + len(self._contributors)))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
@@ -67,8 +66,8 @@ class PublishingRank(Rank, AllOrigins):
         """The group ranks that lead the other origins."""
         self._other_digests: Sequence[bytes] = ()
         """Digests of the other origins' buckets, once all were sent or encoded."""
-        self._failures: dict[str, WeightcastError] = {}
-        """The other origins' senders' failures in this update, as of their latest statuses."""
+        self._statuses: list[records.RankStatus] = []
+        """The latest statuses of the other leaders in this update."""
         self._is_own_sent = False
         self._sends: records.Content = "weights"
         self._keeps_base = False
@@ -170,17 +169,14 @@ class PublishingRank(Rank, AllOrigins):
         """
         self.group.version = version.number
         bucket = self._next_bucket(payload)
-        self._begin_round(index, bucket)
+        self._instruct_senders(records.Pack(index, bucket, proves=self.sent is not None))
         self._pack(bucket, index, payload)
         return self._digest_of(index, payload, self.group.exchange(records.Packed()))
-
-    def _begin_round(self, number: int, bucket: records.NextBucket | None) -> None:
-        self._instruct_senders(records.Pack(number, bucket, proves=self.sent is not None))
 
     def _run_rounds(self, first: int) -> None:
         """Run the rounds from `first` on, in which this rank has no bucket. Raises what `fill` raises."""
         for number in range(first, max(map(len, self._assignment.layout.manifest.spans))):
-            self._begin_round(number, None)
+            self._instruct_senders(records.Pack(number, proves=self.sent is not None))
             self.group.exchange(records.Packed())
 
     # --- as `OtherBases` ---
@@ -210,7 +206,8 @@ class PublishingRank(Rank, AllOrigins):
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
         """Failures of all origins' senders, those of other ranks as of their latest statuses."""
-        return {**self._sender.failures, **self._failures}
+        found = [item for status in self._statuses for item in status.failures.items()]
+        return {**self._sender.failures, **{name: from_record(record) for name, record in found}}
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Open the update on every origin; after a loss of peers, on every origin that has not sent all of it.
@@ -223,7 +220,7 @@ class PublishingRank(Rank, AllOrigins):
             sends = "base" if manifest.names else "deltas"
         if sends != self._sends:
             self._sends, self._is_own_sent = sends, False
-        self._failures = {}
+        self._statuses = []
         join_at = self._sender.begin_together(manifest, version)
         if self._others:
             opening = records.Open(tuple(peers), staged, join_at, sends, self._keeps_base)
@@ -272,8 +269,8 @@ class PublishingRank(Rank, AllOrigins):
         Notes the failures of their senders. Raises PeersLostError if one has lost peers.
         """
         statuses = self.group.exchange_when_idle(instruction)
-        self._note_failures(statuses)
-        of_each = [set(statuses[rank].survivors) for rank in self._others if statuses[rank].survivors is not None]
+        self._statuses = [statuses[rank] for rank in self._others]
+        of_each = [set(status.survivors) for status in self._statuses if status.survivors is not None]
         if of_each:
             lost = listed([f"{name}: {error}" for name, error in self.failures.items()])
             found = f"lost {lost}" if lost else "lost its broadcast group, with no peer at fault"
@@ -284,18 +281,14 @@ class PublishingRank(Rank, AllOrigins):
         reports: list[records.OriginReport] = []
         if self._others:
             with self.group.uninterrupted():
-                self._note_failures(self.group.exchange_when_idle(records.AskSenders(tuple(peers), keeps_base)))
-                found = self.group.exchange(records.Nothing())
-            reports = [found[rank] for rank in self._others]
+                statuses = self.group.exchange_when_idle(records.AskSenders(tuple(peers), keeps_base))
+                answers = self.group.exchange(records.Nothing())
+            self._statuses, reports = ([each[rank] for rank in self._others] for each in (statuses, answers))
         self._other_digests = [bytes.fromhex(digest) for report in reports for digest in report.digests]
         for report in reports:
             if self.sent is not None:
                 self.sent.by_bucket |= report.sent
         return reports
-
-    def _note_failures(self, statuses: Sequence[Any]) -> None:
-        found = [item for rank in self._others for item in statuses[rank].failures.items()]
-        self._failures = {name: from_record(record) for name, record in found}
 
 
 class FollowingRank(Rank):
@@ -536,15 +529,13 @@ class FollowingRank(Rank):
         self._close_sender()
 
     def _close_sender(self) -> None:
-        sender, self._sender, self._buffer = self._sender, None, None
-        self._base = self._scratch = None
         if self._call is not None:
             futures.wait([self._call])
         with contextlib.ExitStack() as stack:
-            for part in (self._listener, sender):
+            for part in (self._listener, self._sender):
                 if part is not None:
                     stack.callback(part.close)
-        self._listener = None
+        self._sender = self._listener = self._buffer = self._base = self._scratch = None
 
 
 def _own_url(url: str) -> str:
@@ -552,13 +543,12 @@ def _own_url(url: str) -> str:
 
     The port is the same, so that one port is to be opened on all hosts. Raises OSError if that host can't be resolved.
     """
-    scheme, transport = registry.scheme(url), registry.transport(url)
-    if transport.same_host:
+    if registry.transport(url).same_host:
         return url
-    host, port = registry.host(url), urllib.parse.urlsplit(url).port or 0
+    host, port = registry.endpoint(url)
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         # Connecting a datagram socket sends nothing; it only looks up the route.
         probe.connect(address)
         own = probe.getsockname()[0]
-    return f"{scheme}://[{own}]:{port}" if ":" in own else f"{scheme}://{own}:{port}"
+    return f"{registry.scheme(url)}://{f'[{own}]' if ':' in own else own}:{port}"
