@@ -103,7 +103,6 @@ class Connections:
         """
         if device.type == "cuda":
             self.packing_stream = functools.partial(host_device.beside, host_device.stream(device), device)
-        self.sender: Sender
         self.listener, self.sender = connect(
             url, run, device, deadline_seconds=deadline_seconds, lease_seconds=lease_seconds
         )
@@ -629,7 +628,14 @@ class PublishRun:
         members = [member for member in self._fleet.members if member.sender is sender]
         try:
             if not sender.is_staged:
-                self._fail_unstaged(members)
+                # Without a stage, part of a changed version could be installed.
+                for member in self._fleet.healthy(members) if self._again is not None else ():
+                    member.fail(
+                        UnsupportedError(
+                            f"{member.name} installs weights bucket by bucket, so the source's weights can't be "
+                            f"compared with version {self.number} before the engine is changed: publish a new version"
+                        )
+                    )
                 self._fleet.each(FleetMember.pause, members)
             self._send(sender, members, None)
             self._tell("received", members)
@@ -690,16 +696,6 @@ class PublishRun:
                         "gloo://"
                     )
                 )
-
-    def _fail_unstaged(self, members: Sequence[FleetMember]) -> None:
-        """Fail engines that install bucket by bucket: part of a changed version could be installed."""
-        for member in self._fleet.healthy(members) if self._again is not None else ():
-            member.fail(
-                UnsupportedError(
-                    f"{member.name} installs weights bucket by bucket, so the source's weights can't be compared with "
-                    f"version {self.number} before the engine is changed: publish a new version"
-                )
-            )
 
     def _fail_changed(self, members: Sequence[FleetMember], sender: Sender | None = None) -> None:
         for member in self._fleet.healthy(members):

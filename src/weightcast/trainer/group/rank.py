@@ -235,28 +235,25 @@ class Rank:
     def _pack(self, bucket: NextBucket | None, number: int, payload: torch.Tensor | None = None) -> None:
         """Write this rank's part of its origin's bucket of round `number`, if the origin has one.
 
-        `payload`: the bucket's memory, if this rank leads the origin. Errors are raised at the next exchange.
+        `payload`: the bucket's memory, if this rank leads the origin; else the leader's memory is mapped. Errors are
+        raised at the next exchange.
         """
         if bucket is None:
             return
         with self.group.error_at_next_exchange():
-            index = self._span[number]
+            index, start = self._span[number], bucket.offset_bytes
             if payload is None:
-                payload = self._payload(index, bucket)
+                if self._mapped is None or self._mapped[0] != bucket.memory:
+                    self.forget_views()
+                    self._mapped = bucket.memory, SharedMemory.open(bucket.memory).map().tensor()
+                if (index, start) not in self._payloads:
+                    end = start + self._assignment.layout.manifest.buckets[index]
+                    self._payloads[index, start] = self._mapped[1][start:end]
+                payload = self._payloads[index, start]
             if payload.is_cuda:
                 self._filled = self._part.fill(index, payload)
             else:
                 self._sums, self._missing = self._part.pack(index, payload)
-
-    def _payload(self, index: int, bucket: NextBucket) -> torch.Tensor:
-        """Return a view of a bucket's payload in the memory of the origin's leader. Raises UnsupportedError."""
-        if self._mapped is None or self._mapped[0] != bucket.memory:
-            self.forget_views()
-            self._mapped = bucket.memory, SharedMemory.open(bucket.memory).map().tensor()
-        start, end = bucket.offset_bytes, bucket.offset_bytes + self._assignment.layout.manifest.buckets[index]
-        if (index, start) not in self._payloads:
-            self._payloads[index, start] = self._mapped[1][start:end]
-        return self._payloads[index, start]
 
     def _digest_of(self, number: int, payload: torch.Tensor, packed: Sequence[Any]) -> Digest:
         """Return the digest of a bucket of this rank's origin. `packed`: all ranks' statuses after packing it."""

@@ -169,14 +169,14 @@ class PublishingRank(Rank, AllOrigins):
         """
         self.group.version = version.number
         bucket = self._next_bucket(payload)
-        self._instruct_senders(records.Pack(index, bucket, proves=self.sent is not None))
+        self._instruct(records.Pack(index, bucket, proves=self.sent is not None))
         self._pack(bucket, index, payload)
         return self._digest_of(index, payload, self.group.exchange(records.Packed()))
 
     def _run_rounds(self, first: int) -> None:
         """Run the rounds from `first` on, in which this rank has no bucket. Raises what `fill` raises."""
         for number in range(first, max(map(len, self._assignment.layout.manifest.spans))):
-            self._instruct_senders(records.Pack(number, proves=self.sent is not None))
+            self._instruct(records.Pack(number, proves=self.sent is not None))
             self.group.exchange(records.Packed())
 
     # --- as `OtherBases` ---
@@ -228,7 +228,7 @@ class PublishingRank(Rank, AllOrigins):
         if not self._is_own_sent:
             self._sender.open(manifest.of_origin(0), version, peers=peers, staged=staged)
         if sends == "weights" and self._others:
-            self._instruct_senders(records.Nothing())
+            self._instruct(records.Nothing())
         if self._is_own_sent or not self._span:
             self._send_others(first=0)
         return len(self._span) if self._is_own_sent else 0
@@ -249,7 +249,7 @@ class PublishingRank(Rank, AllOrigins):
         if self._sends == "weights":
             self._run_rounds(first)
         if self._others:
-            self._instruct_senders(records.Nothing())
+            self._instruct(records.Nothing())
         if self._sends == "weights":
             self._ask()
             self._sender.seal(self._other_digests)
@@ -263,7 +263,7 @@ class PublishingRank(Rank, AllOrigins):
         """Abort the update on this rank's sender. The other origins abort it when the publish ends with an error."""
         self._sender.abort(reason)
 
-    def _instruct_senders(self, instruction: records.Record) -> None:
+    def _instruct(self, instruction: records.Record) -> None:
         """Give an instruction once every other origin has opened the update or sent its buckets.
 
         Notes the failures of their senders. Raises PeersLostError if one has lost peers.
