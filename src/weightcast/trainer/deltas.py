@@ -11,7 +11,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -133,9 +133,8 @@ class EncodedBuckets(NamedTuple):
     num_changed: int
 
 
-@runtime_checkable
 class OtherBases(Protocol):
-    """A `Fill` of several trainer ranks, which lead other origins and have an `OriginBase` each."""
+    """Other trainer ranks, which lead other origins and have an `OriginBase` each."""
 
     def keep_bases(self) -> set[int]:
         """Have each of these ranks keep the version; return the numbers of the versions of their bases.
@@ -180,7 +179,7 @@ class Deltas:
         self._num_full = 0
         """So many publishes are full before deltas are tried again."""
 
-    def begin(self, plan: PackPlan, fill: Fill, again: int | None, revisions: Mapping[str, int]) -> bool:
+    def begin(self, plan: PackPlan, others: OtherBases | None, again: int | None, revisions: Mapping[str, int]) -> bool:
         """Begin a publish; return whether engines are asked to keep its version, as this publisher does.
 
         `again`: number of a version that is sent once more, for which this changes nothing. `revisions`: the source's,
@@ -202,7 +201,7 @@ class Deltas:
                 self._base = None
                 self.report.reason = "this publisher has no packed buckets of a former version of these tensors"
                 self._base = OriginBase(plan.layout.manifest, plan.manifest_digest, 0)
-            if isinstance(fill, OtherBases) and fill.keep_bases() - {self._base.number}:
+            if others is not None and others.keep_bases() - {self._base.number}:
                 self._base.begin()
         except InsufficientMemoryError as exc:
             self._base, self.report.reason = None, str(exc)
@@ -213,34 +212,39 @@ class Deltas:
     def encode(
         self,
         fill: Fill,
+        others: OtherBases | None,
         manifest: Manifest,
         version: WeightVersion,
         bases: Sequence[int],
+        sent: SentDigests | None,
         on_bucket: Callable[[], None],
     ) -> PackedDeltas | None:
-        """Pack all buckets, and make their deltas; None if no engine has this publisher's base. `begin` comes first.
+        """Pack all buckets, and make their deltas. `begin` comes first; from here on the base has the new version.
 
-        `bases`: numbers of the versions that the engines have. `on_bucket` is called before each bucket. From here on
-        the base has the new version.
+        Returns None if no engine has this publisher's base; then the caller keeps the buckets in `base_to_fill`.
+
+        `bases`: numbers of the versions that the engines have. `sent`: gets the digests of tensors. `on_bucket` is
+        called before each bucket.
         """
         base = self._base
         if base is None:
             return None
         if base.number < 0:
             self.report.reason = self.report.reason or "the last publish has not sent all of its version"
-            return None
-        if base.number not in bases:
+        elif base.number not in bases:
             self.report.reason = f"no engine has the packed buckets of version {base.number}, the last one"
+        if self.report.reason:
+            base.begin()
             return None
         start, of = time.perf_counter(), (base.number, base.root)
         self._scratch = scratch = scratch_of(manifest, self._scratch)
         # With verify="installed" every bucket is packed and compared.
         unchanged = checked = base.unchanged_by(self._revisions)
-        if fill.sent is None:
+        if sent is None:
             checked = set(secrets.SystemRandom().sample(sorted(unchanged), -(-len(unchanged) // _SAMPLED)))
         base.begin()
-        if isinstance(fill, OtherBases):
-            fill.begin_encoding(version)
+        if others is not None:
+            others.begin_encoding(version)
         for index in manifest.spans[0]:
             on_bucket()
             if index in unchanged - checked:
@@ -249,28 +253,27 @@ class Deltas:
             digest = fill.fill(index, scratch.payload, version)
             if index in checked:
                 base.require_unchanged(index, scratch.payload)
-            base.encode(index, scratch.payload, digest, fill.sent)
-        others = fill.encoded() if isinstance(fill, OtherBases) else EncodedBuckets((), (), 0)
-        payloads, base.digests[len(base.own) :] = base.encoded, others.digests
-        sizes = (*(payload.nbytes for payload in payloads.values()), *others.sizes)
+            base.encode(index, scratch.payload, digest, sent)
+        theirs = EncodedBuckets((), (), 0) if others is None else others.encoded()
+        payloads, base.digests[len(base.own) :] = base.encoded, theirs.digests
+        sizes = (*(payload.nbytes for payload in payloads.values()), *theirs.sizes)
         base.complete(version.number)
         base.encoded, base.revisions = {}, self._revisions
         self.report.base, self.report.num_words = of[0], base.num_words
-        self.report.num_changed = base.num_changed + others.num_changed
+        self.report.num_changed = base.num_changed + theirs.num_changed
         self.report.num_bytes, self.report.encode_seconds = sum(sizes), time.perf_counter() - start
         digests = tuple(digest.hex() for digest in all_bytes(base.digests))
         return PackedDeltas(DeltaBase(*of, sizes, digests), manifest.with_sizes(sizes), base, payloads)
 
-    def keeping(self, fill: Fill, encoded: PackedDeltas | None) -> Fill:
-        """Return a fill for full updates: `fill`, whose buckets become the base; of an encoded version, the base."""
-        base = self._base
-        if base is None:
-            return fill
-        return KeepingFill(fill, base) if encoded is None else BaseFill(base)
+    @property
+    def base_to_fill(self) -> OriginBase | None:
+        """The base, if there is one that has not all of the version yet."""
+        return None if self._base is None or self._base.number >= 0 else self._base
 
-    def sent_full(self, number: int, seconds: float) -> None:
-        """Note that a full publish has packed and sent everything, in this time."""
+    def sent_full(self, number: int, digests: Sequence[Digest], seconds: float) -> None:
+        """Note that a full publish has packed and sent all buckets, of these digests, in this time."""
         if self._base is not None and self._base.number < 0:
+            self._base.digests = list(digests)
             self._base.complete(number)
             self._base.revisions = self._revisions
             self._full_seconds = seconds
@@ -284,43 +287,3 @@ class Deltas:
     def release(self) -> None:
         """Free the base, so that the next publish is full."""
         self._base = self._scratch = None
-
-
-class KeepingFill:
-    """Implements `Fill`: fills from another one, and keeps what was filled as the base."""
-
-    def __init__(self, fill: Fill, base: OriginBase) -> None:
-        self.sent = fill.sent
-        self._fill = fill
-        self._base = base
-        base.begin()
-
-    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
-        digest = self._fill.fill(index, payload, version)
-        self._base.keep(index, payload, digest)
-        return digest
-
-    def others(self) -> Sequence[Digest]:
-        self._base.digests[len(self._base.own) :] = digests = self._fill.others()
-        return digests
-
-    def forget_views(self) -> None:
-        self._fill.forget_views()
-
-
-class BaseFill:
-    """Implements `Fill` from the base: for a version of which deltas were made, so that the source is read once."""
-
-    def __init__(self, base: OriginBase) -> None:
-        self.sent: SentDigests | None = None
-        self._base = base
-
-    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
-        kept = self._base.payloads[index]
-        payload[: kept.nbytes].copy_(kept)
-        return self._base.digests[index]
-
-    def others(self) -> Sequence[Digest]:
-        return self._base.digests[len(self._base.own) :]
-
-    def forget_views(self) -> None: ...

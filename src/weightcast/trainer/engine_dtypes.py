@@ -24,12 +24,13 @@ class EngineDtypes:
         """The dtypes to cast to, by record name, where they differ from the source's."""
         self._cast: tuple[Sequence[TensorSpec], Mapping[str, str], Sequence[TensorSpec]] = ((), {}, ())
 
-    def ask(self, fleet: Fleet, specs: Sequence[TensorSpec], *, is_again: bool) -> None:
+    def ask(self, fleet: Fleet, *, is_again: bool) -> Sequence[TensorSpec]:
         """Ask the engines that have not been asked since they connected; mark those that differ as failed.
 
-        `specs`: the source's own. `is_again`: the version was sent to other engines before, so its dtypes are fixed.
-        Raises ValueError for a fleet without engines.
+        Returns the specs that `cast` was given last, with the engines' dtypes. `is_again`: the version was sent to
+        other engines before, so its dtypes are fixed. Raises ValueError for a fleet without engines.
         """
+        specs = self._cast[0]
         if not fleet.members:
             raise ValueError(
                 "the source has dtype='engine', which casts to the engines' dtypes, but this publisher has no engine "
@@ -59,6 +60,7 @@ class EngineDtypes:
             own = {spec.name: spec.dtype for spec in specs}
             by_name = {n: dtype for n, dtype in casts.items() if dtype in CASTABLE and dtype != own[n]}
             self.by_name = self.by_name if by_name == self.by_name else by_name
+        return self.cast(specs)
 
     def cast(self, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         """Return the specs with the engines' dtypes. Equal inputs give the same object."""

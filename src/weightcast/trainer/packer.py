@@ -43,6 +43,7 @@ from weightcast.format.geometry import (
     whole,
 )
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
+from weightcast.format.packed_base import PackedBase
 from weightcast.format.plan import plan
 from weightcast.host.copy import PreparedCopies
 from weightcast.native.tables import Chunks, PackTable, Sums, added, digest, places, spans_of, unfilled_chunks
@@ -62,36 +63,46 @@ _ALONE = (
 
 
 class Fill(Protocol):
-    """Writes the raw payloads of buckets: a Packer or, with several trainer ranks, the PublishingRank.
-
-    `sent`: where the caller adds the digests of tensors of each filled bucket, with `verify="installed"`; else None.
-    """
-
-    sent: SentDigests | None = None
+    """Writes the raw payloads of buckets: a Packer or, with several trainer ranks, the PublishingRank."""
 
     def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
         """Write the raw payload of bucket `index` to the beginning of `payload`; return its digest."""
-
-    def others(self) -> Sequence[Digest]:
-        """Return the digests of the other origins' buckets. Called once all were sent."""
-        return ()
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
 
 
 def pack(
-    fill: Fill, manifest: Manifest, version: WeightVersion, index: int, buffer: BucketBuffer
+    fill: Fill,
+    manifest: Manifest,
+    version: WeightVersion,
+    index: int,
+    buffer: BucketBuffer,
+    sent: SentDigests | None = None,
+    base: PackedBase | None = None,
 ) -> tuple[int, Digest]:
     """Fill bucket `index` and `finish` it, so that it can be sent. On a GPU the work is queued."""
     digest = fill.fill(index, buffer.payload, version)
-    if fill.sent is not None:
-        fill.sent.add(index, buffer.payload)
-    return finish(digest, manifest, version, index, buffer), digest
+    return finish(digest, manifest, version, index, buffer, sent, base), digest
 
 
-def finish(digest: Digest, manifest: Manifest, version: WeightVersion, index: int, buffer: BucketBuffer) -> int:
-    """Write the header of a filled payload with this digest. Returns the number of bytes of `buffer` to send."""
+def finish(
+    digest: Digest,
+    manifest: Manifest,
+    version: WeightVersion,
+    index: int,
+    buffer: BucketBuffer,
+    sent: SentDigests | None,
+    base: PackedBase | None,
+) -> int:
+    """Write the header of a filled payload with this digest. Returns the number of bytes of `buffer` to send.
+
+    `sent`: gets the digests of its tensors. `base`: keeps it.
+    """
+    if sent is not None:
+        sent.add(index, buffer.payload)
+    if base is not None:
+        base.keep(index, buffer.payload, digest)
     origin, raw_bytes = manifest.bucket_origins[index], manifest.buckets[index]
     write_header(buffer.header, version, index, digest, raw_bytes=raw_bytes, origin=origin)
     return HEADER_BYTES + raw_bytes

@@ -56,10 +56,9 @@ from weightcast.trainer import arguments
 from weightcast.trainer.background import Flight, Overlap, PublishHandle, Turn
 from weightcast.trainer.deltas import Deltas
 from weightcast.trainer.engine_dtypes import EngineDtypes
-from weightcast.trainer.finite import require_finite
 from weightcast.trainer.fleet import EngineState, Fleet, FleetMember
 from weightcast.trainer.options import Adapter, PublishOptions
-from weightcast.trainer.packer import Packer, PackPlan, held_shards
+from weightcast.trainer.packer import Packer, PackPlan
 from weightcast.trainer.publish_run import (
     Connections,
     OnProgress,
@@ -619,8 +618,7 @@ class Publisher(ClosedOnExit):
         )
         try:
             if group is None:
-                prepared = inputs()
-                report = run.run(prepared, functools.partial(self._on_engines_asked, prepared))
+                report = run.run(inputs())
             else:
                 report = group.publish(self.run, last, inputs, run)
         except Exception as exc:
@@ -642,19 +640,6 @@ class Publisher(ClosedOnExit):
         if not report.ok and self._options.on_failure == "raise":
             raise publish_error(report)
         return report
-
-    def _on_engines_asked(self, inputs: PublishInputs) -> None:
-        """Called after every engine has reported its `info`, before the offer: ask for dtypes, check for NaN.
-
-        Raises ValueError without engines to ask for dtypes, NotFiniteError.
-        """
-        if inputs.engine_dtypes is not None:
-            specs = self._source.specs()
-            inputs.engine_dtypes.ask(inputs.fleet, specs, is_again=inputs.again is not None)
-            if inputs.engine_dtypes.cast(specs) is not inputs.pack_plan.specs:
-                inputs.pack_plan.cast(inputs.engine_dtypes.cast(specs))
-        if inputs.checks_finite and inputs.again is None and not isinstance(self._source, StreamSource):
-            require_finite(inputs.pack_plan.specs, held_shards(inputs.pack_plan.specs, inputs.regions))
 
     def _join_trainer_group(self) -> None:
         """Find out whether other ranks publish with this one. Connects nothing. Raises ValueError."""

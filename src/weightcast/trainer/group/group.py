@@ -8,10 +8,9 @@ only typed records and raw bytes are sent. Group rank 0 is the publishing rank, 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from weightcast.trainer.group.records import Failure, Nothing, RankStatus, Recor
 from weightcast.trainer.group.rendezvous import Rendezvous, named
 
 _ROW_BYTES = 512
-"""Size of one rank's row in an exchange; a longer record is sent in a second step."""
+"""Size of one rank's row in an exchange; if a record is longer, all are sent in a second step."""
 _SIZE_BYTES = 4
 
 
@@ -128,41 +127,34 @@ class Group:
 
         gloo's own all-gather is a ring, whose latency grows with the number of ranks.
         """
-        rows = self._rows
         head = len(data).to_bytes(_SIZE_BYTES, "little") + data[: _ROW_BYTES - _SIZE_BYTES]
-        rows[self.group_rank, : len(head)] = _tensor(head)
-        self._collect(group, dict(enumerate(rows)), rows)
-        found = [row.tobytes() for row in rows.numpy()]
-        sizes = [int.from_bytes(row[:_SIZE_BYTES], "little") for row in found]
+        self._rows[self.group_rank, : len(head)] = _tensor(head)
+        self._collect(group, self._rows.unbind(), self._rows)
+        rows = [row.tobytes() for row in self._rows.numpy()]
+        sizes = [int.from_bytes(row[:_SIZE_BYTES], "little") for row in rows]
         if max(sizes) > MAX_MESSAGE_BYTES:
             raise ManifestError(
                 f"trainer ranks sent records of {sizes} bytes, the limit is {MAX_MESSAGE_BYTES} bytes: publish fewer "
                 "tensors, or from fewer regions per rank"
             )
-        long = [rank for rank, size in enumerate(sizes) if size > _ROW_BYTES - _SIZE_BYTES]
-        parts: Mapping[int, torch.Tensor] = {}
-        if long:
-            whole = torch.empty(sum(sizes[rank] for rank in long), dtype=torch.uint8)
-            ends = itertools.accumulate(sizes[rank] for rank in long)
-            parts = {rank: whole[end - sizes[rank] : end] for rank, end in zip(long, ends, strict=True)}
-            if self.group_rank in parts:
-                parts[self.group_rank].copy_(_tensor(data))
-            self._collect(group, parts, whole)
-        return [
-            parts[rank].numpy().tobytes() if rank in parts else row[_SIZE_BYTES : _SIZE_BYTES + sizes[rank]]
-            for rank, row in enumerate(found)
-        ]
+        if max(sizes) <= _ROW_BYTES - _SIZE_BYTES:
+            return [row[_SIZE_BYTES : _SIZE_BYTES + size] for row, size in zip(rows, sizes, strict=True)]
+        whole = torch.empty(sum(sizes), dtype=torch.uint8)
+        parts = whole.split_with_sizes(sizes)
+        parts[self.group_rank].copy_(_tensor(data))
+        self._collect(group, parts, whole)
+        return [part.numpy().tobytes() for part in parts]
 
-    def _collect(self, group: ProcessGroup, parts: Mapping[int, torch.Tensor], whole: torch.Tensor) -> None:
-        """Gather these ranks' parts of `whole` on rank 0, and broadcast `whole` to every rank."""
+    def _collect(self, group: ProcessGroup, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
+        """Gather every rank's part of `whole` on rank 0, and broadcast `whole` to every rank."""
         if self.is_publishing:
-            works = [group.receive(part, rank) for rank, part in parts.items() if rank]
+            works = [group.receive(part, rank) for rank, part in enumerate(parts) if rank]
             try:
                 while works:
                     wait(works.pop())
             finally:
                 works.clear()
-        elif self.group_rank in parts:
+        else:
             wait(group.send(parts[self.group_rank], 0))
         wait(group.broadcast(whole, root=0))
 

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -61,8 +62,8 @@ class Rank:
         self._part = Packer(_NOTHING.layout, ())
         self._contributors: dict[int, ShardSlices] = {}
         """By group rank, the slices that other ranks pack into the origin that this rank leads."""
-        self._unfilled: dict[tuple[int, int], Chunks] = {}
-        """By group rank and bucket, the chunks that this other rank does not fill alone."""
+        self._unfilled: dict[int, list[Chunks]] = {}
+        """By bucket, the chunks that each of these other ranks does not fill alone."""
         self._mapped: tuple[str, torch.Tensor] | None = None
         """Location and memory of the origin's buckets, if another rank leads the origin."""
         self._payloads: dict[tuple[int, int], torch.Tensor] = {}
@@ -104,8 +105,8 @@ class Rank:
             if not self.group.is_connected:
                 self._has_agreed = False
 
-    def _end_update(self, reason: str) -> None:
-        """End the update on this rank's sender, after the publish has failed."""
+    def _end_update(self, failure: str = "") -> None:
+        """End the update on this rank's sender. `failure`: why the publish has failed; empty if it has not."""
 
     # --- what it holds ---
 
@@ -234,40 +235,36 @@ class Rank:
     def _pack(self, bucket: NextBucket | None, number: int, payload: torch.Tensor | None = None) -> None:
         """Write this rank's part of its origin's bucket of round `number`, if the origin has one.
 
-        `payload`: the bucket's memory, if this rank leads the origin. Errors are raised at the next exchange.
+        `payload`: the bucket's memory, if this rank leads the origin; else the leader's memory is mapped. Errors are
+        raised at the next exchange.
         """
         if bucket is None:
             return
         with self.group.error_at_next_exchange():
-            index = self._span[number]
+            index, start = self._span[number], bucket.offset_bytes
             if payload is None:
-                payload = self._payload(index, bucket)
+                if self._mapped is None or self._mapped[0] != bucket.memory:
+                    self.forget_views()
+                    self._mapped = bucket.memory, SharedMemory.open(bucket.memory).map().tensor()
+                if (index, start) not in self._payloads:
+                    end = start + self._assignment.layout.manifest.buckets[index]
+                    self._payloads[index, start] = self._mapped[1][start:end]
+                payload = self._payloads[index, start]
             if payload.is_cuda:
                 self._filled = self._part.fill(index, payload, WeightVersion(self.run, self.group.version))
             else:
                 self._sums, self._missing = self._part.pack(index, payload)
-
-    def _payload(self, index: int, bucket: NextBucket) -> torch.Tensor:
-        """Return a view of a bucket's payload in the memory of the origin's leader. Raises UnsupportedError."""
-        if self._mapped is None or self._mapped[0] != bucket.memory:
-            self.forget_views()
-            self._mapped = bucket.memory, SharedMemory.open(bucket.memory).map().tensor()
-        start, end = bucket.offset_bytes, bucket.offset_bytes + self._assignment.layout.manifest.buckets[index]
-        if (index, start) not in self._payloads:
-            self._payloads[index, start] = self._mapped[1][start:end]
-        return self._payloads[index, start]
 
     def _digest_of(self, number: int, payload: torch.Tensor, packed: Sequence[Any]) -> Digest:
         """Return the digest of a bucket of this rank's origin. `packed`: all ranks' statuses after packing it."""
         if payload.is_cuda:
             return self._filled
         assert self._missing is not None
-        index, sums, missing = self._span[number], [self._sums], self._missing
-        for rank, slices in self._contributors.items():
-            if (rank, index) not in self._unfilled:
-                self._unfilled[rank, index] = slices.unfilled(index)
-            sums.append(packed[rank].sums)
-            missing = missing & self._unfilled[rank, index]
+        index = self._span[number]
+        if index not in self._unfilled:
+            self._unfilled[index] = [slices.unfilled(index) for slices in self._contributors.values()]
+        missing = functools.reduce(operator.and_, self._unfilled[index], self._missing)
+        sums = [self._sums, *(packed[rank].sums for rank in self._contributors)]
         payload = payload[: self._assignment.layout.manifest.buckets[index]]
         # The ranks that wait for this digest leave their cores idle.
         return added(*sums, digest(payload, missing, threads=1 + len(self._contributors)))

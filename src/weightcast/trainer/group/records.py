@@ -148,12 +148,11 @@ class Packed(_Record, frozen=True):
 
 
 class AskSenders(_Record, frozen=True):
-    """Instruction: send an `OriginReport`, on these peers; with `digests`, include those of all buckets; with
-    `keeps_base`, first have memory for a base of your origin's buckets.
+    """Instruction: send an `OriginReport`, on these peers. `keeps_base`: first have memory for a base of your origin's
+    buckets.
     """
 
     peers: tuple[str, ...] = ()
-    digests: bool = False
     keeps_base: bool = False
 
 
@@ -192,33 +191,31 @@ class RankStatus(_Record, frozen=True):
 
 
 class Failure(_Record, frozen=True):
-    """An error of one rank, sent in place of its record."""
+    """An error of one rank, sent in place of its record. Its kind may be ValueError or TypeError, too."""
 
     record: ErrorRecord
-    builtin: Literal["", "ValueError", "TypeError"] = ""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         record = to_record(error)
-        if not isinstance(error, (ValueError, TypeError)):
-            return cls(record)
-        record = msgspec.structs.replace(record, message=str(error)[:MAX_TEXT_CHARACTERS])
-        return cls(record, "ValueError" if isinstance(error, ValueError) else "TypeError")
+        for kind in (ValueError, TypeError):
+            if isinstance(error, kind):
+                record = msgspec.structs.replace(record, kind=kind.__name__, message=str(error)[:MAX_TEXT_CHARACTERS])
+        return cls(record)
 
     def error(self, trainer_rank: int) -> Exception:
         """Return the error as the other ranks raise it. `trainer_rank`: the rank on which it happened."""
         record = msgspec.structs.replace(self.record, message=f"trainer rank {trainer_rank}: {self.record.message}")
-        if self.builtin:
-            return ValueError(record.message) if self.builtin == "ValueError" else TypeError(record.message)
-        return from_record(record)
+        builtin = {"ValueError": ValueError, "TypeError": TypeError}.get(record.kind)
+        return from_record(record) if builtin is None else builtin(record.message)
 
 
 class OriginReport(_Record, frozen=True):
     """State of another origin's sender, from the rank that leads that origin.
 
-    `connected`: peers with a connection. `digests`: of the sent or encoded buckets. `sent`: digests of tensors, by
-    bucket. `encoded_bytes`: lengths of the buckets that were encoded, in which `num_changed` words have changed.
-    `base`: number of the version of the origin's base, -1 for none; `problem`: why there can be no base, or None.
+    `connected`: peers with a connection. Of this publish, as far as it is: `digests` of the sent or encoded buckets;
+    `sent`, digests of tensors, by bucket; `encoded_bytes`, lengths of the encoded buckets, in which `num_changed` words
+    have changed. `base`: number of the version of the origin's base, -1 for none; `problem`: why it has no memory.
     """
 
     connected: tuple[str, ...]
@@ -227,7 +224,7 @@ class OriginReport(_Record, frozen=True):
     encoded_bytes: list[int] = []
     num_changed: int = 0
     base: int = -1
-    problem: Failure | None = None
+    problem: str = ""
 
 
 Agreement: TypeAlias = Start | Specs | Settings | Held | Mappable | Agreed | HeldParts

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
@@ -26,7 +25,15 @@ import torch
 
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
-from weightcast.errors import PeersLostError, PublishReport, WeightcastError, from_record, listed, to_record
+from weightcast.errors import (
+    InsufficientMemoryError,
+    PeersLostError,
+    PublishReport,
+    WeightcastError,
+    from_record,
+    listed,
+    to_record,
+)
 from weightcast.format.bucket import BucketBuffer, Digest, as_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
@@ -39,35 +46,32 @@ from weightcast.trainer.group import records
 from weightcast.trainer.group.group import is_any_busy
 from weightcast.trainer.group.rank import Rank
 from weightcast.trainer.packer import finish
-from weightcast.trainer.publish_run import PublishInputs, PublishRun, connect
+from weightcast.trainer.publish_run import AllOrigins, PublishInputs, PublishRun, connect
 from weightcast.trainer.sent_digests import SentDigests
 
 
-class PublishingRank(Rank, Sender):
-    """Group rank 0. Implements `Fill` and `Sender` for the publish run, and so hides the other ranks from it.
+class PublishingRank(Rank, AllOrigins):
+    """Group rank 0. For the publish run it stands for all ranks, as one `Fill` and one `Sender` of all origins.
 
-    It represents the senders of all origins. It owns and closes that of this rank; the other ranks own theirs.
+    The sender of this rank's own origin is the publisher's (`Connections.sender`); the other ranks own theirs.
     """
 
     _sender: Sender
 
     def __init__(self, trainer_group: Any, source: Source, deadline_seconds: float) -> None:
         super().__init__(trainer_group, source, deadline_seconds)
-        self._has_sender = False
         self.sent: SentDigests | None = None
         self._settings: records.Settings | None = None
         self._others: Sequence[int] = ()
         """The group ranks that lead the other origins."""
-        self._reports: dict[int, records.OriginReport] = {}
-        """Their latest reports, by group rank."""
-        self._failures: dict[str, WeightcastError] = {}
-        """Their senders' failures in this update, as of their latest statuses."""
+        self._other_digests: Sequence[bytes] = ()
+        """Digests of the other origins' buckets, once all were sent or encoded."""
+        self._statuses: list[records.RankStatus] = []
+        """The latest statuses of the other leaders in this update."""
         self._is_own_sent = False
-        self._are_all_sent = False
         self._sends: records.Content = "weights"
         self._keeps_base = False
         self._has_encoded = False
-        self._join_at = ""
 
     def publish(
         self, run: str, version: int, inputs: Callable[[], PublishInputs], publish_run: PublishRun
@@ -87,28 +91,10 @@ class PublishingRank(Rank, Sender):
             self._has_agreed = not any(start.is_changed for start in started)
             self._complete(started)
             self._agree_on(prepared)
-
-            def on_engines_asked() -> None:
-                """Agree again if the engines' replies have changed the settings (dtypes, kind of server)."""
-                if prepared.engine_dtypes is not None:
-                    specs = self._source.specs()
-                    prepared.engine_dtypes.ask(prepared.fleet, specs, is_again=prepared.again is not None)
-                    prepared.pack_plan.specs = prepared.engine_dtypes.cast(specs)
-                self._agree_on(prepared)
-                if prepared.checks_finite and prepared.again is None:
-                    with group.uninterrupted():
-                        group.exchange_when_idle(records.Check())
-                        self._check_finite()
-                        group.exchange(records.Nothing())
-
-            def packed() -> None:
-                group.exchange_when_idle(records.AllPacked())
-                publish_run.flight.packed()
-
             with group.error_at_next_exchange(), group.keeping_alive():
                 self._is_instructing = True
                 try:
-                    report = publish_run.run(prepared, on_engines_asked, packed)
+                    report = publish_run.run(prepared, self)
                 finally:
                     group.version = max(version, publish_run.number)
                     with group.uninterrupted():
@@ -122,29 +108,45 @@ class PublishingRank(Rank, Sender):
             assert report is not None, "an exchange with an error raises"
             return report
 
-    def _settings_of(self, prepared: PublishInputs) -> records.Settings:
-        dtypes = {} if prepared.engine_dtypes is None else dict(prepared.engine_dtypes.by_name)
-        bucket_size_bytes, listener = prepared.pack_plan.bucket_size_bytes, prepared.connections.listener
+    # --- as `AllOrigins` ---
+
+    def agree(self, inputs: PublishInputs) -> None:
+        """Agree again if the engines' replies have changed the settings (dtypes, kind of server). Check for NaN."""
+        self._agree_on(inputs)
+        if inputs.checks_finite and inputs.again is None:
+            with self.group.uninterrupted():
+                self.group.exchange_when_idle(records.Check())
+                self._check_finite()
+                self.group.exchange(records.Nothing())
+
+    def packed(self) -> None:
+        self.group.exchange_when_idle(records.AllPacked())
+
+    def others(self) -> Sequence[bytes]:
+        return self._other_digests
+
+    def _settings_of(self, inputs: PublishInputs) -> records.Settings:
+        listener = inputs.connections.listener
         return records.Settings(
             self.run,
-            prepared.connections.url,
+            inputs.connections.url,
             listener.secret,
             listener.lease_seconds,
-            bucket_size_bytes,
-            prepared.maps_buckets(),
-            dtypes,
+            inputs.pack_plan.bucket_size_bytes,
+            inputs.maps_buckets(),
+            {} if inputs.engine_dtypes is None else dict(inputs.engine_dtypes.by_name),
         )
 
-    def _is_agreed(self, prepared: PublishInputs) -> bool:
+    def _is_agreed(self, inputs: PublishInputs) -> bool:
         """Return whether all ranks have agreed on these settings and this plan."""
-        is_same = self._assignment.layout is prepared.pack_plan.layout and self._settings_of(prepared) == self._settings
+        is_same = self._assignment.layout is inputs.pack_plan.layout and self._settings_of(inputs) == self._settings
         return self._has_agreed and is_same
 
-    def _agree_on(self, prepared: PublishInputs) -> None:
+    def _agree_on(self, inputs: PublishInputs) -> None:
         """Have all ranks agree on the present settings, unless they have; give the publish run the agreed plan."""
-        plan, connections, group = prepared.pack_plan, prepared.connections, self.group
-        if not self._is_agreed(prepared):
-            settings = self._settings_of(prepared)
+        plan, connections, group = inputs.pack_plan, inputs.connections, self.group
+        if not self._is_agreed(inputs):
+            settings = self._settings_of(inputs)
             with group.uninterrupted():
                 group.exchange_when_idle(settings)
                 agreed = self._agree(settings)
@@ -152,11 +154,8 @@ class PublishingRank(Rank, Sender):
             connections.origins = tuple(agreed[rank].address for rank in self._others if agreed[rank].address)
             plan.lay_out(self._assignment.layout)
             self._settings = settings
-        plan.use(prepared.regions, self)
-        if connections.sender is not self:
-            self._sender, self._has_sender = connections.sender, True
-            connections.sender = self
-        self._sends, self._is_own_sent = "weights", False
+        plan.use(inputs.regions, self)
+        self._sender, self._sends, self._is_own_sent = connections.sender, "weights", False
         self._keeps_base = self._has_encoded = False
 
     # --- as a `Fill` ---
@@ -170,37 +169,25 @@ class PublishingRank(Rank, Sender):
         """
         self.group.version = version.number
         bucket = self._next_bucket(payload)
-        self._begin_round(index, bucket)
+        self._instruct(records.Pack(index, bucket, proves=self.sent is not None))
         self._pack(bucket, index, payload)
         return self._digest_of(index, payload, self.group.exchange(records.Packed()))
-
-    def others(self) -> list[bytes]:
-        """Return the digests of the other origins' buckets. Called once all were sent."""
-        self._ask(digests=True)
-        for report in self._reports.values():
-            if self.sent is not None:
-                self.sent.by_bucket |= report.sent
-        return [bytes.fromhex(digest) for report in self._reports.values() for digest in report.digests]
-
-    def _begin_round(self, number: int, bucket: records.NextBucket | None) -> None:
-        pack = records.Pack(number, bucket, proves=self.sent is not None)
-        self._require_peers(self.group.exchange_when_idle(pack))
 
     def _run_rounds(self, first: int) -> None:
         """Run the rounds from `first` on, in which this rank has no bucket. Raises what `fill` raises."""
         for number in range(first, max(map(len, self._assignment.layout.manifest.spans))):
-            self._begin_round(number, None)
+            self._instruct(records.Pack(number, proves=self.sent is not None))
             self.group.exchange(records.Packed())
 
     # --- as `OtherBases` ---
 
     def keep_bases(self) -> set[int]:
-        self._ask(keeps_base=True)
-        for rank, report in self._reports.items():
-            if report.problem is not None:
-                raise report.problem.error(self.group.ranks[rank])
-        self._keeps_base = bool(self._others)
-        return {report.base for report in self._reports.values()}
+        reports = self._ask(keeps_base=True)
+        for rank, report in zip(self._others, reports, strict=True):
+            if report.problem:
+                raise InsufficientMemoryError(f"trainer rank {self.group.ranks[rank]}: {report.problem}")
+        self._keeps_base = bool(reports)
+        return {report.base for report in reports}
 
     def begin_encoding(self, version: WeightVersion) -> None:
         self.group.version = version.number
@@ -209,24 +196,18 @@ class PublishingRank(Rank, Sender):
 
     def encoded(self) -> EncodedBuckets:
         self._run_rounds(len(self._span))
-        digests, reports = self.others(), self._reports.values()
+        reports = self._ask()
         self._has_encoded = True
         sizes = [size for report in reports for size in report.encoded_bytes]
-        return EncodedBuckets(sizes, digests, sum(report.num_changed for report in reports))
+        return EncodedBuckets(sizes, self._other_digests, sum(report.num_changed for report in reports))
 
     # --- as a `Sender` ---
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
-        """Failures of all origins' senders: those of other ranks as of the last round or, once all is sent, now."""
-        if self._are_all_sent and self._others:
-            self._note_failures(self.group.exchange_when_idle(records.Nothing()))
-        return {**self._sender.failures, **self._failures}
-
-    @property
-    def memory_seconds(self) -> float:
-        """Time that this rank's own sender has taken to allocate memory."""
-        return self._sender.memory_seconds
+        """Failures of all origins' senders, those of other ranks as of their latest statuses."""
+        found = [item for status in self._statuses for item in status.failures.items()]
+        return {**self._sender.failures, **{name: from_record(record) for name, record in found}}
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Open the update on every origin; after a loss of peers, on every origin that has not sent all of it.
@@ -234,21 +215,20 @@ class PublishingRank(Rank, Sender):
         Raises the error of any rank.
         """
         self.group.version = version.number
-        self._are_all_sent = False
         sends: records.Content = "weights"
         if self._has_encoded:
             sends = "base" if manifest.names else "deltas"
         if sends != self._sends:
             self._sends, self._is_own_sent = sends, False
-        self._failures = {}
-        self._join_at = self._sender.begin_together(manifest, version)
+        self._statuses = []
+        join_at = self._sender.begin_together(manifest, version)
         if self._others:
-            opening = records.Open(tuple(peers), staged, self._join_at, sends, self._keeps_base)
+            opening = records.Open(tuple(peers), staged, join_at, sends, self._keeps_base)
             self.group.exchange_when_idle(opening)
         if not self._is_own_sent:
             self._sender.open(manifest.of_origin(0), version, peers=peers, staged=staged)
-        if sends == "weights":
-            self._await_others()
+        if sends == "weights" and self._others:
+            self._instruct(records.Nothing())
         if self._is_own_sent or not self._span:
             self._send_others(first=0)
         return len(self._span) if self._is_own_sent else 0
@@ -268,67 +248,47 @@ class PublishingRank(Rank, Sender):
         """Run the remaining rounds, if there are any, and wait until all is sent. Raises what `fill` raises."""
         if self._sends == "weights":
             self._run_rounds(first)
-        self._await_others()
-        if self._join_at:
-            self._sender.seal(self.others())
-        self._are_all_sent = True
-
-    def _await_others(self) -> None:
-        """Wait until every other origin has opened the update or sent its buckets. Raises what `fill` raises."""
         if self._others:
-            self._require_peers(self.group.exchange_when_idle(records.Nothing()))
+            self._instruct(records.Nothing())
+        if self._sends == "weights":
+            self._ask()
+            self._sender.seal(self._other_digests)
 
-    def _ask(self, peers: Sequence[str] = (), *, digests: bool = False, keeps_base: bool = False) -> None:
-        """Ask the leaders of the other origins for their reports on these peers; see `AskSenders`."""
-        if not self._others:
-            return
-        with self.group.uninterrupted():
-            self.group.exchange_when_idle(records.AskSenders(tuple(peers), digests, keeps_base))
-            reports = self.group.exchange(records.Nothing())
-        self._reports = {rank: reports[rank] for rank in self._others}
+    def connected(self, peers: Sequence[str]) -> list[str]:
+        """Return those of these peers that are connected to every origin's sender."""
+        found = [self._sender.connected(peers), *(report.connected for report in self._ask(peers))]
+        return [name for name in peers if all(name in each for each in found)]
 
-    def _note_failures(self, statuses: Sequence[Any]) -> None:
-        found = [item for rank in self._others for item in statuses[rank].failures.items()]
-        self._failures = {name: from_record(record) for name, record in found}
+    def abort(self, reason: str) -> None:
+        """Abort the update on this rank's sender. The other origins abort it when the publish ends with an error."""
+        self._sender.abort(reason)
 
-    def _require_peers(self, statuses: Sequence[Any]) -> None:
-        """Note the failures of the other origins' senders. Raises PeersLostError if one has lost peers."""
-        self._note_failures(statuses)
-        of_each = [set(statuses[rank].survivors) for rank in self._others if statuses[rank].survivors is not None]
+    def _instruct(self, instruction: records.Record) -> None:
+        """Give an instruction once every other origin has opened the update or sent its buckets.
+
+        Notes the failures of their senders. Raises PeersLostError if one has lost peers.
+        """
+        statuses = self.group.exchange_when_idle(instruction)
+        self._statuses = [statuses[rank] for rank in self._others]
+        of_each = [set(status.survivors) for status in self._statuses if status.survivors is not None]
         if of_each:
             lost = listed([f"{name}: {error}" for name, error in self.failures.items()])
             found = f"lost {lost}" if lost else "lost its broadcast group, with no peer at fault"
             raise PeersLostError(f"another trainer rank's sender has {found}", sorted(set.intersection(*of_each)))
 
-    def connected(self, peers: Sequence[str]) -> list[str]:
-        """Return those of these peers that are connected to every origin's sender."""
-        self._ask(peers)
-        found = self._sender.connected(peers)
-        return [name for name in found if all(name in report.connected for report in self._reports.values())]
-
-    def newest_version(self) -> int | None:
-        """Return the newest version of this rank's sender, which alone commits versions."""
-        return self._sender.newest_version()
-
-    def commit(self) -> None:
-        """Commit the version, after all origins have sent it."""
-        self._sender.commit()
-
-    def abort(self, reason: str) -> None:
-        """Abort the update on this rank's sender. The other origins abort it when the publish ends with an error."""
-        self._are_all_sent = False
-        self._sender.abort(reason)
-
-    def release(self) -> None:
-        """Release the memory of this rank's sender, if there is one."""
-        if self._has_sender:
-            self._sender.release()
-
-    def close(self) -> None:
-        """Disconnect from the other ranks and close this rank's sender. Idempotent."""
-        super().close()
-        if self._has_sender:
-            self._sender.close()
+    def _ask(self, peers: Sequence[str] = (), *, keeps_base: bool = False) -> list[records.OriginReport]:
+        """Return the reports of the leaders of the other origins on these peers; see `AskSenders`."""
+        reports: list[records.OriginReport] = []
+        if self._others:
+            with self.group.uninterrupted():
+                statuses = self.group.exchange_when_idle(records.AskSenders(tuple(peers), keeps_base))
+                answers = self.group.exchange(records.Nothing())
+            self._statuses, reports = ([each[rank] for rank in self._others] for each in (statuses, answers))
+        self._other_digests = [bytes.fromhex(digest) for report in reports for digest in report.digests]
+        for report in reports:
+            if self.sent is not None:
+                self.sent.by_bucket |= report.sent
+        return reports
 
 
 class FollowingRank(Rank):
@@ -350,7 +310,8 @@ class FollowingRank(Rank):
         self._call: futures.Future[None] | None = None
         """The last call of the sender."""
         self._stream: Any = None
-        self._is_open = False
+        self._opening: records.Open | None = None
+        """The update as it was opened last; None if it is not open."""
         self._survivors: tuple[str, ...] | None = None
         """Peers with which the update can be opened again, once the sender has raised PeersLostError."""
         self._buffer: BucketBuffer | None = None
@@ -359,17 +320,15 @@ class FollowingRank(Rank):
         """Digests of the buckets that were sent or encoded."""
         self._base: OriginBase | None = None
         self._scratch: BucketBuffer | None = None
-        self._sends: records.Content = "weights"
-        self._keeps_base = False
-        self._sent = SentDigests(self._assignment.layout, {})
-        self._proves = False
+        self._sent: SentDigests | None = None
+        """Digests of the tensors that were sent or encoded in this publish, if they are to be computed."""
 
     def publish(
         self, run: str, version: int, inputs: Callable[[], PublishInputs], publish_run: PublishRun
     ) -> PublishReport:
         """Carry out the publishing rank's instructions until the publish ends. `version`: the last one of this rank."""
         group = self.group
-        group.version = version
+        group.version, self._sent, self._digests = version, None, []
         with group.error_at_next_exchange():
             require_no_step("publish or sync")
             self._read_regions(self._source.regions())
@@ -380,20 +339,16 @@ class FollowingRank(Rank):
                 with group.error_at_next_exchange():
                     status = self._status()
                 found = group.exchange(status)
-                if isinstance(found[0], records.End):
-                    self._is_open, self._buffer = False, None
-                    if self._base is not None:
-                        self._base.encoded = {}
-                    return found[0].report
-                if isinstance(found[0], records.Declined):
-                    self._turn.decline(found[0].overlap)
-                    continue
-                if is_any_busy(found):
-                    if self._call is not None:
-                        # At most a quarter of the deadline, because the other ranks wait meanwhile.
-                        futures.wait([self._call], self._deadline_seconds / 4)
-                    continue
                 match found[0]:
+                    case records.End(report):
+                        self._end_update()
+                        return report
+                    case records.Declined(overlap):
+                        self._turn.decline(overlap)
+                    case _ if is_any_busy(found):
+                        if self._call is not None:
+                            # At most a quarter of the deadline, because the other ranks wait meanwhile.
+                            futures.wait([self._call], self._deadline_seconds / 4)
                     case records.Settings() as settings:
                         self._agree(settings)
                     case records.Check():
@@ -409,7 +364,8 @@ class FollowingRank(Rank):
                     case records.AskSenders() as question:
                         self._report(question)
                     case records.Pack(number, _, proves):
-                        self._proves = proves
+                        if proves and self._sent is None:
+                            self._sent = SentDigests(self._assignment.layout, {})
                         payload = None if self._buffer is None else self._buffer.payload
                         with host_device.beside(self._stream, self._device()):
                             self._pack(found[self._leader].bucket, number, payload)
@@ -425,7 +381,7 @@ class FollowingRank(Rank):
             return records.RankStatus(self._sums)
         if self._call is not None and not self._call.done():
             return records.RankStatus(is_busy=True)
-        if self._call is not None and self._is_open:
+        if self._call is not None and self._opening is not None:
             try:
                 self._call.result()
             except PeersLostError as exc:
@@ -456,30 +412,28 @@ class FollowingRank(Rank):
                     secret=settings.secret,
                 )
             self._stream = host_device.stream(device)
-        self._sent = SentDigests(self._assignment.layout, {})
         return "" if self._listener is None else self._listener.address
 
     def _open(self, sender: Sender, opening: records.Open) -> None:
         """Open the update, or open it again, unless this origin has sent all of it. Send at once what was encoded."""
         is_whole = self._survivors is None and len(self._digests) == len(self._span)
-        if self._is_open and is_whole and self._sends == opening.sends:
+        if self._opening is not None and is_whole and self._opening.sends == opening.sends:
             return
         self._digests.clear()
-        self._sends, self._keeps_base = opening.sends, opening.keeps_base
         if self._survivors is not None:
             # After a loss, the sender may use other memory.
             self.forget_views()
-        self._is_open, self._survivors, self._buffer = True, None, None
+        self._opening, self._survivors, self._buffer = opening, None, None
         manifest, origin = self._assignment.layout.manifest, self._assignment.origins[self.group.group_rank]
         version, part = WeightVersion(self.run, self.group.version), manifest.of_origin(origin)
         base, payloads = self._base, list[torch.Tensor]()
-        if base is not None and self._sends == "weights":
-            if self._keeps_base:
+        if base is not None and opening.sends == "weights":
+            if opening.keeps_base:
                 base.begin()
             elif base.number != version.number:
                 self._base = None
         elif base is not None:
-            by_bucket = base.encoded if self._sends == "deltas" else base.payloads
+            by_bucket = base.encoded if opening.sends == "deltas" else base.payloads
             payloads = [by_bucket[index] for index in self._span]
             part = part.with_sizes(tuple(payload.nbytes for payload in payloads))
 
@@ -497,27 +451,21 @@ class FollowingRank(Rank):
 
     def _finish(self, sender: Sender, buffer: BucketBuffer, packed: Sequence[Any]) -> None:
         """Digest this rank's bucket, and encode or send it. `packed`: all ranks' statuses after packing it."""
-        number, base = len(self._digests), self._base
+        number, base, index = len(self._digests), self._base, self._span[len(self._digests)]
+        keeps_base = self._opening is not None and self._opening.keeps_base
         with self.group.error_at_next_exchange(), host_device.on(self._stream):
-            index = self._span[number]
             digest = self._digest_of(number, buffer.payload, packed)
-            manifest, version = self._assignment.layout.manifest, WeightVersion(self.run, self.group.version)
             self._digests.append(as_bytes(digest).hex())
-            sent = self._sent if self._proves else None
-            is_encoding = buffer is self._scratch
-            if base is not None and is_encoding:
-                base.encode(index, buffer.payload, digest, sent)
-            elif sent is not None:
-                sent.add(index, buffer.payload)
-            if base is not None and self._keeps_base and not is_encoding:
-                base.keep(index, buffer.payload, digest)
-            is_last = len(self._digests) == len(self._span)
-            if base is not None and is_last and (is_encoding or self._keeps_base):
-                base.complete(version.number)
+            is_last, is_encoding = len(self._digests) == len(self._span), buffer is self._scratch
             self._buffer = buffer if is_encoding and not is_last else None
-            if not is_encoding:
-                num_bytes = finish(digest, manifest, version, index, buffer)
+            if base is not None and is_encoding:
+                base.encode(index, buffer.payload, digest, self._sent)
+            else:
+                manifest, version = self._assignment.layout.manifest, WeightVersion(self.run, self.group.version)
+                num_bytes = finish(digest, manifest, version, index, buffer, self._sent, base if keeps_base else None)
                 self._begin(sender, functools.partial(sender.send, number, num_bytes))
+            if base is not None and is_last and (is_encoding or keeps_base):
+                base.complete(self.group.version)
 
     def _begin(self, sender: Sender, call: Callable[[], None]) -> None:
         """Start a call in the sender's thread, which then waits for the buffer of the next bucket."""
@@ -531,38 +479,38 @@ class FollowingRank(Rank):
         self._call = self._calls.submit(run)
 
     def _report(self, question: records.AskSenders) -> None:
+        """Send a report, if this rank leads an origin; first have a base of its buckets, if that is asked for."""
         answer: records.Record = records.Nothing()
         with self.group.error_at_next_exchange():
             if self._sender is not None:
-                problem = self._problem_with_base() if question.keeps_base else None
-                sizes = [] if self._base is None else [payload.nbytes for payload in self._base.encoded.values()]
+                manifest, problem = self._assignment.layout.manifest, ""
+                origin = self._assignment.origins[self.group.group_rank]
+                is_kept = self._base is not None and (self._base.manifest, self._base.origin) == (manifest, origin)
+                if question.keeps_base and not is_kept:
+                    self._base = None
+                    try:
+                        self._base = OriginBase(manifest, manifest.digest(), origin)
+                    except InsufficientMemoryError as exc:
+                        problem = str(exc)
+                base = self._base
                 answer = records.OriginReport(
                     tuple(self._sender.connected(question.peers)),
-                    digests=list(self._digests) if question.digests else [],
-                    sent=self._sent.by_bucket if question.digests and self._proves else {},
-                    encoded_bytes=sizes if question.digests else [],
-                    num_changed=0 if self._base is None else self._base.num_changed,
-                    base=-1 if self._base is None else self._base.number,
+                    list(self._digests),
+                    {} if self._sent is None else self._sent.by_bucket,
+                    encoded_bytes=[] if base is None else [payload.nbytes for payload in base.encoded.values()],
+                    num_changed=0 if base is None else base.num_changed,
+                    base=-1 if base is None else base.number,
                     problem=problem,
                 )
         self.group.exchange(answer)
 
-    def _problem_with_base(self) -> records.Failure | None:
-        """Have a base of this origin's buckets; return why there can be none."""
-        manifest, origin = self._assignment.layout.manifest, self._assignment.origins[self.group.group_rank]
-        try:
-            if self._base is None or (self._base.manifest, self._base.origin) != (manifest, origin):
-                self._base = None
-                self._base = OriginBase(manifest, manifest.digest(), origin)
-        except WeightcastError as exc:
-            return records.Failure.of(exc)
-        return None
-
-    def _end_update(self, reason: str) -> None:
-        sender, was_open = self._sender, self._is_open
-        self._is_open, self._buffer = False, None
-        if sender is not None and was_open:
-            self._call = self._calls.submit(sender.abort, reason)
+    def _end_update(self, failure: str = "") -> None:
+        sender, was_open = self._sender, self._opening is not None
+        self._opening, self._buffer = None, None
+        if self._base is not None:
+            self._base.encoded = {}
+        if failure and sender is not None and was_open:
+            self._call = self._calls.submit(sender.abort, failure)
 
     def release(self) -> None:
         """Release the base, and the sender's memory (see `Sender.release`), after its pending calls."""
@@ -581,15 +529,13 @@ class FollowingRank(Rank):
         self._close_sender()
 
     def _close_sender(self) -> None:
-        sender, self._sender, self._buffer = self._sender, None, None
-        self._base = self._scratch = None
         if self._call is not None:
             futures.wait([self._call])
         with contextlib.ExitStack() as stack:
-            for part in (self._listener, sender):
+            for part in (self._listener, self._sender):
                 if part is not None:
                     stack.callback(part.close)
-        self._listener = None
+        self._sender = self._listener = self._buffer = self._base = self._scratch = None
 
 
 def _own_url(url: str) -> str:
@@ -597,13 +543,12 @@ def _own_url(url: str) -> str:
 
     The port is the same, so that one port is to be opened on all hosts. Raises OSError if that host can't be resolved.
     """
-    scheme, transport = registry.scheme(url), registry.transport(url)
-    if transport.same_host:
+    if registry.transport(url).same_host:
         return url
-    host, port = registry.host(url), urllib.parse.urlsplit(url).port or 0
+    host, port = registry.endpoint(url)
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         # Connecting a datagram socket sends nothing; it only looks up the route.
         probe.connect(address)
         own = probe.getsockname()[0]
-    return f"{scheme}://[{own}]:{port}" if ":" in own else f"{scheme}://{own}:{port}"
+    return f"{registry.scheme(url)}://{f'[{own}]' if ':' in own else own}:{port}"
