@@ -85,16 +85,13 @@ class PublisherSession:
     @property
     def is_abandoned(self) -> bool:
         """True if the session's publisher is gone, also before the link has noticed it, and no install is running."""
-        return self._has_lost_its_publisher and not (self.update is not None and self.update.is_writing)
+        is_gone = bool(self._links) and self._links[0].has_ended
+        return is_gone and not (self.update is not None and self.update.is_writing)
 
     @property
     def is_dropped(self) -> bool:
         """True if the session's publisher has said that its run goes on without this engine."""
         return bool(self._links) and self._links[0].is_dropped
-
-    @property
-    def _has_lost_its_publisher(self) -> bool:
-        return bool(self._links) and self._links[0].has_ended
 
     def require_going_on(self) -> None:
         """Raise the error with which the session has ended, if it has."""
@@ -118,7 +115,7 @@ class PublisherSession:
         info, since = self.info, self._began_at.isoformat(" ", "seconds")
         where = "" if info.publisher is UNSET else f" ({info.publisher})"
         begin = f"run {info.run}{where} has held this engine since {since}, for {time.monotonic() - self._began:.0f} s"
-        if self._has_lost_its_publisher:
+        if self._links and self._links[0].has_ended:
             return f"{begin}; its publisher is gone, and the engine is free once the install in progress has ended"
         lives = "While that publisher's process lives, also if the publisher is not used, the lease does not end"
         if not self._links or not self._links[0].is_open:

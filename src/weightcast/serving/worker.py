@@ -39,7 +39,7 @@ from weightcast.errors import (
     trace_of,
 )
 from weightcast.format.bucket import DTYPE_NAMES
-from weightcast.format.manifest import MAX_BYTES, PROTOCOL, Manifest, TensorSpec, WeightVersion
+from weightcast.format.manifest import MAX_BYTES, PROTOCOL, TensorSpec, WeightVersion
 from weightcast.format.messages import (
     Abort,
     Accepted,
@@ -270,9 +270,10 @@ class Worker:
                     raise
                 if update.offer.target is UNSET:
                     self._num_missed = 0
-                self._unsettled = update if self._settles else None
-                if not self._settles:
-                    self._keep(update)
+                if self._settles:
+                    self._unsettled = update
+                elif self.adapters is not None and update.offer.target is UNSET:
+                    self.adapters.retire()
                 if self._metrics is not None:
                     self._metrics.stage_seconds.labels("update").observe(time.perf_counter() - update.offered_at)
                 # One INFO line per engine: its other ranks install the same version.
@@ -283,11 +284,6 @@ class Worker:
             if not self.serves(version):
                 raise
         return version
-
-    def _keep(self, update: Update) -> None:
-        """Complete an install that can't be rolled back any more."""
-        if self.adapters is not None and update.offer.target is UNSET:
-            self.adapters.retire()
 
     @property
     def offered_adapter(self) -> str:
@@ -326,8 +322,8 @@ class Worker:
         update = self._unsettled
         if update is not None and update.version == version:
             update.settle(keep=keep)
-            if keep:
-                self._keep(update)
+            if keep and self.adapters is not None and update.offer.target is UNSET:
+                self.adapters.retire()
             self._unsettled = None
 
     @property
@@ -453,13 +449,15 @@ class Worker:
             # Checking an offer may use the model, to which the former update still writes.
             session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
         install = self._install(session, offer)
-        is_based = offer.base is not None or offer.keeps_base
-        portion, base = _portion(offer, install.layout.manifest, self.engine_rank), None
-        if is_based:
-            base = base_of(offer, install.layout, session.base, portion, session.base_memory)
+        manifest, portion, base = install.layout.manifest, None, None
+        local = None if offer.ranks is UNSET else offer.ranks.get(host_identity())
+        if local is not None and self.engine_rank in local.ranks:
+            portion = Portion.of(manifest, local.ranks.index(self.engine_rank), len(local.ranks), local.memory)
+        if offer.base is not None or offer.keeps_base:
+            base = base_of(offer, manifest, session.base, portion, session.base_memory)
         session.base = base
         if offer.undo and offer.target is UNSET:
-            check_undo(install.layout.manifest, self.engine)
+            check_undo(manifest, self.engine)
         session.last_offered = offer.version
         session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
         if self._unsettled is not None:
@@ -629,11 +627,3 @@ class Worker:
                 "the model"
             )
         return weights
-
-
-def _portion(offer: Offer, manifest: Manifest, engine_rank: int) -> Portion | None:
-    """Return the portion of a version that this rank reads and checks; None unless the offer lists its host."""
-    local = None if offer.ranks is UNSET else offer.ranks.get(host_identity())
-    if local is None or engine_rank not in local.ranks:
-        return None
-    return Portion.of(manifest, local.ranks.index(engine_rank), len(local.ranks), local.memory)
