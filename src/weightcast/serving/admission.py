@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from weightcast.checkpoint.live import CASTABLE
 from weightcast.errors import (
     IncompatibleWeightsError,
-    InsufficientMemoryError,
     UnsupportedError,
-    WrongBaseError,
     listed,
-    malformed,
 )
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import Manifest, TensorSpec
-from weightcast.format.messages import Offer
-from weightcast.format.packed_base import PackedBase
 from weightcast.host import memory as host_memory
-from weightcast.host.memory import SharedMemory
 from weightcast.seams.engine import Casting, Engine, Undoable, Validating
-from weightcast.seams.transport import Portion
 from weightcast.serving.install import Install
-
-logger = logging.getLogger(__name__)
 
 
 def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[TensorSpec] | None) -> Install:
@@ -41,54 +31,6 @@ def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[Tenso
         return Install(Layout(manifest), digest, engine, specs)
     except ValueError as exc:
         raise UnsupportedError(str(exc)) from exc
-
-
-def base_of(
-    offer: Offer,
-    manifest: Manifest,
-    known: PackedBase | None,
-    portion: Portion | None,
-    memory_at: Callable[[str], SharedMemory | None],
-) -> PackedBase | None:
-    """Return the base of the offer's deltas or, for a full update, where to keep its buckets if the publisher asks.
-
-    `known`: the base that the worker has. `portion`: of the buckets, if several ranks on this host share a base, in
-    what `memory_at` returns for its memory. Raises WrongBaseError if the known base is another version's, ManifestError
-    for lengths that deltas of this layout can't have.
-    """
-    sizes, base = manifest.buckets, offer.base
-    if known is not None and known.manifest_digest != offer.manifest_digest:
-        known = None
-    if base is not None:
-        if known is None or (known.number, known.root) != (base.version, base.root):
-            found = "of no version" if known is None or known.number < 0 else f"of version {known.number}"
-            raise WrongBaseError(
-                f"deltas on version {base.version} (root digest {base.root}) were offered, but this worker has the "
-                f"packed buckets {found}: offer a full update"
-            )
-        lengths = base.encoded_bytes
-        if not (
-            len(lengths) == len(base.digests) == len(sizes)
-            and all(0 < length <= size and length % 8 == 0 for length, size in zip(lengths, sizes, strict=True))
-        ):
-            raise malformed("size", "the lengths of deltas do not fit the manifest's buckets: offer a full update")
-        if offer.install != "staged":
-            raise UnsupportedError('deltas are installed with install="staged": offer a full update')
-        return known
-    if offer.install != "staged":
-        return None
-    if known is None:
-        try:
-            memory = None if portion is None else memory_at(portion.memory)
-            if portion is None or memory is None:
-                host_memory.require(sum(sizes), "the base of deltas", "publish with delta=None, or free memory")
-                known = PackedBase(manifest, offer.manifest_digest)
-            else:
-                memory.grow(sum(sizes), "the base of deltas")
-                known = PackedBase(manifest, offer.manifest_digest, memory.map().tensor(), portion.buckets)
-        except (InsufficientMemoryError, UnsupportedError) as exc:
-            logger.warning("the next version can't come as deltas: %s", exc)
-    return known
 
 
 def check_undo(manifest: Manifest, engine: Engine) -> None:

@@ -174,7 +174,7 @@ class Follower(ClosedOnExit):
     def _install_version(self, kept: StoredVersion) -> float:
         version, manifest, specs = kept.version, kept.manifest, self._engine.specs()
         install, digest = self._install, kept.manifest_digest
-        if install is None or install.manifest_digest != digest or install.specs is not specs or not install.is_current:
+        if install is None or not install.is_for(digest, self._engine, specs):
             install = self._install = admit(manifest, digest, self._engine, specs)
         if self._undo:
             check_undo(manifest, self._engine)

@@ -252,9 +252,10 @@ class Install:
         """True if the engine's loader got views of the last version's buckets, and so may have changed these.
         Starts True, since earlier installs are not known."""
 
-    @property
-    def is_current(self) -> bool:
-        """False once the engine's specs or its map differ from those that this was made for."""
+    def is_for(self, manifest_digest: str, engine: Engine, specs: Sequence[TensorSpec] | None) -> bool:
+        """Return whether it was made for this manifest, engine and `engine.specs()`, and the map has not changed."""
+        if self.manifest_digest != manifest_digest or self.engine is not engine or self.specs is not specs:
+            return False
         return self._map is None or not (self._map.is_stale or self._map.revision != self._revision)
 
     def begun(self) -> Install:

@@ -18,11 +18,23 @@ import torch
 from msgspec import UNSET
 
 from weightcast import registry
-from weightcast.errors import ClosedError, ErrorRecord, RefusedError, WeightcastError, from_record, malformed, to_record
+from weightcast.errors import (
+    ClosedError,
+    ErrorRecord,
+    InsufficientMemoryError,
+    RefusedError,
+    UnsupportedError,
+    WeightcastError,
+    WrongBaseError,
+    from_record,
+    malformed,
+    to_record,
+)
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.format.messages import Failed, Hello, InitInfo, LinkMessage, Secret, UpdateInfo
+from weightcast.format.messages import Failed, Hello, InitInfo, LinkMessage, Offer, Secret, UpdateInfo
 from weightcast.format.packed_base import PackedBase
 from weightcast.host import device as host_device
+from weightcast.host import memory as host_memory
 from weightcast.host.closing import awaited_at_exit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS
 from weightcast.host.descriptors import shortage
@@ -197,13 +209,47 @@ class PublisherSession:
                 if self.receiver is not None:
                     self.receiver.release()
 
-    def base_memory(self, location: str) -> SharedMemory | None:
-        """Return the memory for the base of several ranks; None if this session has none to share.
+    def base_of(self, offer: Offer, manifest: Manifest, portion: Portion | None) -> PackedBase | None:
+        """Return the base of the offer's deltas or, for a full update, where to keep its buckets, if there is room.
 
-        `location`: that of the first of these ranks. Raises UnsupportedError if this process can't open it.
+        `portion`: of the buckets, if several ranks on this host share a base, in the memory of the first of them.
+        Raises WrongBaseError if the known base is another version's, ManifestError for lengths that deltas of this
+        layout can't have.
         """
-        own = self._base_memory
-        return own if own is None or location == own.location else SharedMemory.open(location)
+        sizes, base, known = manifest.buckets, offer.base, self.base
+        if known is not None and known.manifest_digest != offer.manifest_digest:
+            known = None
+        if base is not None:
+            if known is None or (known.number, known.root) != (base.version, base.root):
+                found = "of no version" if known is None or known.number < 0 else f"of version {known.number}"
+                raise WrongBaseError(
+                    f"deltas on version {base.version} (root digest {base.root}) were offered, but this worker has the "
+                    f"packed buckets {found}: offer a full update"
+                )
+            lengths = base.encoded_bytes
+            if not (
+                len(lengths) == len(base.digests) == len(sizes)
+                and all(0 < length <= size and length % 8 == 0 for length, size in zip(lengths, sizes, strict=True))
+            ):
+                raise malformed("size", "the lengths of deltas do not fit the manifest's buckets: offer a full update")
+            if offer.install != "staged":
+                raise UnsupportedError('deltas are installed with install="staged": offer a full update')
+            return known
+        if offer.install != "staged":
+            return None
+        if known is None:
+            memory = self._base_memory
+            try:
+                if portion is None or memory is None:
+                    host_memory.require(sum(sizes), "the base of deltas", "publish with delta=None, or free memory")
+                    return PackedBase(manifest, offer.manifest_digest)
+                if portion.memory != memory.location:
+                    memory = SharedMemory.open(portion.memory)
+                memory.grow(sum(sizes), "the base of deltas")
+                return PackedBase(manifest, offer.manifest_digest, memory.map().tensor(), portion.buckets)
+            except (InsufficientMemoryError, UnsupportedError) as exc:
+                logger.warning("the next version can't come as deltas: %s", exc)
+        return known
 
     def require_receiver(self) -> Receiver:
         """Return the connected receiver.

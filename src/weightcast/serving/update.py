@@ -368,16 +368,10 @@ class Update:
                             self._install.prove(self._assembly)
                 except BaseException as exc:
                     message = f"installing version {self.version.number} failed: {exc if str(exc) else repr(exc)}"
-                    self.error = to_record(InstallError(message, torn=True))
-                    self.state = State.ABORTED
-                    try:
-                        self._go_back(message)
-                        self.error = to_record(InstallError(message, torn=bool(self._gate.torn)))
-                    finally:
-                        self._release()
+                    self._fail(InstallError(message, torn=True), message)
                     if not isinstance(exc, Exception):
                         raise
-                    raise from_record(self.error) from exc
+                    raise self._ended(message) from exc
                 if self.offer.target is UNSET:
                     self._gate.set_version(self.version)
                     self._install.served = self.version
@@ -434,20 +428,25 @@ class Update:
                 return False
             if not isinstance(error, Exception):
                 error = UpdateAbortedError(repr(error))
-            self.error, self.state = to_record(error), State.ABORTED
-            try:
-                # First, because the roll-back waits for the device, where a running broadcast ends only with its group.
-                self._receiver.end()
-            finally:
-                try:
-                    self._go_back(f"version {self.version.number} was aborted half-way: {self.error.message}")
-                    if isinstance(error, InstallError):
-                        error.torn = bool(self._gate.torn)
-                        self.error = to_record(error)
-                finally:
-                    # Before a concurrent abort can return, after which the publisher resumes the engine.
-                    self._release()
+            message = to_record(error).message
+            self._fail(error, f"version {self.version.number} was aborted half-way: {message}")
         return True
+
+    def _fail(self, error: Exception, reason: str) -> None:
+        """End as aborted: undo the writes, and free everything. Sets an InstallError's `torn`. Called while locked."""
+        self.error, self.state = to_record(error), State.ABORTED
+        try:
+            # First, because the roll-back waits for the device, where a running broadcast ends only with its group.
+            self._receiver.end()
+        finally:
+            try:
+                self._go_back(reason)
+                if isinstance(error, InstallError):
+                    error.torn = bool(self._gate.torn)
+                    self.error = to_record(error)
+            finally:
+                # Before a concurrent abort can return, after which the publisher resumes the engine.
+                self._release()
 
     def _go_back(self, reason: str) -> bool:
         """Undo the writes; without an undo copy the engine is torn. Returns True if it has what it had before.

@@ -63,7 +63,7 @@ from weightcast.seams.engine import Engine, ExposesTensors, SaysDtypes, Undoable
 from weightcast.seams.install_map import Mapped
 from weightcast.seams.transport import Portion
 from weightcast.serving.adapters import AdapterTable, AdapterUpdate
-from weightcast.serving.admission import admit, base_of, check_undo, require_engine
+from weightcast.serving.admission import admit, check_undo, require_engine
 from weightcast.serving.install import Install, device_of_weights
 from weightcast.serving.install_map import RecordedMap, held_weights
 from weightcast.serving.session import PublisherSession
@@ -454,7 +454,7 @@ class Worker:
         if local is not None and self.engine_rank in local.ranks:
             portion = Portion.of(manifest, local.ranks.index(self.engine_rank), len(local.ranks), local.memory)
         if offer.base is not None or offer.keeps_base:
-            base = base_of(offer, manifest, session.base, portion, session.base_memory)
+            base = session.base_of(offer, manifest, portion)
         session.base = base
         if offer.undo and offer.target is UNSET:
             check_undo(manifest, self.engine)
@@ -489,16 +489,16 @@ class Worker:
         if offer.target is not UNSET and self.adapters is not None:
             engine = AdapterUpdate(self.adapters, offer.target, lambda: self.gate.version)
         known, specs = session.install, engine.specs()
-        if known is not None and known.manifest_digest != offer.manifest_digest:
-            known = None
-        if known is not None and known.engine is engine and known.specs is specs and known.is_current:
+        if known is not None and known.is_for(offer.manifest_digest, engine, specs):
             return known
-        manifest = offer.manifest if known is None else known.layout.manifest
+        manifest = offer.manifest
+        if known is not None and known.manifest_digest == offer.manifest_digest:
+            manifest = known.layout.manifest
         if manifest is None:
             raise ManifestError(
                 "the offer has no manifest, and this session has not received one with its digest: send the manifest"
             )
-        if known is None:
+        if manifest is offer.manifest:
             manifest.check()
             if (digest := manifest.digest()) != offer.manifest_digest:
                 raise ManifestError(
