@@ -94,6 +94,11 @@ def test_buckets_that_a_streamed_version_lent_to_the_loader_may_have_been_writte
     install = install.begun()
     install.load_bucket(Assembly(install.num_joined, is_staged=False), 0, payload)
     assert install.has_lent_views
+    # A delta is added to other memory, so that the buckets are not read again before the next full version.
+    staged = Assembly(install.num_joined, is_staged=True)
+    install.stage(0, payload, staged)
+    install.load_staged(staged, lends=False)
+    assert install.has_lent_views
 
 
 def test_what_is_no_copy_stays_with_the_loader_with_a_reason() -> None:

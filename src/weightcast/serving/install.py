@@ -315,9 +315,11 @@ class Install:
         """
         indices = sorted(assembly.parts)
         parts, joined = [assembly.parts[index] for index in indices], self._joined_parts(assembly, is_last=True)
-        self.has_lent_views = True
+        # Without `lends` the loader may still have views of a version before, and has written to those.
+        self.has_lent_views |= lends
         rest = self._load([*parts, *joined], assembly, lends=lends)
-        self.has_lent_views = bool(rest) and lends
+        if lends:
+            self.has_lent_views = bool(rest)
         if changes is not None:
             for index, part in zip(indices, parts, strict=True):
                 part.copies.run(changed=changes.get(index))
