@@ -76,7 +76,6 @@ class PublisherSession:
         self.install: Install | None = None
         """The install of the layout that was offered last."""
         self.receiver: Receiver | None = None
-        self._keeps_versions = registry.transport(info.transport).keeps_versions
         self._links: list[WorkerLink] = []
         """To the publisher, and to the trainer ranks that send other origins' buckets; empty until it connects."""
         self._began_at = datetime.datetime.now(datetime.UTC)
@@ -265,7 +264,7 @@ class PublisherSession:
 
     def require_origins(self, manifest: Manifest) -> None:
         """Raise ManifestError unless there is an address for each origin, or one address of a store for all."""
-        if self._keeps_versions:
+        if registry.transport(self.info.transport).keeps_versions:
             return
         found, known = len(manifest.spans), 1 + len(self.info.origins)
         if found > known:

@@ -135,7 +135,6 @@ class Update:
         """Bytes of the payloads that this worker has read and checked."""
         self.installed_bytes = 0
         """Bytes that this worker has installed."""
-        self._device = install.device
         self._former: tuple[WeightVersion | None, str] = (None, "")
         self._restore: Callable[[], None] | None = None
         self._touched = False
@@ -256,7 +255,7 @@ class Update:
             return header.digest, payload
         if header.is_delta:
             changes = base.add(index, payload[: header.encoded_bytes])
-            if _LEAST_RATIO * changes.num_bytes <= base.payloads[index].nbytes and self._device.type == "cpu":
+            if _LEAST_RATIO * changes.num_bytes <= base.payloads[index].nbytes and self._install.device.type == "cpu":
                 self._changes[index] = changes
         else:
             base.keep(index, payload, header.digest)
@@ -471,7 +470,7 @@ class Update:
         return is_whole
 
     def _await_device(self) -> None:
-        if self._device.type == "cuda":
+        if self._install.device.type == "cuda":
             engine = self._engine
             for device in engine.devices if isinstance(engine, OnDevice) else ():
                 host_device.synchronize(device)

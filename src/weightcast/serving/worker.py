@@ -297,18 +297,14 @@ class Worker:
         is_adapter = self.adapters is not None and self.adapters.serves(version)
         return is_adapter or (self.gate.version == version and not self.gate.torn)
 
-    def installable(self) -> WeightVersion:
-        """Return the version of the update in progress, if `finish` can install it or has installed it.
+    def require_installable(self, version: WeightVersion) -> None:
+        """Raise what `finish` would raise, with nothing changed, if it can't install this version and has not.
 
-        Raises what `finish` would raise, with nothing changed: ClosedError, UpdateAbortedError, IncompleteUpdateError.
+        That is ClosedError, StaleVersionError, UpdateAbortedError or IncompleteUpdateError.
         """
-        session = self._require_session()
-        if session.update is None:
-            raise IncompleteUpdateError("there is no update to install: offer a version first (start_weight_update)")
-        update = self._current(session, session.update.version.number)
+        update = self._current(self._require_session(version.run), version.number)
         if update.state not in (State.SEALED, State.INSTALLED):
             raise update.unsealed()
-        return update.version
 
     def settle(self, version: WeightVersion, *, keep: bool) -> None:
         """Second phase of a two-phase install: keep a version that all workers installed, or roll back.

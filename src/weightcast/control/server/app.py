@@ -85,9 +85,11 @@ class EngineServer:
             Route("/metrics", self._metrics.show),
         ]
         if generator is not None:
-            from weightcast.control.server.completions import completion_routes
+            from weightcast.control.server.completions import Completions
 
-            routes += completion_routes(generator, self._metrics, model_name=model_name)
+            completions = Completions(generator, self._metrics, model_name)
+            routes += [Route("/v1/completions", completions.create, methods=["POST"])]
+            routes += [Route("/v1/models", completions.models)]
         # Imported here, since it imports uvicorn's protocol, which is not needed to import EngineServer.
         from weightcast.control.server.connections import HttpServer
 
