@@ -318,7 +318,8 @@ def test_draining_comes_before_closing(mode: str, threads: Threads) -> None:
 
 
 def test_keep_does_not_drain() -> None:
-    gate = Gate(drain=lambda mode, deadline: pytest.fail("drained"))
+    gate = Gate()
+    gate.drain = lambda mode, deadline: pytest.fail("drained")
     gate.pause("keep")
     assert gate.is_paused
 
@@ -327,7 +328,8 @@ def test_a_drain_that_fails_leaves_the_gate_open() -> None:
     def drain(mode: str, deadline_seconds: float) -> None:
         raise PeerTimeoutError("requests ran on", peer="engine")
 
-    gate = Gate(drain=drain)
+    gate = Gate()
+    gate.drain = drain
     with pytest.raises(PeerTimeoutError):
         gate.pause("wait")
     assert gate.is_open

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.errors import ManifestError
+from weightcast.errors import IncompatibleWeightsError, ManifestError
 from weightcast.format.geometry import ALIGNMENT_BYTES, Region, align, whole
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, Piece, TensorRecord, TensorSpec
 from weightcast.format.plan import plan
-from weightcast.serving.admission import compare_specs
+from weightcast.serving.admission import require_fit
 from weightcast.testing.payloads import PAYLOADS, Payload
 
 dtypes = st.sampled_from(sorted(ITEMSIZE_BYTES))
@@ -267,11 +268,19 @@ def test_regions_that_do_not_tile_are_refused(regions: Sequence[Region], fault: 
     assert caught.value.fault == fault
 
 
-# --- compare_specs ------------------------------------------------------------------------------
+# --- require_fit --------------------------------------------------------------------------------
 
 A = TensorSpec("a", "bfloat16", (2, 3))
 B = TensorSpec("b", "float32", (4,))
 TIED = TensorSpec("embed", "bfloat16", (5,), aliases=("head",))
+
+
+def problems_of(offered: list[TensorSpec], held: list[TensorSpec], **options: Any) -> list[str]:
+    try:
+        require_fit(offered, held, **options)
+    except IncompatibleWeightsError as exc:
+        return list(exc.problems)
+    return []
 
 
 def spec(name: str, dtype: str = "bfloat16", shape: tuple[int, ...] = (5,), *aliases: str) -> TensorSpec:
@@ -282,7 +291,7 @@ def spec(name: str, dtype: str = "bfloat16", shape: tuple[int, ...] = (5,), *ali
 def test_what_an_engine_has_is_accepted_in_any_order(found: list[TensorSpec], random: object) -> None:
     shuffled = list(found)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert compare_specs(shuffled, found) == []
+    assert problems_of(shuffled, found) == []
 
 
 @pytest.mark.parametrize(
@@ -305,7 +314,7 @@ def test_what_an_engine_has_is_accepted_in_any_order(found: list[TensorSpec], ra
     ],
 )
 def test_every_problem_is_named(offered: list[TensorSpec], problems: list[str]) -> None:
-    assert compare_specs(offered, [A, B]) == problems
+    assert problems_of(offered, [A, B]) == problems
 
 
 def test_a_cast_must_be_asked_for() -> None:
@@ -315,27 +324,27 @@ def test_a_cast_must_be_asked_for() -> None:
         asked.append((offered, held))
         return offered == "float32"
 
-    assert compare_specs([spec("a", "float32", (2, 3)), B], [A, B], can_cast=can_cast) == []
+    assert problems_of([spec("a", "float32", (2, 3)), B], [A, B], can_cast=can_cast) == []
     assert asked == [("float32", "bfloat16")]
-    assert compare_specs([spec("a", "float32", (6,)), B], [A, B], can_cast=can_cast) == [
+    assert problems_of([spec("a", "float32", (6,)), B], [A, B], can_cast=can_cast) == [
         "'a' has the shape [6], the engine has [2, 3]"
     ]
-    assert compare_specs([spec("a", "int8", (2, 3)), B], [A, B], can_cast=can_cast) == [
+    assert problems_of([spec("a", "int8", (2, 3)), B], [A, B], can_cast=can_cast) == [
         "'a' is int8, the engine has bfloat16"
     ]
 
 
 @pytest.mark.parametrize("offered", [spec("embed"), spec("head"), spec("head", "bfloat16", (5,), "embed"), TIED])
 def test_any_name_of_a_tied_tensor_is_enough(offered: TensorSpec) -> None:
-    assert compare_specs([offered], [TIED]) == []
+    assert problems_of([offered], [TIED]) == []
 
 
 def test_a_tied_tensor_offered_twice_is_a_problem() -> None:
-    (problem,) = compare_specs([spec("embed"), spec("head")], [TIED])
+    (problem,) = problems_of([spec("embed"), spec("head")], [TIED])
     assert problem.startswith(
         "'head' and 'embed' both match the engine's 'embed', which ties them: tie them in the trainer"
     )
 
 
 def test_one_offered_tensor_may_fill_two_of_the_engine() -> None:
-    assert compare_specs([TIED], [spec("embed"), spec("head")]) == []
+    assert problems_of([TIED], [spec("embed"), spec("head")]) == []

@@ -315,7 +315,7 @@ def test_a_worker_without_room_gets_full_updates(monkeypatch: pytest.MonkeyPatch
             session = client.worker._session
             assert session is not None
             session.base = None
-            full.setattr("weightcast.serving.admission.PackedBase", no_room)
+            full.setattr("weightcast.serving.session.PackedBase", no_room)
             sessions = []
             for _ in range(3):
                 tensors["t2"][1] += 1

@@ -276,7 +276,7 @@ def test_an_abort_in_any_phase_frees_everything(phase: str, install: InstallMode
     assert update is not None
     hosts.give_up(2)
     hosts.client.worker._session.end_update(UpdateAbortedError("the test waits for its thread"))  # type: ignore[union-attr]
-    assert update._assembly.is_empty
+    assert [*update._assembly.parts, *update._assembly.whole, *update._assembly._begun] == []
     assert bits(model.state_dict()) == bits(weights(1))
     assert hosts.client.gate.is_open
     hosts.publish(manifest, weights(3), 3, install)
@@ -382,7 +382,7 @@ def test_what_is_cut_is_put_together_before_the_install(num_origins: int, stack:
     hosts.seal(manifest, 1, root)
     hosts.client.finish(1)
     assert {tensor.data_ptr() for tensor in ready.values()} <= set(given)
-    assert update._assembly.is_empty
+    assert [*update._assembly.parts, *update._assembly.whole, *update._assembly._begun] == []
     assert bits(model.state_dict()) == bits(weights(1))
 
 

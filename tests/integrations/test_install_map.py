@@ -21,7 +21,7 @@ from weightcast.integrations.plugin.rank_consensus import RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.serving.admission import admit
 from weightcast.serving.follower import Follower
-from weightcast.serving.install import BlockCopies
+from weightcast.serving.install import Assembly, BlockCopies
 from weightcast.serving.install_map import StridedBlock
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -81,17 +81,23 @@ def test_buckets_that_a_streamed_version_lent_to_the_loader_may_have_been_writte
     payload = torch.ones(64).view(torch.uint8)
     for has_lent in (True, False):
         install = admit(manifest, manifest.digest(), engine, None).begun()
-        staged = install.assembly(is_staged=True)
+        staged = Assembly(install.num_joined, is_staged=True)
         install.stage(0, payload, staged)
         install.load_staged(staged)
         engine.commit(WeightVersion("0" * 16, 1))
-        install.prove(staged)
+        if staged.to_prove:
+            install.prove(staged)
         assert install.has_lent_views is has_lent
     # The model is no longer what was recorded: its loader gets all of it.
     assert engine.install_map is not None
     monkeypatch.setattr(engine.install_map, "bind", lambda: False)
     install = install.begun()
-    install.load_bucket(0, payload, install.assembly(is_staged=False))
+    install.load_bucket(Assembly(install.num_joined, is_staged=False), 0, payload)
+    assert install.has_lent_views
+    # A delta is added to other memory, so that the buckets are not read again before the next full version.
+    staged = Assembly(install.num_joined, is_staged=True)
+    install.stage(0, payload, staged)
+    install.load_staged(staged, lends=False)
     assert install.has_lent_views
 
 

@@ -83,6 +83,13 @@ def recorded(model: Program, tensors: dict[str, torch.Tensor]) -> RecordedMap:
     return RecordedMap(model, specs(tensors), outcome.copies, forms, outcome.opaque)
 
 
+def prove(install_map: RecordedMap, tensors: dict[str, torch.Tensor]) -> None:
+    install_map.prove(
+        (name, install_map.block_digests(name, install_map.source_blocks(name, tensor)))
+        for name, tensor in tensors.items()
+    )
+
+
 @given(programs(), st.data())
 def test_copies_are_what_the_loader_makes(
     program: tuple[Program, dict[str, torch.Tensor]], data: st.DataObject
@@ -91,7 +98,7 @@ def test_copies_are_what_the_loader_makes(
     install_map = recorded(model, tensors)
     assert install_map.bind()
     model.load_weights(tensors.items())
-    install_map.prove((name, install_map.source_blocks(name, tensor)) for name, tensor in tensors.items())
+    prove(install_map, tensors)
     assert set(install_map.proven) == tensors.keys()
     new = {name: torch.randn_like(tensor) for name, tensor in tensors.items()}
     pieces: list[tuple[str, Region | None]] = []
@@ -116,7 +123,7 @@ def test_what_is_held_is_read_back_as_regions(program: tuple[Program, dict[str, 
     model, tensors = program
     install_map = recorded(model, tensors)
     model.load_weights(tensors.items())
-    install_map.prove((name, install_map.source_blocks(name, tensor)) for name, tensor in tensors.items())
+    prove(install_map, tensors)
     held, following = install_map.held(0, 1 << 30)
     assert following == -1
     by_name = {step.name: step for step in model.steps}
@@ -296,7 +303,7 @@ def test_only_what_is_installed_to_is_looked_up_again() -> None:
     model = Program(shapes, steps)
     install_map = recorded(model, tensors)
     model.load_weights(tensors.items())
-    install_map.prove((name, install_map.source_blocks(name, tensor)) for name, tensor in tensors.items())
+    prove(install_map, tensors)
     assert install_map.bind()
     revision = install_map.revision
     model.add_module("graph", nn.Identity())

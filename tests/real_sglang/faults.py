@@ -77,12 +77,12 @@ def register() -> None:
 
     def faulty_copy(copies: BlockCopies, **options: bool) -> None:
         found = fault()
-        if found is None or not found.raises or found.after >= len(copies._blocks):
+        if found is None or not found.raises or found.after >= len(copies.blocks):
             return run(copies, **options)
-        install_map, some = copies._install_map, copies._blocks[: found.after]
+        install_map, some = copies._install_map, copies.blocks[: found.after]
         assert install_map.bind()
         num_blocks = sum(len(install_map.target_blocks(*piece)) for piece in some)
-        run(BlockCopies(install_map, some, copies._sources[:num_blocks]))
+        run(BlockCopies(install_map, some, copies.sources[:num_blocks]))
         raise RuntimeError("the test's fault")
 
     def validated(model: SglangModel, manifest: Manifest) -> None:

@@ -31,9 +31,9 @@ def require_no_step(what: str) -> None:
 class Gate:
     """Lets an install run only between steps of generation; one per engine process. Thread-safe."""
 
-    def __init__(self, *, drain: Drain | None = None) -> None:
-        """`drain(mode, deadline_seconds)`: called by `pause` for "wait" or "abort", before the gate closes."""
-        self.drain = drain
+    def __init__(self) -> None:
+        self.drain: Drain | None = None
+        """`drain(mode, deadline_seconds)` is called by `pause` for "wait" or "abort", before the gate closes."""
         self._condition = threading.Condition()
         self._owners: set[str] = set()
         self._writers: set[str] = set()

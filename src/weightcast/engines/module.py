@@ -8,9 +8,7 @@ Parameters keep their identity, so compiled and graph-captured models stay valid
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NoReturn
 
 import torch
 from torch import nn
@@ -18,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from weightcast.checkpoint import conversion
 from weightcast.checkpoint.live import CASTABLE, Buffers, LiveCheckpoint, Names, state_dict_hooks
-from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, Translated, listed
+from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, listed
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
@@ -36,9 +34,9 @@ class ModuleEngine:
     experts takes one tensor per expert. With `cast`, tensors in half, bfloat16, single or double precision are cast to
     the module's dtype while they are copied. Values that the source has rounded before stay rounded: to send float32
     to a float32 parameter, give the source `dtype="engine"` or no dtype.
-    Call it from one thread at a time, while nothing else uses the module. Extra memory: `snapshot_bytes` for an undo,
-    otherwise none. Raises ValueError if the module has no checkpoint form that can be written in place, or if tensors
-    share memory without being tied as a whole.
+    Call it from one thread at a time, while nothing else uses the module. Extra memory: the weights in host memory for
+    an undo, otherwise none. Raises ValueError if the module has no checkpoint form that can be written in place, or if
+    tensors share memory without being tied as a whole.
     """
 
     def __init__(
@@ -54,6 +52,8 @@ class ModuleEngine:
         self.adapters = adapters
         self.version: WeightVersion | None = None
         self._copied: Collection[str] = ()
+        self._written: object = None
+        """The module's tensors to which this update has written so far."""
         self._model = model
         self._cast = cast
         self._checkpoint = LiveCheckpoint(model, buffers=buffers, names=names)
@@ -66,11 +66,6 @@ class ModuleEngine:
                 listed(hooks, separator=", "),
             )
         self.discard()
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Host memory that `snapshot` needs."""
-        return sum(spec.num_bytes for spec in self.install_map.specs)
 
     @property
     def devices(self) -> Collection[torch.device]:
@@ -96,31 +91,44 @@ class ModuleEngine:
         different tensors under tied names; InstallError (torn) if a copy fails, or if the module's tensors were
         replaced since an earlier call of this update.
         """
-        names: list[str] = []
-        sources: list[torch.Tensor] = []
-        # Not as a list of tuples: tens of thousands of live tuples would trigger garbage collections of the whole heap.
-        for name, tensor in tensors:
-            names.append(name)
-            sources.append(tensor)
-        if not names:
+        named = list(tensors)
+        if not named:
             return
         self.install_map.look()
-        numbers = self.install_map.numbers(names)
-        unique = set(numbers)
-        if len(unique) != len(numbers):
-            numbers, sources = _once(names, numbers, sources)
-        self._check(numbers, sources)
+        by_name = self.install_map.by_name
+        if problems := [f"unknown tensor {name!r}" for name, _ in named if name not in by_name]:
+            raise IncompatibleWeightsError(listed(problems), problems)
+        # Each target once: tied names may each come with the same tensor, but not with different ones.
+        first: dict[TensorSpec, tuple[str, torch.Tensor]] = {}
+        for name, tensor in named:
+            former, source = first.setdefault(by_name[name], (name, tensor))
+            if source is not tensor and _memory(source) != _memory(tensor):
+                raise IncompatibleWeightsError(
+                    f"{former!r} and {name!r} are one tensor in the module, but two different tensors came: tie them "
+                    "in the trainer too, or untie them in the engine"
+                )
+        problems = [
+            f"{spec.name!r} has the shape {list(source.shape)}, the module has {list(spec.shape)}"
+            for spec, (_, source) in first.items()
+            if source.shape != spec.shape
+        ]
+        if problems:
+            what = f"shapes differ: {listed(problems)}; publish the model that is served"
+            raise IncompatibleWeightsError(what, problems)
+        for spec, (_, source) in first.items():
+            offered = DTYPE_NAMES.get(source.dtype, str(source.dtype))
+            if not self.can_cast(offered, spec.dtype):
+                found = f"{spec.name!r} is {offered}, the module has {spec.dtype}"
+                raise IncompatibleWeightsError(f"{found}: give the source this dtype, or the engine cast=True")
         self._require_in_place()
-        # Not no_grad: parameters that were created in inference mode can be written only in it.
-        with _copying, torch.inference_mode():
-            host_copy.copy_all([self.install_map.views[number] for number in numbers], sources)
-        self._loaded.update(self.install_map.specs[number].name for number in unique)
+        live = self.install_map.live
+        _copy([live[spec.name] for spec in first], [source for _, source in first.values()])
+        self._loaded.update(spec.name for spec in first)
 
     def begin(self, copied: Collection[str]) -> None:
         """Begin an install in which these tensors are copied by the map (see `Mapped`)."""
         self.discard()
-        self._copied = copied
-        self._require_in_place()
+        self._copied, self._written = copied, self.install_map.live
 
     def commit(self, version: WeightVersion) -> None:
         """Complete the update to `version`: every tensor must have been loaded since the last commit or discard.
@@ -145,12 +153,12 @@ class ModuleEngine:
 
     def discard(self) -> None:
         """Forget the state of an aborted update; the module keeps what was written."""
-        self._written: object = None
+        self._written = None
         self._loaded = set[str]()
         self._copied = ()
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy the live weights to host memory (`snapshot_bytes`); return a function that restores them.
+        """Copy the live weights to host memory; return a function that restores them.
 
         The copy is kept as long as the function is. It raises InstallError (torn) if the module's tensors have changed.
         """
@@ -168,8 +176,7 @@ class ModuleEngine:
                     "publish again",
                     torn=True,
                 )
-            with _copying, torch.inference_mode():
-                host_copy.copy_all(self.install_map.views, copies)
+            _copy(self.install_map.views, copies)
             self._finish_copies()
             self.discard()
 
@@ -187,24 +194,6 @@ class ModuleEngine:
         elif self._written is not self.install_map.live:
             raise InstallError("the module's tensors were replaced during the update: publish again", torn=True)
 
-    def _check(self, numbers: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
-        specs, shapes, dtypes = self.install_map.specs, self.install_map.shapes, self.install_map.dtypes
-        if not all(map(operator.eq, map(_shape_of, sources), map(shapes.__getitem__, numbers))):
-            problems = [
-                f"{specs[number].name!r} has the shape {list(source.shape)}, the module has {list(shapes[number])}"
-                for number, source in zip(numbers, sources, strict=True)
-                if source.shape != shapes[number]
-            ]
-            raise IncompatibleWeightsError(
-                f"shapes differ: {listed(problems)}; publish the model that is served", problems
-            )
-        if not all(map(operator.is_, map(_dtype_of, sources), map(dtypes.__getitem__, numbers))):
-            for number, source in zip(numbers, sources, strict=True):
-                spec, offered = specs[number], DTYPE_NAMES.get(source.dtype, str(source.dtype))
-                if not self.can_cast(offered, spec.dtype):
-                    found = f"{spec.name!r} is {offered}, the module has {spec.dtype}"
-                    raise IncompatibleWeightsError(f"{found}: give the source this dtype, or the engine cast=True")
-
     def _finish_copies(self) -> None:
         # As torch's own copies do, so that a backward pass over the former weights raises. In parts, since the GIL is
         # held meanwhile.
@@ -216,20 +205,21 @@ class ModuleEngine:
                 host_device.synchronize_stream(device)
 
 
-def _raise_as_torn(error: Exception) -> NoReturn:
-    raise InstallError(f"copying into the module failed: {error}", torn=True) from error
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    try:
+        with torch.inference_mode():  # not no_grad: parameters made in inference mode can be written only there
+            host_copy.copy_all(targets, sources)
+    except (RuntimeError, ValueError) as exc:
+        raise InstallError(f"copying into the module failed: {exc}", torn=True) from exc
 
 
-_copying = Translated((RuntimeError, ValueError), _raise_as_torn)
 _VERSIONS_AT_ONCE = 2048
-_shape_of = operator.attrgetter("shape")
-_dtype_of = operator.attrgetter("dtype")
 
 
 class _ModuleMap(InstallMap):
     """Install map of a module: each tensor is copied to the live tensor of its name.
 
-    It has the module's tensors by name and by index, as of the last `look`. `live` (by name) is a new object after a
+    It has the module's tensors and their specs by name, as of the last `look`. `live` (by name) is a new object after a
     look that found moved tensors, `specs` after one that found other tensors, for which another map is needed.
     """
 
@@ -245,11 +235,6 @@ class _ModuleMap(InstallMap):
         self.look()
         return self.specs == self._own_specs
 
-    def are_copied_as_is(self, names: Sequence[str], dtypes: Sequence[torch.dtype]) -> list[bool]:
-        if any(device.type != "cpu" for device in self.devices):
-            return super().are_copied_as_is(names, dtypes)
-        return [self._dtypes.get(name) is dtype for name, dtype in zip(names, dtypes, strict=True)]
-
     def look(self) -> None:
         """Look up every tensor of the module. Raises ValueError for tensors that can't be written to."""
         self._checkpoint.refresh()
@@ -259,43 +244,14 @@ class _ModuleMap(InstallMap):
             self._index()
             self.revision += 1
 
-    def numbers(self, names: Sequence[str]) -> list[int]:
-        """Return the tensors' indices.
-
-        Raises IncompatibleWeightsError with every name that the module does not have.
-        """
-        try:
-            return [self._by_name[name] for name in names]
-        except KeyError as exc:
-            problems = [f"unknown tensor {name!r}" for name in names if name not in self._by_name]
-            raise IncompatibleWeightsError(listed(problems), problems) from exc
-
     def _index(self) -> None:
         self._checkpoint.require_memory()
         conversion.require_apart(self._checkpoint.views)
         self._live = self.live = self._checkpoint.views
         self.specs = self._checkpoint.specs
         self.views = list(self.live.values())
-        self.shapes = [spec.shape for spec in self.specs]
-        self.dtypes = [view.dtype for view in self.views]
-        self._dtypes = dict(zip(self.live, self.dtypes, strict=True))
         self.devices = list(dict.fromkeys(view.device for view in self.views))
-        self._by_name = {name: number for number, spec in enumerate(self.specs) for name in spec.names}
-
-
-def _once(
-    names: Sequence[str], numbers: Sequence[int], sources: Sequence[torch.Tensor]
-) -> tuple[list[int], list[torch.Tensor]]:
-    """Return each target once: tied names may each come with the same tensor, but not with different ones."""
-    first: dict[int, int] = {}
-    for position, number in enumerate(numbers):
-        former = first.setdefault(number, position)
-        if sources[former] is not sources[position] and _memory(sources[former]) != _memory(sources[position]):
-            raise IncompatibleWeightsError(
-                f"{names[former]!r} and {names[position]!r} are one tensor in the module, but two different tensors "
-                "came: tie them in the trainer too, or untie them in the engine"
-            )
-    return list(first), [sources[position] for position in first.values()]
+        self.by_name = {name: spec for spec in self.specs for name in spec.names}
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -91,14 +91,14 @@ class InstallMap:
         return [self._live[name] if piece is None else narrow(self._live[name], piece)]
 
     def block_digests(self, name: str, sources: Sequence[torch.Tensor]) -> list[str]:
-        """Return digests of source blocks after a cast to the live dtypes, for `prove` after the tensor was freed."""
+        """Return the digests of source blocks after a cast to the live dtypes, for `prove`."""
         targets = self.target_blocks(name)
         return [tensor_digest(source.to(live.dtype)) for source, live in zip(sources, targets, strict=True)]
 
-    def prove(self, tensors: Iterable[tuple[str, Sequence[torch.Tensor | str]]]) -> None:
+    def prove(self, tensors: Iterable[tuple[str, Sequence[str]]]) -> None:
         """Find out, after an install through the loader, which of these tensors can be copied from now on.
 
-        `tensors`: names with their source blocks or the digests of these. In this base class all can be copied.
+        `tensors`: names with the digests of their source blocks. In this base class all can be copied.
         """
 
 

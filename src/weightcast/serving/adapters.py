@@ -82,9 +82,7 @@ class AdapterTable:
 
         def restore() -> None:
             self._name(named)
-            for label in self._loaded.keys() - loaded:
-                self.layers.remove(label)
-                del self._loaded[label]
+            self.unload(self._loaded.keys() - loaded)
 
         return restore
 

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from weightcast.checkpoint.live import CASTABLE
 from weightcast.errors import (
     IncompatibleWeightsError,
-    InsufficientMemoryError,
     UnsupportedError,
-    WrongBaseError,
     listed,
-    malformed,
 )
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import Manifest, TensorSpec
-from weightcast.format.messages import Offer
-from weightcast.format.packed_base import PackedBase
 from weightcast.host import memory as host_memory
-from weightcast.host.memory import SharedMemory
 from weightcast.seams.engine import Casting, Engine, Undoable, Validating
-from weightcast.seams.transport import Portion
 from weightcast.serving.install import Install
-
-logger = logging.getLogger(__name__)
 
 
 def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[TensorSpec] | None) -> Install:
@@ -41,56 +31,6 @@ def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[Tenso
         return Install(Layout(manifest), digest, engine, specs)
     except ValueError as exc:
         raise UnsupportedError(str(exc)) from exc
-
-
-def base_of(
-    offer: Offer,
-    layout: Layout,
-    known: PackedBase | None,
-    portion: Portion | None,
-    memory_at: Callable[[str], SharedMemory | None],
-) -> PackedBase | None:
-    """Return the base of the offer's deltas or, for a full update, where to keep its buckets if the publisher asks.
-
-    `known`: the base that the worker has. `portion`: of the buckets, if several ranks on this host share a base, in
-    what `memory_at` returns for its memory. Raises WrongBaseError if the known base is another version's, ManifestError
-    for lengths that deltas of this layout can't have.
-    """
-    sizes, base = layout.manifest.buckets, offer.base
-    if known is not None and known.manifest_digest != offer.manifest_digest:
-        known = None
-    if base is not None:
-        if known is None or (known.number, known.root) != (base.version, base.root):
-            found = "of no version" if known is None or known.number < 0 else f"of version {known.number}"
-            raise WrongBaseError(
-                f"deltas on version {base.version} (root digest {base.root}) were offered, but this worker has the "
-                f"packed buckets {found}: offer a full update"
-            )
-        lengths = base.encoded_bytes
-        fits = len(lengths) == len(base.digests) == len(sizes) and all(map(_is_length, lengths, sizes))
-        if not fits:
-            raise malformed("size", "the lengths of deltas do not fit the manifest's buckets: offer a full update")
-        if offer.install != "staged":
-            raise UnsupportedError('deltas are installed with install="staged": offer a full update')
-        return known
-    if offer.install != "staged":
-        return None
-    if known is None:
-        try:
-            memory = None if portion is None else memory_at(portion.memory)
-            if portion is None or memory is None:
-                host_memory.require(sum(sizes), "the base of deltas", "publish with delta=None, or free memory")
-                known = PackedBase(layout.manifest, offer.manifest_digest)
-            else:
-                memory.grow(sum(sizes), "the base of deltas")
-                known = PackedBase(layout.manifest, offer.manifest_digest, memory.map().tensor(), portion.buckets)
-        except (InsufficientMemoryError, UnsupportedError) as exc:
-            logger.warning("the next version can't come as deltas: %s", exc)
-    return known
-
-
-def _is_length(encoded_bytes: int, raw_bytes: int) -> bool:
-    return 0 < encoded_bytes <= raw_bytes and encoded_bytes % 8 == 0
 
 
 def check_undo(manifest: Manifest, engine: Engine) -> None:
@@ -118,23 +58,45 @@ def _are_equal(manifest: Manifest, specs: Sequence[TensorSpec]) -> bool:
 
 
 def require_fit(
-    offered: Sequence[TensorSpec],
+    offered: Iterable[TensorSpec],
     held: Sequence[TensorSpec],
     *,
     can_cast: Callable[[str, str], bool] | None = None,
 ) -> None:
-    """Raise IncompatibleWeightsError unless `offered` is a complete update for an engine with the tensors `held`."""
-    problems = compare_specs(offered, held, can_cast=can_cast)
-    if not problems:
-        return
+    """Raise IncompatibleWeightsError unless `offered` is a complete update for an engine with the tensors `held`.
+
+    A record with aliases matches if the engine has one of its names, and covers all of these. Dtypes may differ only if
+    `can_cast(offered, held)` returns True.
+    """
     by_name = {name: target for target in held for name in target.names}
-    pairs = {(spec.dtype, by_name[name].dtype) for spec in offered for name in spec.names if name in by_name}
-    misfits = {(ours, theirs) for ours, theirs in pairs if ours != theirs and not (can_cast and can_cast(ours, theirs))}
-    found = {name for spec in offered for name in spec.names}
-    unknown = {spec.name for spec in offered if by_name.keys().isdisjoint(spec.names)}
-    missing = {spec.name for spec in held if found.isdisjoint(spec.names)}
-    remedies = [*dtype_remedies(misfits, {spec.dtype for spec in held}), *_prefix_remedies(unknown, missing)]
-    raise misfit_error(problems, remedies)
+    covered: dict[str, TensorSpec] = {}
+    problems: list[str] = []
+    unknown: set[str] = set()
+    misfits: set[tuple[str, str]] = set()
+    for spec in offered:
+        known = [by_name[name] for name in spec.names if name in by_name]
+        if not known:
+            unknown.add(spec.name)
+            problems.append(f"unknown tensor {spec.name!r} {spec.dtype}{list(spec.shape)}")
+        for target in known:
+            former = covered.get(target.name)
+            if former is spec:
+                continue  # matched by another of its names
+            if spec.shape != target.shape:
+                found = f"has the shape {list(spec.shape)}, the engine has {list(target.shape)}"
+                problems.append(f"{spec.name!r} {found}")
+            if spec.dtype != target.dtype and not (can_cast and can_cast(spec.dtype, target.dtype)):
+                misfits.add((spec.dtype, target.dtype))
+                problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {target.dtype}")
+            if former is not None:
+                both = f"{spec.name!r} and {former.name!r} both match the engine's {target.name!r}"
+                problems.append(f"{both}, which ties them: tie them in the trainer too, or untie them in the engine")
+            covered[target.name] = spec
+    missing = [target for target in held if target.name not in covered]
+    problems += [f"missing tensor {spec.name!r} {spec.dtype}{list(spec.shape)}" for spec in missing]
+    if problems:
+        remedies = dtype_remedies(misfits, {spec.dtype for spec in held})
+        raise misfit_error(problems, remedies + _prefix_remedies(unknown, {spec.name for spec in missing}))
 
 
 def misfit_error(problems: Sequence[str], remedies: Sequence[str] = ()) -> IncompatibleWeightsError:
@@ -172,39 +134,3 @@ def _prefix_remedies(unknown: Collection[str], missing: Collection[str]) -> list
                 whose = "trainer" if longer is unknown else "engine"
                 return [f"the {whose}'s names begin with {prefix!r}: {remedy} of ModuleSource"]
     return []
-
-
-def compare_specs(
-    offered: Iterable[TensorSpec],
-    held: Iterable[TensorSpec],
-    *,
-    can_cast: Callable[[str, str], bool] | None = None,
-) -> list[str]:
-    """Return the reasons why `offered` is not a complete update for an engine with the tensors `held`; empty if it is.
-
-    A record with aliases matches if the engine has one of its names, and covers all of these. Dtypes may differ only if
-    `can_cast(offered, held)` returns True.
-    """
-    offers, targets = tuple(offered), tuple(held)
-    by_name = {name: target for target in targets for name in target.names}
-    covered: dict[str, TensorSpec] = {}
-    problems: list[str] = []
-    for spec in offers:
-        known = [by_name[name] for name in spec.names if name in by_name]
-        if not known:
-            problems.append(f"unknown tensor {spec.name!r} {spec.dtype}{list(spec.shape)}")
-        for target in known:
-            former = covered.get(target.name)
-            if former is spec:
-                continue  # matched by another of its names
-            if spec.shape != target.shape:
-                found = f"has the shape {list(spec.shape)}, the engine has {list(target.shape)}"
-                problems.append(f"{spec.name!r} {found}")
-            if spec.dtype != target.dtype and not (can_cast and can_cast(spec.dtype, target.dtype)):
-                problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {target.dtype}")
-            if former is not None:
-                both = f"{spec.name!r} and {former.name!r} both match the engine's {target.name!r}"
-                problems.append(f"{both}, which ties them: tie them in the trainer too, or untie them in the engine")
-            covered[target.name] = spec
-    missing = (target for target in targets if target.name not in covered)
-    return problems + [f"missing tensor {spec.name!r} {spec.dtype}{list(spec.shape)}" for spec in missing]

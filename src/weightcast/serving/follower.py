@@ -108,7 +108,6 @@ class Follower(ClosedOnExit):
         self._partial: StoredVersion | None = None
         """A version that some of the relay's engines have not installed yet."""
         self._install: Install | None = None
-        self._num_bytes = 0
 
     def poll(self) -> Followed | None:
         """Install the newest version, if it is newer than the last one that was read; return None if there is none.
@@ -149,7 +148,7 @@ class Follower(ClosedOnExit):
         return Followed(
             kept.version.number,
             kept.version.run,
-            num_bytes=self._num_bytes,
+            num_bytes=kept.manifest.num_bytes,
             seconds=time.perf_counter() - start,
             install_seconds=install_seconds,
             lag_seconds=max(0.0, time.time() - kept.committed_at),
@@ -175,9 +174,8 @@ class Follower(ClosedOnExit):
     def _install_version(self, kept: StoredVersion) -> float:
         version, manifest, specs = kept.version, kept.manifest, self._engine.specs()
         install, digest = self._install, kept.manifest_digest
-        if install is None or install.manifest_digest != digest or install.specs is not specs or not install.is_current:
+        if install is None or not install.is_for(digest, self._engine, specs):
             install = self._install = admit(manifest, digest, self._engine, specs)
-            self._num_bytes = manifest.num_bytes
         if self._undo:
             check_undo(manifest, self._engine)
         update = Update(

@@ -22,7 +22,6 @@ from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow
 from weightcast.format.geometry import Region, is_run, row_major, start_elements
 from weightcast.format.manifest import Manifest, TensorRecord, TensorSpec, WeightVersion
 from weightcast.host import device as host_device
-from weightcast.host import memory as host_memory
 from weightcast.host.copy import PreparedCopies, copy_all
 from weightcast.native.deltas import ChangedWords
 from weightcast.seams.engine import Engine
@@ -31,8 +30,6 @@ from weightcast.seams.install_map import InstallMap, Mapped
 Named: TypeAlias = tuple[str, torch.Tensor]
 Block: TypeAlias = str | tuple[str, Region | None]
 """A tensor's name, or its name and a piece of it; None stands for the whole tensor."""
-Changed: TypeAlias = tuple[torch.Tensor, ChangedWords]
-"""The payload of a bucket, and what changed in it."""
 
 
 class BlockCopies:
@@ -40,26 +37,27 @@ class BlockCopies:
 
     def __init__(
         self,
-        install_map: InstallMap,
-        blocks: Sequence[Block],
-        sources: Sequence[torch.Tensor | int],
+        install_map: InstallMap | None,
+        blocks: Iterable[Block] = (),
+        sources: Iterable[torch.Tensor | int] = (),
         payloads: Sequence[torch.Tensor] = (),
     ) -> None:
         """`sources`: the source blocks of all `blocks`, in order; `payloads`: see `PreparedCopies`. The memory of both
-        must stay valid while this is used.
+        must stay valid while this is used. Without a map there are no blocks.
         """
+        self.blocks = list(blocks)
+        self.sources = list(sources)
+        self.payloads = payloads
         self._install_map = install_map
-        self._blocks = blocks
-        self._sources = sources
-        self._payloads = payloads
         self._prepared: tuple[int, PreparedCopies] | None = None
 
-    def run(self, *, is_bound: bool = False, changed: Changed | None = None, former: bool = False) -> None:
-        """Make the copies or, given what changed, only copy that; `former`: see `PreparedCopies.run_changes`.
+    def run(self, *, is_bound: bool = False, changed: ChangedWords | None = None, former: bool = False) -> None:
+        """Make the copies or, given what changed in their only payload, only copy that.
 
-        `is_bound`: the map was bound just before. Raises InstallError (torn) for freed memory.
+        `is_bound`: the map was bound just before. `former`: see `PreparedCopies.run_changes`. Raises InstallError
+        (torn) for freed memory.
         """
-        if not self._blocks:
+        if not self.blocks:
             return
         try:
             with torch.inference_mode():  # not no_grad: parameters made in inference mode can be written only there
@@ -67,18 +65,19 @@ class BlockCopies:
                 if changed is None:
                     copies.run()
                 else:
-                    copies.run_changes(*changed, former=former)
+                    copies.run_changes(self.payloads[0], changed, former=former)
         except (RuntimeError, ValueError) as exc:
             raise InstallError(f"copying into the model's parameters failed: {exc}", torn=True) from exc
 
     def prepared(self, *, is_bound: bool = False) -> PreparedCopies:
         """Return the copies, prepared again if a tensor has moved. Called in inference mode."""
+        assert self._install_map is not None
         revision, copies = self._prepared or (-1, None)
         is_known = copies is not None and revision == self._install_map.revision
         if copies is None or not is_known or not copies.are_in_place(targets=not is_bound):
             find = self._install_map.target_blocks
-            targets = [t for each in self._blocks for t in (find(each) if isinstance(each, str) else find(*each))]
-            copies = PreparedCopies(targets, self._sources, self._payloads)
+            targets = [t for each in self.blocks for t in (find(each) if isinstance(each, str) else find(*each))]
+            copies = PreparedCopies(targets, self.sources, self.payloads)
             self._prepared = self._install_map.revision, copies
         return copies
 
@@ -95,10 +94,8 @@ class Part:
         self.payload = payload
         self.rest: list[Named] = []
         self.to_prove: list[Named] = []
-        self.blocks: list[Block] = []
-        self.sources: list[torch.Tensor | int] = []
-        self.payloads = [] if payload is None or not payload.is_cpu else [payload]
-        """The payload, if it is in host memory. Then a source may be an address in it."""
+        # With a payload in host memory, a source may be an address in it.
+        self.copies = BlockCopies(install_map, payloads=() if payload is None or not payload.is_cpu else (payload,))
         self._install_map = install_map
         self._copied = copied
 
@@ -106,8 +103,8 @@ class Part:
         """Add a tensor or, for one that is copied piece by piece, this `piece` of it."""
         if self._install_map is not None:
             if name in self._copied:
-                self.blocks.append((name, piece))
-                self.sources += self._install_map.source_blocks(name, tensor, piece)
+                self.copies.blocks.append((name, piece))
+                self.copies.sources += self._install_map.source_blocks(name, tensor, piece)
                 if name not in self._install_map.also_loaded:
                     return
             elif self._install_map.can_copy(name):
@@ -118,7 +115,7 @@ class Part:
         """Add those of the tensors that the payload has whole, given by their numbers, that are copied from there to
         one live tensor, except `others`. Return their names.
         """
-        if self._install_map is None or self.payload is None or not self.payloads:
+        if self._install_map is None or self.payload is None or not self.copies.payloads:
             return []
         if others:
             numbers = [number for number in numbers if manifest.names[number] not in others]
@@ -130,27 +127,21 @@ class Part:
         if not all(as_is):
             names, numbers = [*itertools.compress(names, as_is)], [*itertools.compress(numbers, as_is)]
         start = self.payload.data_ptr()
-        self.blocks += names  # not as tuples, which would make the garbage collector look at the whole heap
-        self.sources += [start + manifest.offsets_bytes[number] for number in numbers]
+        self.copies.blocks += names  # not as tuples, which would make the garbage collector look at the whole heap
+        self.copies.sources += [start + manifest.offsets_bytes[number] for number in numbers]
         return names
-
-    @functools.cached_property
-    def copies(self) -> BlockCopies:
-        """The copies, for an engine with a map."""
-        assert self._install_map is not None
-        return BlockCopies(self._install_map, self.blocks, self.sources, self.payloads)
 
 
 class Assembly:
     """The tensors of one update that are joined from pieces. Memory: these tensors, until they are loaded or cleared.
 
-    `payloads`: the staged buckets, by number. `to_prove`: names that can be copied once they are proven, with the
+    `parts`: of the staged buckets, by number. `to_prove`: names that can be copied once they are proven, with the
     digests of the received blocks.
     """
 
     def __init__(self, num_pieces: Mapping[str, int], *, is_staged: bool) -> None:
         """`num_pieces`: number of pieces to join, by load group."""
-        self.payloads: dict[int, torch.Tensor] = {}
+        self.parts: dict[int, Part] = {}
         self.whole: list[tuple[TensorRecord, torch.Tensor]] = []
         """Tensors of load groups whose pieces are complete, until they are loaded."""
         self.to_prove: dict[str, list[str]] = {}
@@ -175,13 +166,9 @@ class Assembly:
             for each, parts in self._begun.pop(key).values():
                 self.whole.append((each, _joined(each, parts) if self._is_staged else parts[0][1]))
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.payloads or self._begun or self.whole)
-
     def clear(self) -> None:
         """Free everything."""
-        self.payloads.clear()
+        self.parts.clear()
         self._begun.clear()
         self.whole.clear()
 
@@ -206,7 +193,7 @@ class Install:
         self.manifest_digest = manifest_digest
         self.engine = engine
         self.specs = specs
-        self._map = engine.install_map if uses_map and isinstance(engine, Mapped) else None
+        self._map = install_map = engine.install_map if uses_map and isinstance(engine, Mapped) else None
         self.device = device_of_weights(engine if self._map is None or not self._map.devices else self._map)
         self._revision = 0 if self._map is None else self._map.revision
         self.copied = frozenset[str]() if self._map is None else frozenset(self._map.proven)
@@ -238,31 +225,37 @@ class Install:
         """Names of the tensors that no single bucket has, or of whose load group it has only a part."""
         self._copied_pieces: list[list[tuple[str, Entry]]] = [[] for _ in manifest.buckets]
         self._joined: list[list[Entry]] = [[] for _ in manifest.buckets]
-        self._num_joined = collections.Counter[str]()
+        self.num_joined = collections.Counter[str]()
+        """By load group, the number of pieces that an `Assembly` joins."""
         origins: dict[str, set[int]] = {}
         for index, entries in enumerate(layout.entries if self._cut else ()):
             for entry in entries:
                 if entry.record.name not in self._cut:
                     continue
                 names = self._names(entry.record)
-                if all(map(self._is_copied_in_pieces, names)):
+                if install_map is not None and all(
+                    name in self.copied and name not in install_map.also_loaded and install_map.can_copy_pieces(name)
+                    for name in names
+                ):
                     self._copied_pieces[index] += ((name, entry) for name in names)
                 else:
                     self._joined[index].append(entry)
-                    self._num_joined[entry.record.load_group] += 1
+                    self.num_joined[entry.record.load_group] += 1
                     origins.setdefault(entry.record.name, set()).add(layout.manifest.bucket_origins[index])
         straddling = {name for name, found in origins.items() if len(found) > 1}
-        self._num_straddling = len(straddling)
+        self.num_straddling = len(straddling)
+        """Number of tensors with pieces from several origins."""
         records = manifest.tensors if straddling else ()
         self.straddling_bytes = sum(record.num_bytes for record in records if record.name in straddling)
-        """Extra memory of a staged update for tensors with pieces from several origins."""
+        """Extra memory of a staged update for these."""
         self.has_lent_views = True
         """True if the engine's loader got views of the last version's buckets, and so may have changed these.
         Starts True, since earlier installs are not known."""
 
-    @property
-    def is_current(self) -> bool:
-        """False once the engine's specs or its map differ from those that this was made for."""
+    def is_for(self, manifest_digest: str, engine: Engine, specs: Sequence[TensorSpec] | None) -> bool:
+        """Return whether it was made for this manifest, engine and `engine.specs()`, and the map has not changed."""
+        if self.manifest_digest != manifest_digest or self.engine is not engine or self.specs is not specs:
+            return False
         return self._map is None or not (self._map.is_stale or self._map.revision != self._revision)
 
     def begun(self) -> Install:
@@ -279,28 +272,14 @@ class Install:
             self.engine.begin(install.copied)
         return install
 
-    def can_load_changes(self, version: WeightVersion) -> bool:
-        """Return whether the live tensors have what this install has put there as this version."""
-        found = self._map
-        return found is not None and self.served == version and found.bind() and found.revision == self._revision
+    def is_bound(self) -> bool:
+        """Bind the map to the live tensors; return whether they are those that this install was made for."""
+        return self._map is not None and self._map.bind() and self._map.revision == self._revision
 
     def forget_views(self) -> None:
         """Drop every view of buckets."""
         self._parts.clear()
         self._staged = None
-
-    def require_memory(self, num_workers: int) -> None:
-        """Staged: raise InsufficientMemoryError unless each worker on this host has room for `straddling_bytes`.
-
-        `num_workers`: number of workers on this host, of all engines of the publish. All check before any allocates.
-        """
-        if self.straddling_bytes:
-            workers = f", in each of {num_workers} workers" if num_workers > 1 else ""
-            host_memory.require(
-                num_workers * self.straddling_bytes,
-                f"joining {self._num_straddling} tensors of which each trainer host sends a part{workers},",
-                'publish with install="streaming", or free memory',
-            )
 
     @functools.cached_property
     def installed_bytes(self) -> int:
@@ -315,112 +294,100 @@ class Install:
             num_bytes += sum(record.num_bytes for record, name in loaded if name not in self.copied)
         return num_bytes
 
-    def assembly(self, *, is_staged: bool) -> Assembly:
-        """Return a new assembly, for one update."""
-        return Assembly(self._num_joined, is_staged=is_staged)
-
     def stage(self, index: int, payload: torch.Tensor, assembly: Assembly, *, is_here: bool = True) -> None:
         """Staged: keep a bucket until `load_staged`, and prepare its install while the engine generates.
 
         `is_here`: False if other ranks may still write the payload, so that it can't be read yet.
         """
-        assembly.payloads[index] = payload
-        self._part(index, payload)
+        assembly.parts[index] = self._part(index, payload)
         if is_here and self._joined[index]:
             for entry in self._joined[index]:
                 assembly.add(entry, entry.view(payload))
             # The installing thread uses another stream.
             host_device.synchronize_stream(payload.device)
 
-    def load_staged(self, assembly: Assembly, *, lends: bool = True) -> None:
-        """Staged: load and copy everything. `lends`: the loader, which may write to what it gets, gets no copies."""
-        parts = [self._part(index, payload) for index, payload in sorted(assembly.payloads.items())]
-        kept = self._staged
-        if self._map is not None and (kept is None or kept[0] != parts):
-            blocks, sources = [b for part in parts for b in part.blocks], [s for part in parts for s in part.sources]
-            payloads = [payload for part in parts for payload in part.payloads]
-            self._staged = kept = parts, BlockCopies(self._map, blocks, sources, payloads)
-        self.has_lent_views = True
-        joined = self._joined_parts(assembly, is_last=True)
-        rest = self._load([*parts, *joined], assembly, lends=lends)
-        if kept is not None:
-            for copies in (kept[1], *(part.copies for part in joined)):
-                copies.run(is_bound=not rest)
-        self.has_lent_views = bool(rest) and lends
+    def load_staged(
+        self, assembly: Assembly, changes: Mapping[int, ChangedWords] | None = None, *, lends: bool = True
+    ) -> None:
+        """Staged: load and copy everything. `lends`: the loader, which may write to what it gets, gets no copies.
 
-    def load_changes(self, assembly: Assembly, changes: Mapping[int, ChangedWords]) -> None:
-        """Staged: do the same where the live tensors have the version before. `changes`: of buckets, by number.
-
-        Of these buckets only what changed is copied.
+        `changes`: by bucket, if the live tensors have the version before; of these buckets only what changed is copied.
         """
-        joined = self._joined_parts(assembly, is_last=True)
-        parts = [self._part(index, payload) for index, payload in sorted(assembly.payloads.items())]
-        self._load([*parts, *joined], assembly, lends=False)
-        for (index, payload), part in zip(sorted(assembly.payloads.items()), parts, strict=True):
-            part.copies.run(changed=(payload, changes[index]) if index in changes else None)
+        indices = sorted(assembly.parts)
+        parts, joined = [assembly.parts[index] for index in indices], self._joined_parts(assembly, is_last=True)
+        # Without `lends` the loader may still have views of a version before, and has written to those.
+        self.has_lent_views |= lends
+        rest = self._load([*parts, *joined], assembly, lends=lends)
+        if lends:
+            self.has_lent_views = bool(rest)
+        if changes is not None:
+            for index, part in zip(indices, parts, strict=True):
+                part.copies.run(changed=changes.get(index))
+        else:
+            kept = self._staged
+            if kept is None or kept[0] != parts:
+                blocks = (block for part in parts for block in part.copies.blocks)
+                sources = (source for part in parts for source in part.copies.sources)
+                payloads = [payload for part in parts for payload in part.copies.payloads]
+                self._staged = kept = parts, BlockCopies(self._map, blocks, sources, payloads)
+            kept[1].run(is_bound=not rest)
         for part in joined:
-            part.copies.run()
+            part.copies.run(is_bound=changes is None and not rest)
 
     def undo_of(self, assembly: Assembly, changes: Mapping[int, ChangedWords]) -> Callable[[], None] | None:
-        """Return a function that undoes `load_changes`, also half-way; None if that does more than copying changes."""
-        found = self._map
-        if (
-            found is None
-            or not changes.keys() >= assembly.payloads.keys()
-            or self._num_joined
-            or self._without_elements
-        ):
+        """Return a function that undoes `load_staged` of changes, also half-way; None if that does more than copy
+        these.
+        """
+        if not changes.keys() >= assembly.parts.keys() or self.num_joined or self._without_elements:
             return None
-        parts = [(self._part(index, payload), index, payload) for index, payload in assembly.payloads.items()]
+        parts = [(part, changes[index]) for index, part in assembly.parts.items()]
         with torch.inference_mode():
-            for part, index, payload in parts:
-                if part.rest or not part.copies.prepared().can_restore(payload, changes[index]):
+            for part, changed in parts:
+                if part.rest or not part.copies.prepared().can_restore(part.copies.payloads[0], changed):
                     return None
 
         def undo() -> None:
-            if not found.bind() or found.revision != self._revision:
+            if not self.is_bound():
                 raise InstallError("the model's tensors were replaced, so that the words that changed are not there")
-            for part, index, payload in parts:
-                part.copies.run(changed=(payload, changes[index]), former=True)
+            for part, changed in parts:
+                part.copies.run(changed=changed, former=True)
 
         return undo
 
-    def load_bucket(self, index: int, payload: torch.Tensor, assembly: Assembly) -> None:
+    def load_bucket(self, assembly: Assembly, index: int, payload: torch.Tensor) -> None:
         """Streaming: load and copy the pieces of this bucket, and the tensors that it completes."""
         part = self._part(index, payload)
         for entry in self._joined[index]:
             assembly.add(entry, entry.view(payload))
-        self._load_now([part, *self._joined_parts(assembly)], assembly, is_called=self._map is not None)
+        parts = [part, *self._joined_parts(assembly)]
+        has_rest = any(part.rest for part in parts)
+        self.has_lent_views |= has_rest
+        if has_rest or self._map is not None:
+            self._load(parts, assembly)
+        for part in parts:
+            part.copies.run()
 
     def load_end(self, assembly: Assembly) -> None:
         """Streaming, after the last bucket: load the tensors that are in no bucket because they have no elements."""
-        self._load_now(self._joined_parts(assembly, is_last=True), assembly)
-
-    def _load_now(self, parts: Sequence[Part], assembly: Assembly, *, is_called: bool = False) -> None:
-        """Load and copy these parts. `is_called`: call the engine's `load` even if nothing is left to load."""
-        has_rest = any(part.rest for part in parts)
-        self.has_lent_views |= has_rest
-        if has_rest or is_called:
+        if parts := self._joined_parts(assembly, is_last=True):
             self._load(parts, assembly)
-        if self._map is not None:
-            for part in parts:
-                part.copies.run()
+            parts[0].copies.run()
 
     def _load(self, parts: Sequence[Part], assembly: Assembly, *, lends: bool = True) -> list[Named]:
         """Have the engine load what is not copied; return that."""
-        if self._map is not None:
-            # Digested before the load, since a loader may write into the tensors that it gets.
-            for part in parts:
-                for name, tensor in part.to_prove:
-                    assembly.to_prove[name] = self._map.block_digests(name, self._map.source_blocks(name, tensor))
+        # Digested before the load, since a loader may write into the tensors that it gets.
+        for part in parts:
+            for name, tensor in part.to_prove:
+                assert self._map is not None
+                assembly.to_prove[name] = self._map.block_digests(name, self._map.source_blocks(name, tensor))
         rest = [named for part in parts for named in part.rest]
         self.engine.load(rest if lends else ((name, tensor.clone()) for name, tensor in rest))
         return rest
 
     def prove(self, assembly: Assembly) -> None:
         """After `Engine.commit`, have the map prove the loaded tensors, which can be copied from then on."""
-        if self._map is not None and assembly.to_prove:
-            self._map.prove(assembly.to_prove.items())
+        assert self._map is not None
+        self._map.prove(assembly.to_prove.items())
 
     def _part(self, index: int, payload: torch.Tensor) -> Part:
         """Return the part of this bucket: its complete tensors, and pieces that are copied.
@@ -455,12 +422,6 @@ class Install:
     def _names(self, record: TensorSpec) -> tuple[str, ...]:
         """Return the names under which a record is loaded."""
         return self._other_names.get(record.name, (record.name,))
-
-    def _is_copied_in_pieces(self, name: str) -> bool:
-        found = self._map
-        return found is not None and (
-            name in self.copied and name not in found.also_loaded and found.can_copy_pieces(name)
-        )
 
 
 def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -> torch.Tensor:

@@ -41,8 +41,6 @@ from weightcast.native.tables import places, same_members
 from weightcast.seams.install_map import InstallMap
 
 logger = logging.getLogger(__name__)
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""An integer dtype for the bits of an element, by element size in bytes."""
 
 
 class StridedBlock(msgspec.Struct, frozen=True, gc=False):
@@ -148,48 +146,43 @@ class RecordedMap(InstallMap):
         self._layers = layers_of(model)
         self._is_expired = False
         self._targets = targets
-        self._opaque = dict(opaque)
+        self.opaque = dict(opaque)
+        """The names that go through the loader, each with the reason."""
         self._tied = tied
         self.also_loaded = frozenset(tied.values())
         self._copies: dict[str, list[RecordedCopy]] = {}
         for copy in copies:
             self._copies.setdefault(copy.name, []).append(copy)
         for name, reason in _entangled(copies, targets).items():
-            self._opaque.setdefault(name, reason)
+            self.opaque.setdefault(name, reason)
         self._module_of: dict[str, str] = {}
         """By tensor, the quantised module that it is copied to, if it is one and tensors are only copied there."""
         self._quantised: dict[str, tuple[dict[str, HeldTensor], dict[str, str]]] = {}
         """By quantised module, the tensors that filled it, and the digests of the parameters that were made of them."""
         self._faults: dict[str, str] = {}
+        self._unread = set[str]()
+        """Opaque names whose parameters can be read once an install has proven that the loader copies to them."""
         for name, own in self._copies.items():
             modules = {_module(copy.target) for copy in own}
             if not modules.isdisjoint(quantised):
-                if len(modules) == 1 and name not in self._opaque:
+                if len(modules) == 1 and name not in self.opaque:
                     (self._module_of[name],) = modules
-                self._opaque.setdefault(name, f"the engine keeps {', '.join(modules)} in another form")
+                self.opaque.setdefault(name, f"the engine keeps {', '.join(modules)} in another form")
+            elif name not in self.opaque and any(copy.target in packed_copies for copy in own):
+                self.opaque[name] = "the engine computes with a packed copy that only its loader can make"
+                self._unread.add(name)
         self._packed_copies = packed_copies
         self._proven = set[str]()
-        self._unread = set[str]()
-        """Opaque names whose parameters can be read once an install has proven that the loader copies to them."""
         self._readable = set[str]()
-        for name, own in self._copies.items():
-            if name not in self._opaque and any(copy.target in packed_copies for copy in own):
-                self._opaque[name] = "the engine computes with a packed copy that only its loader can make"
-                self._unread.add(name)
         super().__init__({})
         self._members = ModuleMembers.of([])
         """The model's modules, and the members of those that have the live tensors."""
-        self._places, self._addresses = b"", list[int]()
-        """Addresses of the live tensors, as bytes and as numbers."""
+        self._places, self._addresses = b"", dict[str, int]()
+        """Addresses of the live tensors, as bytes and by name."""
         self._is_looked_up = False
         self._blocks: dict[tuple[str, Region | None], list[torch.Tensor]] = {}
         self._regions: dict[str, list[tuple[Region, tuple[int, ...]]]] = {}
         self._exclude_entangled_modules()
-
-    @property
-    def opaque(self) -> Mapping[str, str]:
-        """The names that go through the loader, each with the reason."""
-        return self._opaque
 
     @property
     def proven(self) -> Collection[str]:
@@ -205,7 +198,7 @@ class RecordedMap(InstallMap):
         return self._is_expired or layers_of(self._model) != self._layers or any(apart)
 
     def can_copy(self, name: str) -> bool:
-        return name in self._copies and (name not in self._opaque or name in self._unread)
+        return name in self._copies and (name not in self.opaque or name in self._unread)
 
     def modules(self, names: Collection[str]) -> set[str]:
         """Return the names of the modules that these tensors are copied to."""
@@ -270,14 +263,13 @@ class RecordedMap(InstallMap):
                 return False
             live[name] = tensor
         self._members, self._is_looked_up = ModuleMembers.of(registers), True
-        former = {name: (tensor, at) for (name, tensor), at in zip(self._live.items(), self._addresses, strict=True)}
-        addresses = [tensor.data_ptr() for tensor in live.values()]
-        moved = set[str]()
-        for (name, tensor), address in zip(live.items(), addresses, strict=True):
-            found = former.get(name)
-            if found is None or found[0] is not tensor or found[1] != address:
-                moved.add(name)
-        if moved or len(live) != len(former):
+        addresses = {name: tensor.data_ptr() for name, tensor in live.items()}
+        moved = {
+            name
+            for name, tensor in live.items()
+            if self._live.get(name) is not tensor or self._addresses[name] != addresses[name]
+        }
+        if moved or len(live) != len(self._live):
             self.revision += any(copy.target in moved for name in self._proven for copy in self._copies[name])
             self._live, self._blocks, self._addresses = live, {}, addresses
         self._places = places(list(live.values()))
@@ -287,8 +279,8 @@ class RecordedMap(InstallMap):
         dtypes = (self._targets[copy.target].dtype for copy in self._copies[name])
         return [tensor_digest(source.to(dtype)) for source, dtype in zip(sources, dtypes, strict=True)]
 
-    def prove(self, tensors: Iterable[tuple[str, Sequence[torch.Tensor | str]]]) -> None:
-        """After an install through the loader, compare the received blocks, or their digests, with the live ones.
+    def prove(self, tensors: Iterable[tuple[str, Sequence[str]]]) -> None:
+        """After an install through the loader, compare the digests of the received blocks with those of the live ones.
 
         A tensor whose blocks are equal, bit by bit, is proven (if opaque, it can be read from now on). Any other tensor
         stays with the loader, can't be read, and is named in a warning.
@@ -296,18 +288,18 @@ class RecordedMap(InstallMap):
         if not self.bind():
             return
         with torch.inference_mode():
-            for name, sources in tensors:
+            for name, digests in tensors:
                 if name in self._unread:
                     self._unread.discard(name)
                     known, live = self._readable, self._blocks_to_read(name)
                 else:
                     known, live = self._proven, self.target_blocks(name)
-                if live and all(map(_same_bits, live, sources)):
+                if live and [*map(tensor_digest, live)] == list(digests):
                     known.add(name)
                 else:
-                    self._opaque[name] = "the loader's result differs from a copy's"
+                    self.opaque[name] = "the loader's result differs from a copy's"
                     logger.warning(
-                        "%r can't be installed by copies, so it goes through the loader: %s", name, self._opaque[name]
+                        "%r can't be installed by copies, so it goes through the loader: %s", name, self.opaque[name]
                     )
         self._exclude_entangled_modules()
 
@@ -321,9 +313,8 @@ class RecordedMap(InstallMap):
         filled = {
             name: self._read(
                 self._catalog[name],
-                [copy.source for copy in self._copies[name]],
                 [copy.block.of(getattr(layer, copy.target.rpartition(".")[2]).data) for copy in self._copies[name]],
-                "",
+                self._copies[name],
             )
             for name, owner in self._module_of.items()
             if owner == module
@@ -374,30 +365,27 @@ class RecordedMap(InstallMap):
         fault = self._fault([name])
         if live.data_ptr() == owned.data_ptr():
             return HeldTensor(spec, owner.regions, fault=fault)
-        return self._read(spec, [copy.source for copy in copies], [copy.block.of(live.data) for copy in copies], fault)
+        return self._read(spec, [copy.block.of(live.data) for copy in copies], copies, fault)
 
     def _held(self, spec: TensorSpec) -> HeldTensor:
-        module = self._module_of.get(spec.name)
+        name, module = spec.name, self._module_of.get(spec.name)
         if module in self._quantised:
             filled, digests = self._quantised[module]
             if module not in self._faults:
                 is_same = _digests(self._layers[module]) == digests
                 self._faults[module] = "" if is_same else f"{module} has changed since the engine quantised it"
-            return msgspec.structs.replace(filled[spec.name], fault=self._faults[module])
-        if module is not None:
-            return HeldTensor(spec, unproven="weightcast has not installed it yet")
-        if spec.name in self._opaque and spec.name not in self._readable | self._unread:
-            return HeldTensor(spec, unproven=self._opaque[spec.name])
-        if spec.name not in self._copies:
+            return msgspec.structs.replace(filled[name], fault=self._faults[module])
+        if module is None and name in self.opaque and name not in self._readable | self._unread:
+            return HeldTensor(spec, unproven=self.opaque[name])
+        if name not in self._copies:
             return HeldTensor(spec)
-        if spec.name not in self._proven and spec.name not in self._readable:
+        if name not in self._proven | self._readable:
             return HeldTensor(spec, unproven="weightcast has not installed it yet")
-        copies = self._copies[spec.name]
-        live = self._blocks_to_read(spec.name) if spec.name in self._readable else self.target_blocks(spec.name)
+        live = self._blocks_to_read(name) if name in self._readable else self.target_blocks(name)
         if not live:
             return HeldTensor(spec, unproven="the model's parameters were replaced since its loader was recorded")
-        fault = self._fault(dict.fromkeys(copy.target for copy in copies))
-        return self._read(spec, [copy.source for copy in copies], live, fault)
+        copies = self._copies[name]
+        return self._read(spec, live, copies, self._fault(dict.fromkeys(copy.target for copy in copies)))
 
     def _blocks_to_read(self, name: str) -> list[torch.Tensor]:
         """Return the live blocks of an opaque tensor; none if a parameter has changed since it was recorded."""
@@ -416,13 +404,13 @@ class RecordedMap(InstallMap):
 
     @staticmethod
     def _read(
-        spec: TensorSpec, sources: Sequence[StridedBlock], live: Sequence[torch.Tensor], fault: str
+        spec: TensorSpec, live: Sequence[torch.Tensor], copies: Sequence[RecordedCopy], fault: str = ""
     ) -> HeldTensor:
         dtypes = {DTYPE_NAMES[block.dtype] for block in live}
         if len(dtypes) > 1:
             return HeldTensor(spec, unproven=f"the engine has it as {' and '.join(sorted(dtypes))}")
         try:
-            parts = [_as_region(source, block, spec.shape) for source, block in zip(sources, live, strict=True)]
+            parts = [_as_region(copy.source, block, spec.shape) for copy, block in zip(copies, live, strict=True)]
         except ManifestError as exc:
             return HeldTensor(spec, unproven=str(exc))
         regions = [RegionDigest(region, tensor_digest(view, region, spec.shape)) for region, view in parts]
@@ -434,15 +422,15 @@ class RecordedMap(InstallMap):
         for name, copies in self._copies.items():
             for copy in copies:
                 names.setdefault(_module(copy.target), set()).add(name)
-        pending = [name for name in self._opaque if name in self._copies]
+        pending = [name for name in self.opaque if name in self._copies]
         while pending:
             name = pending.pop()
             self._proven.discard(name)
             for module in self.modules([name]):
-                for other in names[module] - self._opaque.keys():
-                    self._opaque[other] = f"{module} is also filled from {name!r}, which goes through the loader"
+                for other in names[module] - self.opaque.keys():
+                    self.opaque[other] = f"{module} is also filled from {name!r}, which goes through the loader"
                     pending.append(other)
-        mapped = (copy for name, copies in self._copies.items() if name not in self._opaque for copy in copies)
+        mapped = (copy for name, copies in self._copies.items() if name not in self.opaque for copy in copies)
         self._is_looked_up = False
         self.revision += 1
         self._mapped_targets = {copy.target: self._targets[copy.target] for copy in mapped}
@@ -535,17 +523,6 @@ def _digests(layer: nn.Module) -> dict[str, str]:
     """Return the digest of each parameter and buffer of a layer, without those of its submodules."""
     tensors = itertools.chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))
     return {name: tensor_digest(tensor) for name, tensor in tensors}
-
-
-def _same_bits(live: torch.Tensor, source: torch.Tensor | str) -> bool:
-    """Return whether `live` equals `source`, a tensor or its digest, bit by bit. A NaN equals itself."""
-    if isinstance(source, str):
-        return tensor_digest(live) == source
-    made = source.to(live.device, live.dtype)
-    if made.dtype == torch.complex128:
-        live, made = torch.view_as_real(live), torch.view_as_real(made)
-    bits = _BITS[made.itemsize]
-    return torch.equal(live.view(bits), made.view(bits))
 
 
 def _as_region(source: StridedBlock, live: torch.Tensor, shape: Sequence[int]) -> tuple[Region, torch.Tensor]:

@@ -18,11 +18,23 @@ import torch
 from msgspec import UNSET
 
 from weightcast import registry
-from weightcast.errors import ClosedError, ErrorRecord, RefusedError, WeightcastError, from_record, malformed, to_record
+from weightcast.errors import (
+    ClosedError,
+    ErrorRecord,
+    InsufficientMemoryError,
+    RefusedError,
+    UnsupportedError,
+    WeightcastError,
+    WrongBaseError,
+    from_record,
+    malformed,
+    to_record,
+)
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.format.messages import Failed, Hello, InitInfo, LinkMessage, Secret, UpdateInfo
+from weightcast.format.messages import Failed, Hello, InitInfo, LinkMessage, Offer, Secret, UpdateInfo
 from weightcast.format.packed_base import PackedBase
 from weightcast.host import device as host_device
+from weightcast.host import memory as host_memory
 from weightcast.host.closing import awaited_at_exit, on_failure
 from weightcast.host.deadline import GRACE_SECONDS
 from weightcast.host.descriptors import shortage
@@ -64,7 +76,6 @@ class PublisherSession:
         self.install: Install | None = None
         """The install of the layout that was offered last."""
         self.receiver: Receiver | None = None
-        self._keeps_versions = registry.transport(info.transport).keeps_versions
         self._links: list[WorkerLink] = []
         """To the publisher, and to the trainer ranks that send other origins' buckets; empty until it connects."""
         self._began_at = datetime.datetime.now(datetime.UTC)
@@ -85,16 +96,13 @@ class PublisherSession:
     @property
     def is_abandoned(self) -> bool:
         """True if the session's publisher is gone, also before the link has noticed it, and no install is running."""
-        return self._has_lost_its_publisher and not (self.update is not None and self.update.is_writing)
+        is_gone = bool(self._links) and self._links[0].has_ended
+        return is_gone and not (self.update is not None and self.update.is_writing)
 
     @property
     def is_dropped(self) -> bool:
         """True if the session's publisher has said that its run goes on without this engine."""
         return bool(self._links) and self._links[0].is_dropped
-
-    @property
-    def _has_lost_its_publisher(self) -> bool:
-        return bool(self._links) and self._links[0].has_ended
 
     def require_going_on(self) -> None:
         """Raise the error with which the session has ended, if it has."""
@@ -118,7 +126,7 @@ class PublisherSession:
         info, since = self.info, self._began_at.isoformat(" ", "seconds")
         where = "" if info.publisher is UNSET else f" ({info.publisher})"
         begin = f"run {info.run}{where} has held this engine since {since}, for {time.monotonic() - self._began:.0f} s"
-        if self._has_lost_its_publisher:
+        if self._links and self._links[0].has_ended:
             return f"{begin}; its publisher is gone, and the engine is free once the install in progress has ended"
         lives = "While that publisher's process lives, also if the publisher is not used, the lease does not end"
         if not self._links or not self._links[0].is_open:
@@ -200,13 +208,47 @@ class PublisherSession:
                 if self.receiver is not None:
                     self.receiver.release()
 
-    def base_memory(self, location: str) -> SharedMemory | None:
-        """Return the memory for the base of several ranks; None if this session has none to share.
+    def base_of(self, offer: Offer, manifest: Manifest, portion: Portion | None) -> PackedBase | None:
+        """Return the base of the offer's deltas or, for a full update, where to keep its buckets, if there is room.
 
-        `location`: that of the first of these ranks. Raises UnsupportedError if this process can't open it.
+        `portion`: of the buckets, if several ranks on this host share a base, in the memory of the first of them.
+        Raises WrongBaseError if the known base is another version's, ManifestError for lengths that deltas of this
+        layout can't have.
         """
-        own = self._base_memory
-        return own if own is None or location == own.location else SharedMemory.open(location)
+        sizes, base, known = manifest.buckets, offer.base, self.base
+        if known is not None and known.manifest_digest != offer.manifest_digest:
+            known = None
+        if base is not None:
+            if known is None or (known.number, known.root) != (base.version, base.root):
+                found = "of no version" if known is None or known.number < 0 else f"of version {known.number}"
+                raise WrongBaseError(
+                    f"deltas on version {base.version} (root digest {base.root}) were offered, but this worker has the "
+                    f"packed buckets {found}: offer a full update"
+                )
+            lengths = base.encoded_bytes
+            if not (
+                len(lengths) == len(base.digests) == len(sizes)
+                and all(0 < length <= size and length % 8 == 0 for length, size in zip(lengths, sizes, strict=True))
+            ):
+                raise malformed("size", "the lengths of deltas do not fit the manifest's buckets: offer a full update")
+            if offer.install != "staged":
+                raise UnsupportedError('deltas are installed with install="staged": offer a full update')
+            return known
+        if offer.install != "staged":
+            return None
+        if known is None:
+            memory = self._base_memory
+            try:
+                if portion is None or memory is None:
+                    host_memory.require(sum(sizes), "the base of deltas", "publish with delta=None, or free memory")
+                    return PackedBase(manifest, offer.manifest_digest)
+                if portion.memory != memory.location:
+                    memory = SharedMemory.open(portion.memory)
+                memory.grow(sum(sizes), "the base of deltas")
+                return PackedBase(manifest, offer.manifest_digest, memory.map().tensor(), portion.buckets)
+            except (InsufficientMemoryError, UnsupportedError) as exc:
+                logger.warning("the next version can't come as deltas: %s", exc)
+        return known
 
     def require_receiver(self) -> Receiver:
         """Return the connected receiver.
@@ -222,7 +264,7 @@ class PublisherSession:
 
     def require_origins(self, manifest: Manifest) -> None:
         """Raise ManifestError unless there is an address for each origin, or one address of a store for all."""
-        if self._keeps_versions:
+        if registry.transport(self.info.transport).keeps_versions:
             return
         found, known = len(manifest.spans), 1 + len(self.info.origins)
         if found > known:

@@ -13,8 +13,8 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import NoReturn, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from msgspec import UNSET
@@ -25,22 +25,22 @@ from weightcast.errors import (
     IncompleteUpdateError,
     InstallError,
     IntegrityError,
-    Translated,
     UpdateAbortedError,
     WeightcastError,
     from_record,
     to_record,
 )
-from weightcast.format.bucket import BucketHeader, Digest, as_bytes, check_bucket, root_digest
+from weightcast.format.bucket import Digest, as_bytes, check_bucket, root_digest
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Offer, Seal
 from weightcast.format.packed_base import PackedBase
 from weightcast.host import device as host_device
+from weightcast.host import memory as host_memory
 from weightcast.host.memory import host_identity
 from weightcast.native.deltas import ChangedWords
 from weightcast.seams.engine import OnDevice, Undoable
 from weightcast.seams.transport import Bucket, Portion, Receiver
-from weightcast.serving.install import Install
+from weightcast.serving.install import Assembly, Install
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,6 @@ class Update:
         """True if the update is loaded while its buckets arrive."""
         # An adapter is loaded beside those that are served, so that taking it away again costs nothing.
         self._undo = offer.undo or offer.target is not UNSET
-        self._num_workers = 1 if offer.workers is UNSET else offer.workers.get(host_identity(), 1)
         self._settles = settles
         self._portion = portion
         self._base = base
@@ -136,16 +135,14 @@ class Update:
         """Bytes of the payloads that this worker has read and checked."""
         self.installed_bytes = 0
         """Bytes that this worker has installed."""
-        self._device = install.device
         self._former: tuple[WeightVersion | None, str] = (None, "")
         self._restore: Callable[[], None] | None = None
         self._touched = False
-        self._has_begun = False
         self._changes: dict[int, ChangedWords] = {}
         """By bucket, what a delta has changed."""
         self._installs_changes = False
         """True if the live tensors have the base's version, so that only what changed is copied."""
-        self._assembly = install.assembly(is_staged=not self.is_streaming)
+        self._assembly = Assembly(install.num_joined, is_staged=not self.is_streaming)
         self._root = ""
         # Locked while the engine's weights are written, so that an abort waits for the end of the write.
         self._writing = threading.Lock()
@@ -165,8 +162,15 @@ class Update:
 
         Raises InsufficientMemoryError; PeerTimeoutError if a step of generation does not end by the deadline.
         """
-        if not self.is_streaming:
-            self._install.require_memory(self._num_workers)
+        if self._install.straddling_bytes and not self.is_streaming:
+            # All workers of the publish on this host check before any allocates.
+            num_workers = 1 if self.offer.workers is UNSET else self.offer.workers.get(host_identity(), 1)
+            workers = f", in each of {num_workers} workers" if num_workers > 1 else ""
+            host_memory.require(
+                num_workers * self._install.straddling_bytes,
+                f"joining {self._install.num_straddling} tensors of which each trainer host sends a part{workers},",
+                'publish with install="streaming", or free memory',
+            )
         if self._portion is not None:
             # The ranks on this host share the work if they have this version in one memory.
             if self._deltas is None:
@@ -205,19 +209,15 @@ class Update:
                 index = next(order, self.num_buckets)
                 if bucket.index != index or index == self.num_buckets:
                     raise IntegrityError(f"received bucket {bucket.index}, expected bucket {index}: publish again")
-                digests[index], payload = self._payload_of(bucket, origins[index])
-                if not self.is_streaming:
+                digests[index], payload = self._check(bucket, origins[index])
+                if self.is_streaming:
+                    self._load_now((index, payload))
+                else:
                     self._install.stage(index, payload, self._assembly, is_here=self._portion is None)
-                    continue
-                with self._loading():
-                    self._install.load_bucket(index, payload, self._assembly)
             if len(digests) != self.num_buckets:
                 raise IncompleteUpdateError(f"received {len(digests)} of {self.num_buckets} buckets: publish again")
             if self.is_streaming:
-                with self._loading():
-                    self._install.load_end(self._assembly)
-                    # Wait for this thread's stream, since the committing thread uses another.
-                    self._await_device()
+                self._load_now(None)
             self._root = root_digest(
                 self._install.manifest_digest, [digests[index] for index in range(self.num_buckets)]
             )
@@ -228,36 +228,16 @@ class Update:
             raise
         return self._root
 
-    def _payload_of(self, bucket: Bucket, origin: int) -> tuple[Digest, torch.Tensor]:
+    def _check(self, bucket: Bucket, origin: int) -> tuple[Digest, torch.Tensor]:
         """Check a bucket, and have the base contain it, if there is one; return its raw payload with its digest."""
         index, payload, base, deltas = bucket.index, bucket.buffer.payload, self._base, self._deltas
-        if base is None:
-            return self._check(bucket, origin).digest, payload
-        if deltas is None:
-            digest = self._check(bucket, origin).digest
-            base.keep(index, payload, digest)
-            return digest, payload
-        digest = base.digests[index] = bytes.fromhex(deltas.digests[index])
-        if index in base.own:  # else another rank adds the delta
-            header = self._check(bucket, origin)
-            if header.is_delta:
-                changes = base.add(index, payload[: header.encoded_bytes])
-                if _LEAST_RATIO * changes.num_bytes <= base.payloads[index].nbytes and self._device.type == "cpu":
-                    self._changes[index] = changes
-            else:
-                base.keep(index, payload, header.digest)
-            if base.digests[index] != digest:
-                raise IntegrityError(
-                    f"bucket {index} has the digest {as_bytes(base.digests[index]).hex()} after its delta was added, "
-                    f"expected {digest.hex()}: publish again"
-                )
-        return digest, base.payloads[index]
-
-    def _check(self, bucket: Bucket, origin: int) -> BucketHeader:
-        others = self._portion is not None and bucket.index not in self._portion.buckets
+        if base is not None and deltas is not None and index not in base.own:  # another rank adds the delta
+            base.digests[index] = bytes.fromhex(deltas.digests[index])
+            return base.digests[index], base.payloads[index]
+        others = self._portion is not None and index not in self._portion.buckets
         if others and self._install.has_lent_views:
             self._receiver.reread(bucket)
-        index, num_bytes, deltas = bucket.index, self._manifest.buckets[bucket.index], self._deltas
+        num_bytes = self._manifest.buckets[index]
         encoded_bytes = None if deltas is None else deltas.encoded_bytes[index]
         if encoded_bytes == num_bytes:  # a delta would be no shorter
             encoded_bytes = None
@@ -271,53 +251,71 @@ class Update:
                 raise
             header = check()
         self.read_bytes += 0 if others else header.encoded_bytes
-        return header
+        if base is None:
+            return header.digest, payload
+        if header.is_delta:
+            changes = base.add(index, payload[: header.encoded_bytes])
+            if _LEAST_RATIO * changes.num_bytes <= base.payloads[index].nbytes and self._install.device.type == "cpu":
+                self._changes[index] = changes
+        else:
+            base.keep(index, payload, header.digest)
+        if deltas is None:
+            return header.digest, payload
+        digest = bytes.fromhex(deltas.digests[index])
+        if base.digests[index] != digest:
+            raise IntegrityError(
+                f"bucket {index} has the digest {as_bytes(base.digests[index]).hex()} after its delta was added, "
+                f"expected {digest.hex()}: publish again"
+            )
+        return digest, base.payloads[index]
 
-    @contextlib.contextmanager
-    def _loading(self) -> Iterator[None]:
-        """Streaming: context of one write to the live model, which is paused for the whole update."""
+    def _load_now(self, bucket: tuple[int, torch.Tensor] | None) -> None:
+        """Streaming: write a bucket to the live model, which is paused for the whole update; None: what is in none."""
         with self._writing:
             if self.state is not State.RECEIVING:
                 raise self._ended("the update was aborted")
-            self._touch()
-            with Translated(Exception, self._raise_as_install):
-                # Not before the first bucket: until then the model's tensors may be replaced.
-                self._begin()
-                yield
-
-    def _raise_as_install(self, error: Exception) -> NoReturn:
-        what = f"loading version {self.version.number} failed: {error}"
-        raise InstallError(what, torn=not self._undo) from error
+            is_first = not self._touched
+            if is_first:
+                self._touch()
+            try:
+                if is_first:  # not before the first bucket: until then the model's tensors may be replaced
+                    self._begin()
+                if bucket is not None:
+                    self._install.load_bucket(self._assembly, *bucket)
+                else:
+                    self._install.load_end(self._assembly)
+                    # Wait for this thread's stream, since the committing thread uses another.
+                    self._await_device()
+            except Exception as exc:
+                what = f"loading version {self.version.number} failed: {exc}"
+                raise InstallError(what, torn=not self._undo) from exc
 
     def _begin(self) -> None:
-        """Bind the install to the live tensors, right before the first of them is written. Idempotent."""
-        if self._has_begun:
-            return
-        self._has_begun = True
+        """Bind the install to the live tensors, right before the first of them is written."""
         install = self._install.begun()
         if install is not self._install and self._installs_changes:
             raise InstallError("the model's tensors were replaced while this version was installed: publish again")
         if install is not self._install or self._portion is not None:
-            payloads = sorted(self._assembly.payloads.items())
-            self._install, self._assembly = install, install.assembly(is_staged=not self.is_streaming)
-            for index, payload in payloads:
-                install.stage(index, payload, self._assembly)
+            parts = sorted(self._assembly.parts.items())
+            self._install, self._assembly = install, Assembly(install.num_joined, is_staged=not self.is_streaming)
+            for index, part in parts:
+                assert part.payload is not None
+                install.stage(index, part.payload, self._assembly)
 
     def _touch(self) -> None:
         """Note that the live weights change from now on, and keep the undo copy. No step of generation may run."""
-        if not self._touched:
-            if not self.is_streaming:  # streaming, `open` has waited already
-                self._await_device()
-            install, served = self._install, self._gate.version
-            if self._deltas is not None and self._changes and served is not None and not self._gate.torn:
-                has_base = served == WeightVersion(self.version.run, self._deltas.version)
-                self._installs_changes = has_base and install.can_load_changes(served)
-            install.served = None
-            if self._undo:
-                assert isinstance(self._engine, Undoable)
-                undo = install.undo_of(self._assembly, self._changes) if self._installs_changes else None
-                self._restore = undo or self._engine.snapshot()
-            self._touched = True
+        if not self.is_streaming:  # streaming, `open` has waited already
+            self._await_device()
+        install, served = self._install, self._gate.version
+        if self._deltas is not None and self._changes and served is not None and not self._gate.torn:
+            has_base = install.served == served == WeightVersion(self.version.run, self._deltas.version)
+            self._installs_changes = has_base and install.is_bound()
+        install.served = None
+        if self._undo:
+            assert isinstance(self._engine, Undoable)
+            undo = install.undo_of(self._assembly, self._changes) if self._installs_changes else None
+            self._restore = undo or self._engine.snapshot()
+        self._touched = True
 
     def seal(self, seal: Seal) -> None:
         """Accept the publisher's seal, after which the update can be installed. Never waits. Idempotent.
@@ -355,30 +353,24 @@ class Update:
                 self._former = (self._gate.version, self._gate.torn)
                 try:
                     with self._agreed_step:
-                        self._touch()
+                        if not self.is_streaming:
+                            self._touch()
                     with self._agreed_step:
                         if not self.is_streaming:
                             self._begin()
-                            if self._installs_changes:
-                                self._install.load_changes(self._assembly, self._changes)
-                            else:
-                                self._install.load_staged(self._assembly, lends=self._deltas is None)
+                            changes = self._changes if self._installs_changes else None
+                            self._install.load_staged(self._assembly, changes, lends=self._deltas is None)
                             self._await_device()
                     with self._agreed_step:
                         self._engine.commit(self.version)
-                        self._install.prove(self._assembly)
+                        if self._assembly.to_prove:
+                            self._install.prove(self._assembly)
                 except BaseException as exc:
                     message = f"installing version {self.version.number} failed: {exc if str(exc) else repr(exc)}"
-                    self.error = to_record(InstallError(message, torn=True))
-                    self.state = State.ABORTED
-                    try:
-                        self._go_back(message)
-                        self.error = to_record(InstallError(message, torn=bool(self._gate.torn)))
-                    finally:
-                        self._release()
+                    self._fail(InstallError(message, torn=True), message)
                     if not isinstance(exc, Exception):
                         raise
-                    raise from_record(self.error) from exc
+                    raise self._ended(message) from exc
                 if self.offer.target is UNSET:
                     self._gate.set_version(self.version)
                     self._install.served = self.version
@@ -435,20 +427,25 @@ class Update:
                 return False
             if not isinstance(error, Exception):
                 error = UpdateAbortedError(repr(error))
-            self.error, self.state = to_record(error), State.ABORTED
-            try:
-                # First, because the roll-back waits for the device, where a running broadcast ends only with its group.
-                self._receiver.end()
-            finally:
-                try:
-                    self._go_back(f"version {self.version.number} was aborted half-way: {self.error.message}")
-                    if isinstance(error, InstallError):
-                        error.torn = bool(self._gate.torn)
-                        self.error = to_record(error)
-                finally:
-                    # Before a concurrent abort can return, after which the publisher resumes the engine.
-                    self._release()
+            message = to_record(error).message
+            self._fail(error, f"version {self.version.number} was aborted half-way: {message}")
         return True
+
+    def _fail(self, error: Exception, reason: str) -> None:
+        """End as aborted: undo the writes, and free everything. Sets an InstallError's `torn`. Called while locked."""
+        self.error, self.state = to_record(error), State.ABORTED
+        try:
+            # First, because the roll-back waits for the device, where a running broadcast ends only with its group.
+            self._receiver.end()
+        finally:
+            try:
+                self._go_back(reason)
+                if isinstance(error, InstallError):
+                    error.torn = bool(self._gate.torn)
+                    self.error = to_record(error)
+            finally:
+                # Before a concurrent abort can return, after which the publisher resumes the engine.
+                self._release()
 
     def _go_back(self, reason: str) -> bool:
         """Undo the writes; without an undo copy the engine is torn. Returns True if it has what it had before.
@@ -473,7 +470,7 @@ class Update:
         return is_whole
 
     def _await_device(self) -> None:
-        if self._device.type == "cuda":
+        if self._install.device.type == "cuda":
             engine = self._engine
             for device in engine.devices if isinstance(engine, OnDevice) else ():
                 host_device.synchronize(device)

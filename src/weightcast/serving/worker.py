@@ -63,7 +63,7 @@ from weightcast.seams.engine import Engine, ExposesTensors, SaysDtypes, Undoable
 from weightcast.seams.install_map import Mapped
 from weightcast.seams.transport import Portion
 from weightcast.serving.adapters import AdapterTable, AdapterUpdate
-from weightcast.serving.admission import admit, base_of, check_undo, require_engine
+from weightcast.serving.admission import admit, check_undo, require_engine
 from weightcast.serving.install import Install, device_of_weights
 from weightcast.serving.install_map import RecordedMap, held_weights
 from weightcast.serving.session import PublisherSession
@@ -270,9 +270,10 @@ class Worker:
                     raise
                 if update.offer.target is UNSET:
                     self._num_missed = 0
-                self._unsettled = update if self._settles else None
-                if not self._settles:
-                    self._keep(update)
+                if self._settles:
+                    self._unsettled = update
+                elif self.adapters is not None and update.offer.target is UNSET:
+                    self.adapters.retire()
                 if self._metrics is not None:
                     self._metrics.stage_seconds.labels("update").observe(time.perf_counter() - update.offered_at)
                 # One INFO line per engine: its other ranks install the same version.
@@ -283,11 +284,6 @@ class Worker:
             if not self.serves(version):
                 raise
         return version
-
-    def _keep(self, update: Update) -> None:
-        """Complete an install that can't be rolled back any more."""
-        if self.adapters is not None and update.offer.target is UNSET:
-            self.adapters.retire()
 
     @property
     def offered_adapter(self) -> str:
@@ -301,18 +297,14 @@ class Worker:
         is_adapter = self.adapters is not None and self.adapters.serves(version)
         return is_adapter or (self.gate.version == version and not self.gate.torn)
 
-    def installable(self) -> WeightVersion:
-        """Return the version of the update in progress, if `finish` can install it or has installed it.
+    def require_installable(self, version: WeightVersion) -> None:
+        """Raise what `finish` would raise, with nothing changed, if it can't install this version and has not.
 
-        Raises what `finish` would raise, with nothing changed: ClosedError, UpdateAbortedError, IncompleteUpdateError.
+        That is ClosedError, StaleVersionError, UpdateAbortedError or IncompleteUpdateError.
         """
-        session = self._require_session()
-        if session.update is None:
-            raise IncompleteUpdateError("there is no update to install: offer a version first (start_weight_update)")
-        update = self._current(session, session.update.version.number)
+        update = self._current(self._require_session(version.run), version.number)
         if update.state not in (State.SEALED, State.INSTALLED):
             raise update.unsealed()
-        return update.version
 
     def settle(self, version: WeightVersion, *, keep: bool) -> None:
         """Second phase of a two-phase install: keep a version that all workers installed, or roll back.
@@ -326,8 +318,8 @@ class Worker:
         update = self._unsettled
         if update is not None and update.version == version:
             update.settle(keep=keep)
-            if keep:
-                self._keep(update)
+            if keep and self.adapters is not None and update.offer.target is UNSET:
+                self.adapters.retire()
             self._unsettled = None
 
     @property
@@ -453,13 +445,15 @@ class Worker:
             # Checking an offer may use the model, to which the former update still writes.
             session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
         install = self._install(session, offer)
-        is_based = offer.base is not None or offer.keeps_base
-        portion, base = _portion(offer, install.layout.manifest, self.engine_rank), None
-        if is_based:
-            base = base_of(offer, install.layout, session.base, portion, session.base_memory)
+        manifest, portion, base = install.layout.manifest, None, None
+        local = None if offer.ranks is UNSET else offer.ranks.get(host_identity())
+        if local is not None and self.engine_rank in local.ranks:
+            portion = Portion.of(manifest, local.ranks.index(self.engine_rank), len(local.ranks), local.memory)
+        if offer.base is not None or offer.keeps_base:
+            base = session.base_of(offer, manifest, portion)
         session.base = base
         if offer.undo and offer.target is UNSET:
-            check_undo(install.layout.manifest, self.engine)
+            check_undo(manifest, self.engine)
         session.last_offered = offer.version
         session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
         if self._unsettled is not None:
@@ -491,11 +485,9 @@ class Worker:
         if offer.target is not UNSET and self.adapters is not None:
             engine = AdapterUpdate(self.adapters, offer.target, lambda: self.gate.version)
         known, specs = session.install, engine.specs()
-        if known is not None and known.manifest_digest != offer.manifest_digest:
-            known = None
-        if known is not None and known.engine is engine and known.specs is specs and known.is_current:
+        if known is not None and known.is_for(offer.manifest_digest, engine, specs):
             return known
-        if known is not None:
+        if known is not None and known.manifest_digest == offer.manifest_digest:
             manifest = known.layout.manifest
         elif offer.manifest is None:
             raise ManifestError(
@@ -630,11 +622,3 @@ class Worker:
                 "the model"
             )
         return weights
-
-
-def _portion(offer: Offer, manifest: Manifest, engine_rank: int) -> Portion | None:
-    """Return the portion of a version that this rank reads and checks; None unless the offer lists its host."""
-    local = None if offer.ranks is UNSET else offer.ranks.get(host_identity())
-    if local is None or engine_rank not in local.ranks:
-        return None
-    return Portion.of(manifest, local.ranks.index(engine_rank), len(local.ranks), local.memory)

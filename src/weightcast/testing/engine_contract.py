@@ -12,7 +12,7 @@ from weightcast.format.geometry import Region
 from weightcast.format.manifest import WeightVersion
 from weightcast.seams.engine import Engine, ExposesTensors, Undoable
 from weightcast.seams.install_map import Mapped
-from weightcast.serving.admission import compare_specs
+from weightcast.serving.admission import require_fit
 from weightcast.serving.install import BlockCopies
 from weightcast.testing.payloads import OverPayloads, Payload, random_tensor, raw_bytes
 
@@ -35,7 +35,7 @@ class EngineContract(OverPayloads):
         specs = engine.specs()
         if specs is None:
             return
-        assert compare_specs(payload.specs(), specs) == []
+        require_fit(payload.specs(), specs)
         assert {n for s in specs for n in s.names} == payload.expected().keys()
         assert engine.specs() is specs
 
@@ -124,7 +124,7 @@ class EngineContract(OverPayloads):
         read = {name: raw_bytes(tensor) for name, tensor in engine.tensors()}
         held = self.raw(engine)
         assert read == {name: held[name] for name in read}
-        assert compare_specs([s for s in payload.specs() if s.name in read], payload.specs()) == []
+        require_fit([s for s in payload.specs() if s.name in read], payload.specs())
 
     def test_piece_by_piece(self, engine: Engine, payload: Payload) -> None:
         """Rows are copied as an install does, the last row first; a tensor without rows comes whole."""

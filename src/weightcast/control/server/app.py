@@ -15,7 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -75,7 +74,26 @@ class EngineServer:
         self._metrics = ServerMetrics(self.gate)
         self.worker = worker or Worker(engine, gate=self.gate, metrics=self._metrics)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="weightcast-control")
-        self._uvicorn = self._make_server(token, model_name)
+        worker_engine = WorkerEngine(self.worker, self._pool, self._metrics)
+        guard = functools.partial(
+            guarded, find=lambda: worker_engine, token=token, on_error=self._metrics.request_failed
+        )
+        routes = [
+            *(Route(path, guard(kind, answer), methods=[method]) for method, path, kind, answer in WEIGHT_ROUTES),
+            Route("/weight_specs", guard(None, WorkerEngine.specs)),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics.show),
+        ]
+        if generator is not None:
+            from weightcast.control.server.completions import Completions
+
+            completions = Completions(generator, self._metrics, model_name)
+            routes += [Route("/v1/completions", completions.create, methods=["POST"])]
+            routes += [Route("/v1/models", completions.models)]
+        # Imported here, since it imports uvicorn's protocol, which is not needed to import EngineServer.
+        from weightcast.control.server.connections import HttpServer
+
+        self._uvicorn = HttpServer(Starlette(routes=routes, exception_handlers={HTTPException: _http_error}))
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -161,24 +179,6 @@ class EngineServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _make_server(self, token: str | None, model_name: str) -> uvicorn.Server:
-        engine = WorkerEngine(self.worker, self._pool, self._metrics)
-        guard = functools.partial(guarded, find=lambda: engine, token=token, on_error=self._metrics.request_failed)
-        routes = [
-            *(Route(path, guard(kind, answer), methods=[method]) for method, path, kind, answer in WEIGHT_ROUTES),
-            Route("/weight_specs", guard(None, WorkerEngine.specs)),
-            Route("/health", self._health),
-            Route("/metrics", self._metrics.show),
-        ]
-        if self.generator is not None:
-            from weightcast.control.server.completions import completion_routes
-
-            routes += completion_routes(self.generator, self._metrics, model_name=model_name)
-        # Imported here, since it imports uvicorn's protocol, which is not needed to import EngineServer.
-        from weightcast.control.server.connections import HttpServer
-
-        return HttpServer(Starlette(routes=routes, exception_handlers={HTTPException: _http_error}))
 
     async def _health(self, request: Request) -> Response:
         if self.gate.torn:

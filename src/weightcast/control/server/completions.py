@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from weightcast.control.routes import logger, read_body, reply, status_of
 from weightcast.control.server.metrics import ServerMetrics
@@ -201,19 +200,12 @@ def _label(number: int | None) -> str:
     return "default" if number is None else str(number)
 
 
-def completion_routes(generator: TextGenerator, metrics: ServerMetrics, *, model_name: str) -> list[Route]:
-    """Return the two OpenAI routes, which require no token."""
-    completions = _Completions(generator, metrics, model_name)
-    metrics.gauge("running_completions", "Completions that are being generated.", lambda: generator.num_running)
-    metrics.gauge("waiting_completions", "Completions that wait in the queue.", lambda: generator.num_waiting)
-    return [
-        Route("/v1/completions", completions.create, methods=["POST"]),
-        Route("/v1/models", completions.models, methods=["GET"]),
-    ]
+class Completions:
+    """The two OpenAI routes, which require no token."""
 
-
-class _Completions:
     def __init__(self, generator: TextGenerator, metrics: ServerMetrics, model_name: str) -> None:
+        metrics.gauge("running_completions", "Completions that are being generated.", lambda: generator.num_running)
+        metrics.gauge("waiting_completions", "Completions that wait in the queue.", lambda: generator.num_waiting)
         self._generator = generator
         self._metrics = metrics
         self._model_name = model_name

@@ -89,9 +89,6 @@ class HttpServer(uvicorn.Server):
             else:
                 loop.default_exception_handler(context)
 
-        def connection() -> LimitedConnection:
-            return LimitedConnection(self.config, self.server_state, self.lifespan.state)
-
         def close_late() -> None:
             for each in list(self.server_state.connections):
                 if isinstance(each, LimitedConnection) and each.due_at <= loop.time():
@@ -103,7 +100,7 @@ class HttpServer(uvicorn.Server):
         self.servers = []
         for listening in sockets or ():
             server = await loop.create_server(
-                connection,
+                lambda: LimitedConnection(self.config, self.server_state, self.lifespan.state),
                 sock=listening,
                 backlog=self.config.backlog,
                 ssl=self.config.ssl,
@@ -123,9 +120,8 @@ class LimitedConnection(H11Protocol):
         config: uvicorn.Config,
         server_state: ServerState,
         app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        super().__init__(config, server_state, app_state)
         self._serve = self.app
         self.app = self._answer
         self.due_at = math.inf
@@ -137,13 +133,10 @@ class LimitedConnection(H11Protocol):
         self.due_at = self.loop.time() + 2 * GRACE_SECONDS
         if len(self.connections) > most_connections():
             limited = [each for each in self.connections if isinstance(each, LimitedConnection)]
-            others = [each for each in limited if each.due_at < math.inf]
-            first = min((each for each in others if each is not self), key=LimitedConnection._order, default=self)
+            others = [each for each in limited if each.due_at < math.inf and each is not self]
+            # Connections without a request first, then the oldest first.
+            first = min(others, key=lambda each: (min(each._num_requests, 1), each.due_at), default=self)
             first.transport.abort()
-
-    def _order(self) -> tuple[int, float]:
-        """Sort key for closing: connections without a request first, then the oldest first."""
-        return min(self._num_requests, 1), self.due_at
 
     async def _answer(
         self,

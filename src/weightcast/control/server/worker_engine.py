@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -19,6 +19,9 @@ from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, Seal, UpdateInfo, WeightInfo
 from weightcast.serving.worker import Worker
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class WorkerEngine(ServedEngine):
     """Implements `ServedEngine` with a `Worker`. The gate keeps the pauses of runs and persons apart."""
@@ -30,7 +33,7 @@ class WorkerEngine(ServedEngine):
         self._pool = pool
         self._metrics = metrics
 
-    def _run(self, call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def _run(self, call: Callable[P, T], *args: P.args, **_: P.kwargs) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
 
     async def init(self, info: InitInfo) -> None:
@@ -40,8 +43,7 @@ class WorkerEngine(ServedEngine):
         await self._run(self._worker.update, info)
 
     async def finish(self, number: int, mode: PauseMode, run: str, seal: Seal | None = None) -> InstallAnswer:
-        answer: InstallAnswer = await self._run(self._install, number, mode, run, seal)
-        return answer
+        return await self._run(self._install, number, mode, run, seal)
 
     def _install(self, number: int, mode: PauseMode, run: str, seal: Seal | None) -> InstallAnswer:
         """Install between a pause and a resume, so that a publisher needs no requests for these; adapters, without."""
@@ -82,12 +84,10 @@ class WorkerEngine(ServedEngine):
         return self._worker.info().world_size
 
     async def held(self, names: Sequence[str], start: int, limit_bytes: int) -> HeldWeights:
-        found: HeldWeights = await self._run(self._worker.held, set(names), start, limit_bytes)
-        return found
+        return await self._run(self._worker.held, set(names), start, limit_bytes)
 
     async def dtypes(self, specs: list[TensorSpec]) -> dict[str, str]:
-        found: dict[str, str] = await self._run(self._worker.dtypes, specs)
-        return found
+        return await self._run(self._worker.dtypes, specs)
 
     async def quarantine(self, reason: str) -> None:
         self._worker.gate.tear(reason)

@@ -32,10 +32,11 @@ class CausalModel:
                 "what AutoModelForCausalLM.from_pretrained returns"
             )
         self._model = model.eval()
+        self.config = model.config
         self.device: torch.device = model.device
-        config = model.config.get_text_config(decoder=True)
-        self.vocab_size = int(config.vocab_size)
-        self.max_model_len = int(getattr(config, "max_position_embeddings", None) or 1 << 31)
+        text_config = model.config.get_text_config(decoder=True)
+        self.vocab_size = int(text_config.vocab_size)
+        self.max_model_len = int(getattr(text_config, "max_position_embeddings", None) or 1 << 31)
         eos: set[int] = set()
         for owner in (getattr(model, "generation_config", None), tokenizer):
             ids = getattr(owner, "eos_token_id", None)
@@ -45,9 +46,6 @@ class CausalModel:
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         # transformers 5.24 renamed this argument, and warns about the former name.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
-
-    def new_cache(self) -> DynamicCache:
-        return DynamicCache(config=self._model.config)
 
     def logits(self, tokens: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         """Append `tokens` to the cache; return the logits of the last ones.
@@ -98,7 +96,7 @@ class DecodeBatch:
         """Compute the next tokens. `version`: that of the present weights."""
         if self._cache is None or version != self._version:
             # Unset until the pass has succeeded, so that a model that raises leaves no partial cache.
-            self._cache, cache = None, self._model.new_cache()
+            self._cache, cache = None, DynamicCache(config=self._model.config)
             self._rows = [row for row in self.request.rows if row.finish_reason is None]
             sequences = [[*row.prompt, *row.output] for row in self._rows]
             length = max(map(len, sequences))

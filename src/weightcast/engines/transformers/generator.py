@@ -119,7 +119,11 @@ class TextGenerator(ClosedOnExit):
             weight_version=self.gate.version,
         )
         if adapter:
-            self._begin_adapter(request, adapter)
+            adapters = self.adapters
+            if adapters is None:
+                raise LookupError(f"there is no adapter {adapter!r}: this model was started without adapters")
+            request.adapter = label = adapters.begin_request(adapter)  # it stays loaded until the request is done
+            request.future.add_done_callback(lambda _: adapters.end_request(label))
         with on_failure(request.cancel), self._condition:
             if self._is_closed:
                 raise ClosedError("the generator was closed: make another one")
@@ -133,14 +137,6 @@ class TextGenerator(ClosedOnExit):
             self._waiting.append(request)
             self._condition.notify_all()
         return request
-
-    def _begin_adapter(self, request: Request, name: str) -> None:
-        """Have the request answered by the present version of an adapter, which stays loaded until it is done."""
-        adapters = self.adapters
-        if adapters is None:
-            raise LookupError(f"there is no adapter {name!r}: this model was started without adapters")
-        request.adapter = label = adapters.begin_request(name)
-        request.future.add_done_callback(lambda _: adapters.end_request(label))
 
     def generate(
         self,

@@ -126,10 +126,9 @@ class Request:
         stop_token_ids: frozenset[int] = frozenset(),
         on_delta: Callable[[Delta], None] | None = None,
         weight_version: WeightVersion | None = None,
-        adapter: str = "",
     ) -> None:
         self.weight_version = weight_version
-        self.adapter = adapter
+        self.adapter = ""
         """The version of the adapter that answers, such as `policy@7`; empty for the model alone."""
         self.sampling = sampling
         self.tokenizer = tokenizer

@@ -27,7 +27,6 @@ from weightcast.errors import (
     InstallError,
     ManifestError,
     RefusedError,
-    StaleVersionError,
     UnsupportedError,
     UpdateAbortedError,
     from_record,
@@ -249,12 +248,7 @@ class RankWorker:
         serves = self._worker.serves(version)
         with Attempt() as own:
             if not serves:
-                sealed = self._worker.installable()
-                if version != sealed:
-                    raise StaleVersionError(
-                        f"an install of version {version.number} of run {version.run} was requested, but version "
-                        f"{sealed.number} of run {sealed.run} is sealed: publish again"
-                    )
+                self._worker.require_installable(version)
                 self._require_ready()
         outcomes = self._ranks.exchange(Outcome(own.error, serves))
         _raise_if(self._ranks.first_error(outcomes))
