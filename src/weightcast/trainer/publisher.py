@@ -664,10 +664,15 @@ class Publisher(ClosedOnExit):
                 else:
                     self._group = FollowingRank(group, source, seconds, self._turn)
                 self._owned.insert(0, self._group)
-        # Not earlier: the process may have been forked since the publisher was made.
+        self._close_when_dropped()
+        self._is_joined = True
+
+    def _close_when_dropped(self) -> None:
+        """Close what this publisher owns when nothing refers to it any more, if that happens in this process."""
+        if self._drop is not None:
+            self._drop.detach()
         self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
         self._drop.atexit = False
-        self._is_joined = True
 
     def _inputs(
         self,
@@ -777,6 +782,8 @@ class Publisher(ClosedOnExit):
             raise
         self._process = os.getpid()
         self._owned.insert(-1, self._connections)
+        # Again, since the process may have been forked meanwhile.
+        self._close_when_dropped()
         return self._connections
 
     def _maps_buckets(self, device: torch.device) -> bool:
