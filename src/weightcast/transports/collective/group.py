@@ -54,15 +54,16 @@ class GroupSettings(NamedTuple):
 
 
 class BroadcastGroup:
-    """A group of the sender (rank 0) and the keys of `readers`, each with the workers that read its memory."""
+    """A group of the sender (rank 0) and `joined`. `readers` are the workers that read the memory of each of these."""
 
     def __init__(
         self, number: int, settings: GroupSettings, readers: Mapping[GroupMember, Sequence[GroupMember]]
     ) -> None:
         """Serve the group's rendezvous store, through which the members connect. Raises PeerError."""
         self.number = number
+        self.joined = tuple(readers)
         self.readers = dict(readers)
-        self.members = (*readers, *(reader for each in readers.values() for reader in each))
+        self.members = (*self.joined, *(reader for each in readers.values() for reader in each))
         self.names = frozenset(member.name for member in self.members)
         self.connect_error = ""
         self._broadcasts: dict[int, Broadcast] = {}
@@ -74,11 +75,11 @@ class BroadcastGroup:
 
     def invite(self) -> None:
         """Ask the members that join the group to prepare for it."""
-        for position, member in enumerate(self.readers):
+        for position, member in enumerate(self.joined):
             join = records.Join(
                 epoch=self.number,
                 group_rank=position + 1,
-                group_size=len(self.readers) + 1,
+                group_size=len(self.joined) + 1,
                 host=self._settings.host,
                 port=self._port,
                 deadline_seconds=self._settings.deadline_seconds,
@@ -94,7 +95,7 @@ class BroadcastGroup:
 
     def connect(self) -> None:
         """Begin to connect, in a thread: gloo may take several deadlines to notice that a member has died."""
-        for member in self.readers:
+        for member in self.joined:
             member.link.send(records.Connect(self.number))
         # The thread keeps a reference to the store: `close` drops ours, and torch's group crashes without a store.
         awaited_at_exit(functools.partial(self._connect, self._store), "weightcast-group")
@@ -111,7 +112,7 @@ class BroadcastGroup:
                 self._settings.backend,
                 store,
                 rank=0,
-                size=len(self.readers) + 1,
+                size=len(self.joined) + 1,
                 timeout_seconds=self._settings.deadline_seconds,
                 host=self._settings.host,
                 device=self._settings.device,

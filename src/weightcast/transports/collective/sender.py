@@ -251,7 +251,7 @@ class CollectiveSender(SendingEnd[GroupUpdate, GroupMember]):
             self._leave()
         self._require_open()
         group.invite()
-        self._await_answers(update, group, list(group.readers))
+        self._await_answers(update, group, group.joined)
         group.invite_readers()
         self._await_answers(update, group, group.members)
         # Only now: a member that waits in gloo for another that never connects can't be woken.
