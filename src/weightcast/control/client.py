@@ -27,14 +27,11 @@ from weightcast import registry
 from weightcast.errors import (
     ClosedError,
     ControlError,
-    ErrorRecord,
     PeerDiedError,
-    PeerError,
     PeerTimeoutError,
     WeightcastError,
-    from_record,
 )
-from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, convert, decode
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, decode
 from weightcast.format.messages import (
     DtypesQuestion,
     HeldWeights,
@@ -49,6 +46,7 @@ from weightcast.format.messages import (
 from weightcast.host.closing import close_in_child, on_failure
 from weightcast.host.deadline import Deadline, number_of_seconds
 from weightcast.host.descriptors import shortage
+from weightcast.links.answers import error_in, tls_error
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
 
@@ -381,17 +379,9 @@ class HttpRoutes:
             what = "did not complete its answer in time" if has_begun else "gave no answer in time"
             raise PeerTimeoutError(f"{self.name}{path} {what}", peer=self.name) from exc
         except (OSError, h11.ProtocolError, UnicodeError) as exc:
-            if isinstance(exc, ssl.SSLCertVerificationError):
-                raise ControlError(
-                    f"the certificate of {self.name} is not accepted: {exc.verify_message}; it must be of this host "
-                    "name, and of an authority that this system or the file in SSL_CERT_FILE has",
-                    peer=self.name,
-                ) from exc
             if isinstance(exc, ssl.SSLError):
-                raise ControlError(
-                    f"{self.name}{path} did not answer with TLS: {exc}; use http:// for a server without TLS",
-                    peer=self.name,
-                ) from exc
+                trusted = "this system or the file in SSL_CERT_FILE has"
+                raise tls_error(exc, self.name, trusted=trusted, scheme="http://") from exc
             if short := shortage(exc):
                 raise WeightcastError(f"{self.name}{path} can't be called: {short}") from exc
             raise PeerDiedError(f"{self.name}{path} can't be reached: {exc}", peer=self.name) from exc
@@ -424,30 +414,14 @@ class HttpRoutes:
             connection.close()
 
     def _error(self, path: str, status: int, content: bytes) -> WeightcastError:
-        """Return the error in a reply: rebuilt from weightcast's record if there is one, else with the reply's text.
-
-        weightcast's body is {"error": {"record", "message"}}, vLLM's is {"error": text or {"message"}}.
-        """
-        text, record = content[:500].decode("utf-8", "replace"), None
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            body: Any = msgspec.json.decode(content)
-            error = body.get("error") if isinstance(body, Mapping) else None
-            if isinstance(error, Mapping) and "record" in error:
-                record = convert(error["record"], ErrorRecord)
-            else:
-                message = error.get("message") if isinstance(error, Mapping) else error
-                if isinstance(message, str):
-                    text = message
-        if record is not None:
-            raised = from_record(record)
-            if isinstance(raised, PeerError):
-                raised.peer = self.name
-            return raised
+        error = error_in(content, self.name)
+        if isinstance(error, WeightcastError):
+            return error
         hint = {
             401: ": pass the engine's token" if self.token is None else ": the token does not match",
             404: self.path_hint or ": check that this is the URL of an engine server",
         }.get(status, "")
-        return ControlError(f"{self.name}{path} answered {status}{hint}: {text}", peer=self.name, status=status)
+        return ControlError(f"{self.name}{path} answered {status}{hint}: {error}", peer=self.name, status=status)
 
 
 class HttpConnection:
