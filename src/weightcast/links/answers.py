@@ -22,14 +22,14 @@ def error_in(content: bytes, peer: str) -> WeightcastError | str:
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, WeightcastError):
         body: Any = msgspec.json.decode(content)
         error = body.get("error") if isinstance(body, Mapping) else None
-        message = error.get("message") if isinstance(error, Mapping) else error
-        if isinstance(message, str):
-            text = message
         if isinstance(error, Mapping) and "record" in error:
             rebuilt = from_record(convert(error["record"], ErrorRecord))
             if isinstance(rebuilt, PeerError):
                 rebuilt.peer = peer
             return rebuilt
+        message = error.get("message") if isinstance(error, Mapping) else error
+        if isinstance(message, str):
+            text = message
     return text
 
 
