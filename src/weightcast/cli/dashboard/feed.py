@@ -1,32 +1,33 @@
 """The data of the dashboard: what engines and a publisher say, asked again and again, and what has changed since.
 
-Invariants: each request has a deadline; each engine is asked by a thread of its own, so that one that gives no answer
-does not delay the others; the history is bounded; texts of engines are on one line and cut, and are never markup.
+Invariants: each request has a deadline; engines that give no answer are asked by threads of their own, so they do not
+delay the others; the history is bounded; texts of engines are on one line and cut, and are never markup.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import msgspec
 from msgspec import UNSET
 
 from weightcast.cli.status import Answer, EngineStatus, ask, judged
 from weightcast.control.client import HttpEngine, HttpRoutes
-from weightcast.errors import WeightcastError, printable
+from weightcast.errors import ErrorRecord, WeightcastError, printable
 from weightcast.format.messages import WeightInfo
-from weightcast.host.closing import on_failure
 from weightcast.host.deadline import GRACE_SECONDS
 from weightcast.trainer.history import MAX_PUBLISHES, PATH, EngineHistory, FinishedPublish, Publishes
 
 _TICK_SECONDS = 0.5
 _LATE_SECONDS = 2 * GRACE_SECONDS
 """Longer than an update keeps an engine paused, or behind the first one that has installed it."""
+_NUM_THREADS, _NUM_LATE_THREADS = 64, 16
 _MAX_CHARACTERS, _MAX_LABEL_CHARACTERS = 600, 80
 
 
@@ -72,14 +73,17 @@ class FleetChanges(msgspec.Struct, frozen=True):
     publishes: list[FinishedPublish]
 
 
-@dataclasses.dataclass(eq=False, slots=True)
 class _Engine:
     """An engine that is asked. `was_given`: by the caller, and not by the publisher."""
 
-    client: HttpEngine
-    was_given: bool
-    answer: Answer | None = None
-    has_left: bool = False
+    def __init__(self, client: HttpEngine, *, was_given: bool) -> None:
+        self.client = client
+        self.was_given = was_given
+        self.answer: Answer | None = None
+        self.has_left = False
+
+
+_Lane: TypeAlias = "queue.SimpleQueue[tuple[float, _Engine | None]]"
 
 
 class Feed:
@@ -116,11 +120,16 @@ class Feed:
         self._engines: dict[str, _Engine] = {}
         self._lock = threading.Lock()
         self._end = threading.Event()
-        with on_failure(self.close):
-            for url in urls:
-                self._add(url.rstrip("/"), was_given=True)
-        self._start(self._compare)
-        self._start(self._ask_publisher)
+        self._lanes: tuple[_Lane, _Lane] = queue.SimpleQueue(), queue.SimpleQueue()
+        """Engines with the time of their next request: those that have answered, and those that gave no answer."""
+        for url in urls:
+            self._add(url.rstrip("/"), was_given=True)
+        calls: list[Callable[[], None]] = [functools.partial(self._ask_engines, self._lanes[0])] * _NUM_THREADS
+        calls += [functools.partial(self._ask_engines, self._lanes[1])] * _NUM_LATE_THREADS
+        calls += [self._compare] if self._publisher is None else [self._compare, self._ask_publisher]
+        for call in calls:
+            # Daemons, since the process must be able to end while an engine gives no answer.
+            threading.Thread(target=call, name="weightcast-dashboard", daemon=True).start()
 
     def changes(self, seen: int) -> FleetChanges | None:
         """Return what has changed since `seen`, which the last changes had, at first 0; None if nothing has."""
@@ -136,6 +145,8 @@ class Feed:
     def close(self) -> None:
         """End the threads; one that waits for an answer ends at its deadline. Idempotent."""
         self._end.set()
+        for lane in self._lanes:
+            lane.put((0.0, None))
         with self._lock:
             for engine in self._engines.values():
                 engine.client.close()
@@ -146,20 +157,24 @@ class Feed:
         if url not in self._engines:
             client = HttpEngine(url, token=self._token, timeout_seconds=self._deadline_seconds)
             self._engines[url] = engine = _Engine(client, was_given=was_given)
-            self._start(functools.partial(self._ask, engine))
+            self._lanes[0].put((0.0, engine))
 
-    def _start(self, call: Callable[[], None]) -> None:
-        # A daemon, since the process must be able to end while an engine gives no answer.
-        threading.Thread(target=call, name="weightcast-dashboard", daemon=True).start()
-
-    def _ask(self, engine: _Engine) -> None:
-        while not engine.has_left and not self._end.is_set():
+    def _ask_engines(self, lane: _Lane) -> None:
+        while True:
+            at, engine = lane.get()
+            if self._end.wait(max(0.0, at - time.monotonic())) or engine is None:
+                lane.put((0.0, None))  # for the next thread
+                return
+            if engine.has_left:
+                engine.client.close()
+                continue
             engine.answer = ask(engine.client)
-            self._end.wait(self._every_seconds)
-        engine.client.close()
+            next_lane = self._lanes[isinstance(engine.answer, ErrorRecord)]
+            next_lane.put((time.monotonic() + self._every_seconds, engine))
 
     def _ask_publisher(self) -> None:
-        while self._publisher is not None and not self._end.is_set():
+        assert self._publisher is not None
+        while not self._end.is_set():
             try:
                 found, error = self._publisher.get(PATH, Publishes), ""
             except WeightcastError as exc:
@@ -227,15 +242,15 @@ class Feed:
 
 def _row(found: EngineStatus, known: EngineHistory | None) -> EngineRow:
     last, info, reason = None if known is None else known.last, found.info, ""
-    failure = None if last is None else last.error
     if found.error is not None:
         reason = f"{found.error.kind}: {found.error.message}"
     elif info is not None and info.torn:
         reason = info.torn
     elif info is not None and found.state == "behind":
+        has_failed = last is not None and last.error is not None and last.version > (info.version or -1)
         offered = info.offered
-        if last is not None and failure is not None and last.version > (info.version or -1):
-            reason = f"version {last.version}: {failure.kind}: {failure.message}"
+        if has_failed and last is not None and last.error is not None:
+            reason = f"version {last.version}: {last.error.kind}: {last.error.message}"
         elif offered is UNSET or (offered.run, offered.number) == (info.run, info.version):
             reason = "no newer version was offered to it: is it in its publisher's list of engines?"
         else:
@@ -252,7 +267,7 @@ def _row(found: EngineStatus, known: EngineHistory | None) -> EngineRow:
         run="" if info is None else _text(info.run, _MAX_LABEL_CHARACTERS),
         behind=found.behind,
         reason=_text(reason),
-        pause_seconds=None if last is None or failure is not None else last.pause_seconds,
+        pause_seconds=None if last is None or last.error is not None else last.pause_seconds,
         compared=compared,
         needs_attention=found.state in ("torn", "no answer") or compared == "differs",
     )
