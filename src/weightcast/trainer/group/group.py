@@ -8,10 +8,9 @@ only typed records and raw bytes are sent. Group rank 0 is the publishing rank, 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -128,41 +127,38 @@ class Group:
 
         gloo's own all-gather is a ring, whose latency grows with the number of ranks.
         """
-        rows = self._rows
         head = len(data).to_bytes(_SIZE_BYTES, "little") + data[: _ROW_BYTES - _SIZE_BYTES]
-        rows[self.group_rank, : len(head)] = _tensor(head)
-        self._collect(group, dict(enumerate(rows)), rows)
-        found = [row.tobytes() for row in rows.numpy()]
-        sizes = [int.from_bytes(row[:_SIZE_BYTES], "little") for row in found]
+        self._rows[self.group_rank, : len(head)] = _tensor(head)
+        self._collect(group, self._rows.unbind(), self._rows)
+        rows = [row.tobytes() for row in self._rows.numpy()]
+        sizes = [int.from_bytes(row[:_SIZE_BYTES], "little") for row in rows]
         if max(sizes) > MAX_MESSAGE_BYTES:
             raise ManifestError(
                 f"trainer ranks sent records of {sizes} bytes, the limit is {MAX_MESSAGE_BYTES} bytes: publish fewer "
                 "tensors, or from fewer regions per rank"
             )
-        long = [rank for rank, size in enumerate(sizes) if size > _ROW_BYTES - _SIZE_BYTES]
-        parts: Mapping[int, torch.Tensor] = {}
-        if long:
-            whole = torch.empty(sum(sizes[rank] for rank in long), dtype=torch.uint8)
-            ends = itertools.accumulate(sizes[rank] for rank in long)
-            parts = {rank: whole[end - sizes[rank] : end] for rank, end in zip(long, ends, strict=True)}
-            if self.group_rank in parts:
+        again = [size if size > _ROW_BYTES - _SIZE_BYTES else 0 for size in sizes]
+        whole = torch.empty(sum(again), dtype=torch.uint8)
+        parts = whole.split_with_sizes(again)
+        if whole.numel():
+            if again[self.group_rank]:
                 parts[self.group_rank].copy_(_tensor(data))
             self._collect(group, parts, whole)
         return [
-            parts[rank].numpy().tobytes() if rank in parts else row[_SIZE_BYTES : _SIZE_BYTES + sizes[rank]]
-            for rank, row in enumerate(found)
+            part.numpy().tobytes() or row[_SIZE_BYTES : _SIZE_BYTES + size]
+            for part, row, size in zip(parts, rows, sizes, strict=True)
         ]
 
-    def _collect(self, group: ProcessGroup, parts: Mapping[int, torch.Tensor], whole: torch.Tensor) -> None:
-        """Gather these ranks' parts of `whole` on rank 0, and broadcast `whole` to every rank."""
+    def _collect(self, group: ProcessGroup, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
+        """Gather the parts of `whole` that are not empty, one of each rank, on rank 0; broadcast all of it."""
         if self.is_publishing:
-            works = [group.receive(part, rank) for rank, part in parts.items() if rank]
+            works = [group.receive(part, rank) for rank, part in enumerate(parts) if rank and part.numel()]
             try:
                 while works:
                     wait(works.pop())
             finally:
                 works.clear()
-        elif self.group_rank in parts:
+        elif parts[self.group_rank].numel():
             wait(group.send(parts[self.group_rank], 0))
         wait(group.broadcast(whole, root=0))
 
