@@ -65,13 +65,15 @@ class LLMEngine(RankClient):
 
 
 class AsyncLLMEngine(RankClient):
-    """Client of an `AsyncLLM`, made in its event loop, which must run during the publish:
-    `await publisher.publish_async()`.
+    """Client of an `AsyncLLM`. Its event loop must run during the publish: `await publisher.publish_async()`.
+
+    `loop`: the AsyncLLM's event loop, by default the running one.
     """
 
     def __init__(
         self,
         async_llm: Any,
+        loop: asyncio.AbstractEventLoop | None = None,
         *,
         name: str = "AsyncLLM",
         pause: PauseMode = "keep",
@@ -80,9 +82,11 @@ class AsyncLLMEngine(RankClient):
     ) -> None:
         if not hasattr(async_llm, "vllm_config"):
             raise TypeError(f"{type(async_llm).__name__} is not an AsyncLLM of vLLM: pass the AsyncLLM itself")
-        home = asyncio._get_running_loop()
+        home = asyncio._get_running_loop() if loop is None else loop
         if home is None:
-            raise ValueError("no event loop is running: make AsyncLLMEngine in a coroutine of the AsyncLLM's loop")
+            raise ValueError(
+                "no event loop is running: make AsyncLLMEngine in a coroutine of the AsyncLLM's loop, or pass loop="
+            )
 
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
             if asyncio._get_running_loop() is home:

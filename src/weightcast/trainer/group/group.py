@@ -137,24 +137,28 @@ class Group:
                 f"trainer ranks sent records of {sizes} bytes, the limit is {MAX_MESSAGE_BYTES} bytes: publish fewer "
                 "tensors, or from fewer regions per rank"
             )
-        if max(sizes) <= _ROW_BYTES - _SIZE_BYTES:
-            return [row[_SIZE_BYTES : _SIZE_BYTES + size] for row, size in zip(rows, sizes, strict=True)]
-        whole = torch.empty(sum(sizes), dtype=torch.uint8)
-        parts = whole.split_with_sizes(sizes)
-        parts[self.group_rank].copy_(_tensor(data))
-        self._collect(group, parts, whole)
-        return [part.numpy().tobytes() for part in parts]
+        again = [size if size > _ROW_BYTES - _SIZE_BYTES else 0 for size in sizes]
+        whole = torch.empty(sum(again), dtype=torch.uint8)
+        parts = whole.split_with_sizes(again)
+        if whole.numel():
+            if again[self.group_rank]:
+                parts[self.group_rank].copy_(_tensor(data))
+            self._collect(group, parts, whole)
+        return [
+            part.numpy().tobytes() or row[_SIZE_BYTES : _SIZE_BYTES + size]
+            for part, row, size in zip(parts, rows, sizes, strict=True)
+        ]
 
     def _collect(self, group: ProcessGroup, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
-        """Gather every rank's part of `whole` on rank 0, and broadcast `whole` to every rank."""
+        """Gather the parts of `whole` that are not empty, one of each rank, on rank 0; broadcast all of it."""
         if self.is_publishing:
-            works = [group.receive(part, rank) for rank, part in enumerate(parts) if rank]
+            works = [group.receive(part, rank) for rank, part in enumerate(parts) if rank and part.numel()]
             try:
                 while works:
                     wait(works.pop())
             finally:
                 works.clear()
-        else:
+        elif parts[self.group_rank].numel():
             wait(group.send(parts[self.group_rank], 0))
         wait(group.broadcast(whole, root=0))
 
