@@ -88,11 +88,13 @@ def test_a_collection_in_a_thread_of_its_own_does_not_wait_for_itself() -> None:
             collected.set()
         read(events)
 
-    links.condition.on_ready = collecting
     publisher.itself = publisher  # type: ignore[attr-defined]
     hold = client.worker._session
     assert hold is not None
-    del publisher, links
+    del publisher
+    # Not earlier: a heartbeat would have the publisher collected while it is referred to.
+    links.condition.on_ready = collecting
+    del links
     from weightcast.format.messages import Accepted
 
     hold.send(Accepted(0))
