@@ -18,6 +18,7 @@ from typing import Any
 import forking
 import torch
 from network.namespaces import enter
+from stopping import send_signal
 from torch import nn
 
 DEADLINE_SECONDS = 60.0
@@ -160,7 +161,7 @@ class Actor:
         self.process.join(DEADLINE_SECONDS)
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        send_signal(self.pid, number)
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -21,6 +21,7 @@ import forking
 import torch
 from msgspec import UNSET
 from publishers import publisher_of
+from stopping import send_signal
 
 from weightcast.errors import InsufficientMemoryError, PeerDiedError, PeersLostError
 from weightcast.format.bucket import Layout, narrow
@@ -873,7 +874,7 @@ class Member:
 
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        send_signal(self.process.pid, number)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

@@ -18,13 +18,13 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import ray
 import torch
 from ports import free_port
+from stopping import send_signal
 
 from weightcast import EngineServer, ModuleEngine
 from weightcast.format.manifest import WeightVersion
@@ -230,9 +230,7 @@ class Members:
     def stop(self, member: Member) -> None:
         """Stop its process, and wait until it stands still."""
         self.disturb(member)
-        os.kill(member.pid, signal.SIGSTOP)
-        stat = Path(f"/proc/{member.pid}/stat")
-        assert any(stat.read_text().rpartition(")")[2].split()[0] == "T" for _ in Deadline(PATIENCE_SECONDS).polls())
+        send_signal(member.pid, signal.SIGSTOP)
 
     def crash(self, member: Member) -> None:
         """Ray starts it again under its name."""

@@ -19,6 +19,7 @@ import httpx
 import msgspec
 import pytest
 from real_engines.setups import on
+from stopping import send_signal
 
 from real_vllm.cold import assert_answered, assert_serves
 from real_vllm.oracle import NUM_STREAMED, PROMPT, Answer, joined
@@ -45,7 +46,7 @@ class FrontEnds:
             with contextlib.ExitStack() as stack:
                 # Those that have a connection accept none while they are stopped.
                 for pid in self._connections:
-                    os.kill(pid, signal.SIGSTOP)
+                    send_signal(pid, signal.SIGSTOP)
                     stack.callback(os.kill, pid, signal.SIGCONT)
                 # A request, so that one of the others has accepted it.
                 connection.request("GET", "/health")

@@ -26,6 +26,7 @@ import httpx
 import torch
 from ports import free_port
 from safetensors.torch import load_file
+from stopping import send_signal
 from torch.distributed import PrefixStore
 
 START_SECONDS = 120.0
@@ -70,7 +71,7 @@ class StockSglang:
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, number)
+            send_signal(self._pid, number)
 
     def kill(self) -> None:
         self._process.kill()

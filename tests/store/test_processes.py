@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stopping import send_signal
 from store.store_kit import (
     LONG_SECONDS,
     OTHER_RUN,
@@ -185,7 +186,7 @@ def test_a_stopped_reader_makes_a_writer_grow_and_then_is_named(tmp_path: Path, 
     for number in (1, 2):
         send(sender, manifest, WeightVersion(RUN, number), model(number))
         readers.append(start(children, "hold", tmp_path, f"engine-{number}"))
-        readers[-1].send_signal(signal.SIGSTOP)
+        send_signal(readers[-1].pid, signal.SIGSTOP)
     send(sender, manifest, WeightVersion(RUN, 3), model(3))
     assert len(list((tmp_path / "slots").iterdir())) == 3
     with pytest.raises(PeerTimeoutError, match=r"engine-1 .*engine-2 "):

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Any
 
 import forking
+from stopping import send_signal
 
 from weightcast.errors import WeightcastError
-from weightcast.host.deadline import Deadline
 from weightcast.testing.transport_kit import (
     PATIENCE_SECONDS,
     LinkAddress,
@@ -53,11 +53,8 @@ class Child:
 
     def stop(self) -> None:
         """SIGSTOP, and wait until it has stopped."""
-        pid = self.process.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        polls = Deadline(PATIENCE_SECONDS).polls(0.001, 0.01)
-        assert any(_state(pid) == "T" for _ in polls), "the child has not stopped"
+        assert self.process.pid is not None
+        send_signal(self.process.pid, signal.SIGSTOP)
 
     def wake(self) -> None:
         assert self.process.pid is not None
@@ -67,11 +64,6 @@ class Child:
         if self.process.exitcode is None:
             self.process.kill()
         self.process.join(PATIENCE_SECONDS)
-
-
-def _state(pid: int) -> str:
-    with open(f"/proc/{pid}/stat") as f:
-        return f.read().rsplit(")", 1)[1].split()[0]
 
 
 def receive(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from stopping import send_signal
 from transports.collective_child import EXIT_STATUS
 
 pytestmark = pytest.mark.cluster
@@ -65,7 +66,7 @@ def ends() -> Iterator[Ends]:
 
 def test_the_sender_ends_while_its_receiver_stands_still(ends: Ends) -> None:
     """Its broadcast can't be ended: the program waits for it as long as that takes."""
-    os.kill(ends.receiver.pid, signal.SIGSTOP)
+    send_signal(ends.receiver.pid, signal.SIGSTOP)
     ends.go_on(ends.sender)
     ends.end(ends.sender)
     os.kill(ends.receiver.pid, signal.SIGCONT)
