@@ -120,8 +120,9 @@ class LimitedConnection(H11Protocol):
         config: uvicorn.Config,
         server_state: ServerState,
         app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state)
+        super().__init__(config, server_state, app_state, _loop)
         self._serve = self.app
         self.app = self._answer
         self.due_at = math.inf
