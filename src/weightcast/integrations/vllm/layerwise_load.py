@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from weightcast.errors import InstallError
+from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin.dry_run import present, twin
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.expert_placement import Placement, with_placement
@@ -89,14 +90,23 @@ class Filling:
             result = original(tensor, *args, **kwargs)
             self._num_done += 1
             if self._num_done == self._num_calls:
-                if is_cpu_experts(self._layer):
-                    method: Any = self._layer.quant_method
-                    method.moe_kernel = None  # otherwise vLLM would not pack them again
-                with self._packing(self._name):
-                    internals.require().pack(self._layer, self._info)
+                self._pack()
             return result
 
         return load
+
+    def _pack(self) -> None:
+        method: Any = self._layer.quant_method
+        kernel = getattr(method, "moe_kernel", None)
+        if is_cpu_experts(self._layer):
+            method.moe_kernel = None  # otherwise vLLM would not pack them again
+
+        def put_kernel_back() -> None:
+            if kernel is not None:
+                method.moe_kernel = kernel
+
+        with on_failure(put_kernel_back), self._packing(self._name):
+            internals.require().pack(self._layer, self._info)
 
 
 def is_packed(layer: nn.Module) -> bool:
