@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import uvicorn  # noqa:   (where the extra is missing, importing EngineServer says so)
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -93,7 +94,9 @@ class EngineServer:
         # Imported here, since it imports uvicorn's protocol, which is not needed to import EngineServer.
         from weightcast.control.server.connections import HttpServer
 
-        self._uvicorn = HttpServer(Starlette(routes=routes, exception_handlers={HTTPException: _http_error}))
+        self._uvicorn: uvicorn.Server = HttpServer(
+            Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+        )
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
