@@ -104,8 +104,8 @@ class DeltaBase(msgspec.Struct, frozen=True):
 class Offer(WithSecret, frozen=True, tag="offer", tag_field="kind"):
     """A version that a publisher is about to send.
 
-    `manifest`: the manifest's text, which `manifest_digest` is the digest of. It is absent when this link has been sent
-    it before, and a text since engines hand offers on as plain values, of which it would have several for each tensor.
+    `manifest`: the manifest's text, of which `manifest_digest` is the digest; None if this link was sent it before. It
+    is text because engines pass offers on as plain values: decoded, it would be several values for each tensor.
     `base`: the buckets come as deltas on it. `keeps_base`: the worker is asked to keep this version's packed buckets,
     so that the next version can come as deltas. `workers`: to how many workers of each host it is offered, as these
     call their hosts: they share the host's memory. `ranks`: by host, where several ranks of this engine are on one.

@@ -253,7 +253,7 @@ class Install:
         Starts True, since earlier installs are not known."""
 
     def is_for(self, manifest_digest: str, engine: Engine, specs: Sequence[TensorSpec] | None) -> bool:
-        """Return whether it was made for this manifest, engine and `engine.specs()`, and the map has not changed."""
+        """Return whether this install is of this manifest, engine and `engine.specs()`, and the map has not changed."""
         if self.manifest_digest != manifest_digest or self.engine is not engine or self.specs is not specs:
             return False
         return self._map is None or not (self._map.is_stale or self._map.revision != self._revision)

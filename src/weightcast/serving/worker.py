@@ -298,7 +298,7 @@ class Worker:
         return is_adapter or (self.gate.version == version and not self.gate.torn)
 
     def require_installable(self, version: WeightVersion) -> None:
-        """Raise what `finish` would raise, with nothing changed, if it can't install this version and has not.
+        """Raise what `finish` would raise, with nothing changed, unless it can install this version or already has.
 
         That is ClosedError, StaleVersionError, UpdateAbortedError or IncompleteUpdateError.
         """

@@ -23,7 +23,7 @@ from weightcast.trainer.group.records import Failure, Nothing, RankStatus, Recor
 from weightcast.trainer.group.rendezvous import Rendezvous, named
 
 _ROW_BYTES = 512
-"""Size of one rank's row in an exchange; if a record is longer, all are sent in a second step."""
+"""Size of one rank's row in an exchange; a longer record is sent again, whole, in a second step."""
 _SIZE_BYTES = 4
 
 
