@@ -20,7 +20,7 @@ from weightcast.format.manifest import WeightVersion
 from weightcast.format.plan import plan
 from weightcast.seams.engine import Casting, Engine, ExposesTensors, Undoable
 from weightcast.seams.install_map import Mapped
-from weightcast.serving.admission import admit
+from weightcast.serving.admission import admit, bound
 from weightcast.serving.install import BlockCopies
 
 VERSION = WeightVersion("0" * 32, 7)
@@ -571,10 +571,40 @@ def test_a_module_of_another_form_is_not_copied_to(change: Callable[[nn.Module],
     install = admit(manifest, manifest.digest(), engine, engine.specs())
     assert install.copied == {spec.name for spec in engine.specs()}
     change(net)
-    assert not install.begun().copied
-    engine.specs()
+    if cast and change is nn.Module.half:
+        assert bound(install).install_map is engine.install_map is not install_map
+    else:
+        with pytest.raises(IncompatibleWeightsError, match="not fit this engine"):
+            bound(install)
     assert install_map.is_stale
     assert engine.install_map.bind()
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_a_model_of_another_form_refuses_a_manifest_that_it_has_installed_before(install: str) -> None:
+    """The offer of a known manifest looks only at the module's members; the install looks before it writes."""
+    served, trained = nn.Linear(64, 64), nn.Linear(64, 64)
+    client = LocalEngine(ModuleEngine(served))
+    options = PublishOptions(install=install, on_failure="report")  # type: ignore[arg-type]
+    with Publisher(ModuleSource(trained), transport="memory://", engines=[client], options=options) as publisher:
+        assert publisher.publish().ok
+        former = {name: value.half() for name, value in served.state_dict().items()}
+        served.half()
+        with torch.no_grad():
+            trained.weight.fill_(2.0)
+        report = publisher.publish()
+        assert not report.ok
+        assert "'weight' is float32, the engine has float16" in str(report)
+        assert not client.gate.torn
+        assert all(torch.equal(value, former[name]) for name, value in served.state_dict().items())
+        served.float()
+        assert publisher.publish().ok
+        assert torch.equal(served.weight, trained.weight)
+        served.weight = nn.Parameter(torch.zeros(64, 32))
+        report = publisher.publish()
+        assert not report.ok
+        assert not client.gate.torn
+        assert "has the shape [64, 64], the engine has [64, 32]" in str(report)
 
 
 @pytest.mark.parametrize("install", ["staged", "streaming"])

@@ -33,7 +33,7 @@ from weightcast.errors import listed
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
-from weightcast.native.tables import places, same_members
+from weightcast.native.tables import places, same_members, same_places
 from weightcast.seams.source import Held, LookedAtRegions
 
 Buffers: TypeAlias = Literal["persistent", "none", "all"]
@@ -459,6 +459,10 @@ class LiveCheckpoint:
             is_other |= any(wrapper._handle._training_state != was for wrapper, was in self._fsdp1_states.items())
         return ((merge and self.merging is not None) or is_other) and self._derive()
 
+    def has_other_members(self) -> bool:
+        """Return whether parameters, buffers or modules were replaced since the last look; reads no tensor."""
+        return self._changes.has_other_members()
+
     def require_memory(self) -> None:
         """Raise ValueError if a tensor is on the meta device."""
         for name, view in self.views.items():
@@ -567,8 +571,12 @@ class TensorChangeDetector:
         self._complex = [tensor for tensor in locals_ if tensor.is_complex()]
         self._lazy = lazy_views(self._complex)
 
+    def has_other_members(self) -> bool:
+        """Return whether parameters, buffers or modules were replaced; reads no tensor."""
+        return not same_members(*self._members)
+
     def has_changed(self) -> bool:
-        if not same_members(*self._members) or places(self._locals) != self._places:
+        if self.has_other_members() or not same_places(self._locals, self._places):
             return True
         if self._complex and lazy_views(self._complex) != self._lazy:
             return True

@@ -223,13 +223,15 @@ class _ModuleMap(InstallMap):
     look that found moved tensors, `specs` after one that found other tensors, for which another map is needed.
     """
 
-    is_stale = False
-
     def __init__(self, checkpoint: LiveCheckpoint) -> None:
         super().__init__(checkpoint.views)
         self._checkpoint = checkpoint
         self._index()
         self._own_specs = self.specs
+
+    @property
+    def is_stale(self) -> bool:
+        return self._checkpoint.specs is not self._own_specs or self._checkpoint.has_other_members()
 
     def bind(self) -> bool:
         self.look()
@@ -238,7 +240,6 @@ class _ModuleMap(InstallMap):
     def look(self) -> None:
         """Look up every tensor of the module. Raises ValueError for tensors that can't be written to."""
         self._checkpoint.refresh()
-        self.is_stale = self._checkpoint.specs is not self._own_specs
         # Indexed only after success, so that a tensor that can't be written to is found again at the next look.
         if self.live is not self._checkpoint.views:
             self._index()

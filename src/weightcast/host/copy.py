@@ -20,7 +20,7 @@ import torch
 
 from weightcast.host import device as host_device
 from weightcast.native.deltas import ChangedWords
-from weightcast.native.tables import CopyTable, Rows, places
+from weightcast.native.tables import CopyTable, Rows, same_places
 
 _BYTES_PER_THREAD = 64 << 20
 _MAX_THREADS = 4
@@ -94,7 +94,7 @@ class PreparedCopies:
         `targets`: False if the caller has just checked the targets.
         """
         are_sources = list(map(torch.UntypedStorage.data_ptr, self._storages)) == self._addresses
-        return are_sources and (not targets or places(self._targets) == self._places)
+        return are_sources and (not targets or same_places(self._targets, self._places))
 
     def run(self, *, bytes_per_thread: int = _BYTES_PER_THREAD) -> None:
         """Make the copies. Raises RuntimeError as torch does."""

@@ -1,9 +1,9 @@
 """The extension in C. Tables are contiguous buffers of rows of unsigned 64-bit words; sizes and strides are in bytes.
 
-Every function except `places`, `pairs`, `same_members` and `delta_count` releases the GIL, unless it has less than 64
-KiB to process. `threads` is the largest number of threads, including the calling one. `cached`: the targets will be
-read again soon, so that stores don't bypass the caches. Addresses are not checked here: `weightcast.native` passes only
-tables that it has checked.
+Every function except `places`, `same_places`, `pairs`, `same_members` and `delta_count` releases the GIL, unless it has
+less than 64 KiB to process. `threads` is the largest number of threads, including the calling one. `cached`: the
+targets will be read again soon, so that stores don't bypass the caches. Addresses are not checked here:
+`weightcast.native` passes only tables that it has checked.
 """
 
 from typing import Any, TypeAlias
@@ -56,6 +56,9 @@ def populate(address: int, size: int, /) -> bool:
 
 def places(tensors: list[Any], /) -> bytes:
     """Return the address, dtype, device, number of dims, sizes and strides of each tensor, as bytes to compare."""
+
+def same_places(tensors: list[Any], former: bytes, /) -> bool:
+    """Return true if `places` of these tensors are the `former` ones."""
 
 def pairs(targets: list[Any], sources: list[Any], piece_bytes: int, /) -> tuple[bytes, bytes, bytes, bytes]:
     """Return rows for `copy` and for `copy_strided`, each followed by the number of its pair, a kind per pair, and the

@@ -278,6 +278,7 @@ static PyMethodDef methods[] = {
     {"places", wc_places, METH_O, NULL},
     {"pairs", wc_pairs, METH_VARARGS, NULL},
     {"same_members", wc_same_members, METH_VARARGS, NULL},
+    {"same_places", wc_same_places, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -14,5 +14,6 @@ extern PyMethodDef wc_delta_methods[];
 PyObject *wc_places(PyObject *self, PyObject *tensors);
 PyObject *wc_pairs(PyObject *self, PyObject *arguments);
 PyObject *wc_same_members(PyObject *self, PyObject *arguments);
+PyObject *wc_same_places(PyObject *self, PyObject *arguments);
 
 #endif

@@ -1,8 +1,8 @@
 """Tables of copies for the native core: made from tensors, checked against their storages, and run any number of times.
 
 Invariant: no row of a table reaches outside of the storages that its tensors had when it was made. A table keeps its
-tensors alive. Before a later run the caller checks that no tensor has moved, by comparing `places`, which reads
-thousands of tensors in one call.
+tensors alive. Before a later run the caller checks that no tensor has moved, by `same_places`, which reads thousands
+of tensors in one call.
 """
 
 from __future__ import annotations
@@ -40,9 +40,15 @@ populate = _core.populate
 
 
 def places(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Return the addresses, dtypes, sizes and strides of tensors, as bytes to compare with those of a later call."""
+    """Return the addresses, dtypes, sizes and strides of tensors, for `same_places`."""
     with torch._C.DisableTorchFunctionSubclass():
         return _core.places(list(tensors))
+
+
+def same_places(tensors: Sequence[torch.Tensor], former: bytes) -> bool:
+    """Return whether `places` of these tensors are the `former` ones, without making them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _core.same_places(list(tensors), former)
 
 
 def added(*parts: Sums) -> bytes:

@@ -7,7 +7,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { MANY = 2048, MAX_TENSOR_DIMS = 64, CPU = 1, COMPLEX = 5 };
+enum { MANY = 2048, HEAD_WORDS = 4, MAX_TENSOR_DIMS = 64, CPU = 1, COMPLEX = 5 };
 
 /* --- the part of DLPack 1.x that is used here (its header: dlpack/dlpack.h of github.com/dmlc/dlpack) --- */
 
@@ -192,8 +192,16 @@ static void give_way(Py_ssize_t number) {
     }
 }
 
+static void head_of(const place *found, uint64_t head[HEAD_WORDS]) {
+    head[0] = found->address;
+    head[1] = found->dtype;
+    head[2] = found->device;
+    head[3] = (uint64_t)found->ndim;
+}
+
 static int append_place(growing *all, const place *found) {
-    uint64_t head[4] = {found->address, found->dtype, found->device, (uint64_t)found->ndim};
+    uint64_t head[HEAD_WORDS];
+    head_of(found, head);
     size_t size = sizeof(int64_t) * (size_t)found->ndim;
     return append(all, head, sizeof head) || append(all, found->sizes, size) || append(all, found->strides, size);
 }
@@ -212,6 +220,32 @@ PyObject *wc_places(PyObject *self, PyObject *tensors) {
         give_way(i);
     }
     return taken(&rows);
+}
+
+PyObject *wc_same_places(PyObject *self, PyObject *arguments) {
+    (void)self;
+    PyObject *tensors, *former;
+    if (!PyArg_ParseTuple(arguments, "O!S:same_places", &PyList_Type, &tensors, &former))
+        return NULL;
+    const char *rows = PyBytes_AsString(former);
+    size_t left = (size_t)PyBytes_Size(former);
+    asked last = {0};
+    place found;
+    for (Py_ssize_t i = 0; i < PyList_Size(tensors); i++) {
+        PyObject *tensor = PyList_GetItem(tensors, i);
+        if (!tensor || read_kept(tensor, &last, &found))
+            return NULL;
+        uint64_t head[HEAD_WORDS];
+        size_t size = sizeof(int64_t) * (size_t)found.ndim, row = sizeof head + 2 * size;
+        head_of(&found, head);
+        if (left < row || memcmp(rows, head, sizeof head) || memcmp(rows + sizeof head, found.sizes, size) ||
+            memcmp(rows + sizeof head + size, found.strides, size))
+            Py_RETURN_FALSE;
+        rows += row;
+        left -= row;
+        give_way(i);
+    }
+    return PyBool_FromLong(!left);
 }
 
 /* --- rows of copies --- */

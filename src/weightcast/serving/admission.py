@@ -33,6 +33,20 @@ def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[Tenso
         raise UnsupportedError(str(exc)) from exc
 
 
+def bound(install: Install) -> Install:
+    """Bind an install to the live tensors, right before the first of them is written; return it, or its replacement.
+
+    Raises what `admit` raises, with nothing written, if the engine has other tensors than at the offer.
+    """
+    if install.install_map is None or install.is_bound():
+        return install
+    layout, digest, engine = install.layout, install.manifest_digest, install.engine
+    specs = engine.specs()
+    if specs is not install.specs:
+        return admit(layout.manifest, digest, engine, specs)
+    return Install(layout, digest, engine, specs, uses_map=install.install_map.bind())
+
+
 def check_undo(manifest: Manifest, engine: Engine) -> None:
     """Raise UnsupportedError if the engine can't undo an install, InsufficientMemoryError if the copy won't fit."""
     if not isinstance(engine, Undoable):

@@ -172,10 +172,10 @@ class Follower(ClosedOnExit):
             self._install.forget_views()
 
     def _install_version(self, kept: StoredVersion) -> float:
-        version, manifest, specs = kept.version, kept.manifest, self._engine.specs()
+        version, manifest = kept.version, kept.manifest
         install, digest = self._install, kept.manifest_digest
-        if install is None or not install.is_for(digest, self._engine, specs):
-            install = self._install = admit(manifest, digest, self._engine, specs)
+        if install is None or not install.is_for(digest, self._engine):
+            install = self._install = admit(manifest, digest, self._engine, self._engine.specs())
         if self._undo:
             check_undo(manifest, self._engine)
         update = Update(

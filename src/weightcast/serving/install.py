@@ -193,10 +193,10 @@ class Install:
         self.manifest_digest = manifest_digest
         self.engine = engine
         self.specs = specs
-        self._map = install_map = engine.install_map if uses_map and isinstance(engine, Mapped) else None
-        self.device = device_of_weights(engine if self._map is None or not self._map.devices else self._map)
-        self._revision = 0 if self._map is None else self._map.revision
-        self.copied = frozenset[str]() if self._map is None else frozenset(self._map.proven)
+        self.install_map = install_map = engine.install_map if uses_map and isinstance(engine, Mapped) else None
+        self.device = device_of_weights(engine if install_map is None or not install_map.devices else install_map)
+        self._revision = 0 if install_map is None else install_map.revision
+        self.copied = frozenset[str]() if install_map is None else frozenset(install_map.proven)
         manifest = layout.manifest
         self._other_names = {name: (name, *others) for name, others in manifest.aliases.items()}
         if specs is not None:
@@ -252,29 +252,25 @@ class Install:
         """True if the engine's loader got views of the last version's buckets, and so may have changed these.
         Starts True, since earlier installs are not known."""
 
-    def is_for(self, manifest_digest: str, engine: Engine, specs: Sequence[TensorSpec] | None) -> bool:
-        """Return whether this install is of this manifest, engine and `engine.specs()`, and the map has not changed."""
-        if self.manifest_digest != manifest_digest or self.engine is not engine or self.specs is not specs:
-            return False
-        return self._map is None or not (self._map.is_stale or self._map.revision != self._revision)
+    def is_for(self, manifest_digest: str, engine: Engine) -> bool:
+        """Return whether this install is of this manifest and engine, and the engine's tensors are still the same.
 
-    def begun(self) -> Install:
-        """Bind the map to the live tensors and begin the engine's install, right before the first tensor is written.
-
-        Return this install, or its replacement.
+        Memory that was replaced (`param.data = ...`) is found when the map is bound.
         """
-        install = self
-        if self._map is not None:
-            is_bound = self._map.bind()
-            if not is_bound or self._map.revision != self._revision:
-                install = Install(self.layout, self.manifest_digest, self.engine, self.specs, uses_map=is_bound)
-        if install._map is not None and isinstance(self.engine, Mapped):
-            self.engine.begin(install.copied)
-        return install
+        if self.manifest_digest != manifest_digest or self.engine is not engine:
+            return False
+        if self.install_map is None:
+            return engine.specs() is self.specs
+        return not self.install_map.is_stale and self.install_map.revision == self._revision
 
     def is_bound(self) -> bool:
         """Bind the map to the live tensors; return whether they are those that this install was made for."""
-        return self._map is not None and self._map.bind() and self._map.revision == self._revision
+        return self.install_map is not None and self.install_map.bind() and self.install_map.revision == self._revision
+
+    def begin(self) -> None:
+        """Begin the engine's install, right before the first tensor is written."""
+        if self.install_map is not None and isinstance(self.engine, Mapped):
+            self.engine.begin(self.copied)
 
     def forget_views(self) -> None:
         """Drop every view of buckets."""
@@ -288,7 +284,7 @@ class Install:
         if self._other_names:
             names = [name for record in self.layout.manifest.tensors for name in self._names(record)]
         copied = names if self.copied.issuperset(names) else [name for name in names if name in self.copied]
-        num_bytes = 0 if self._map is None else self._map.target_bytes(copied)
+        num_bytes = 0 if self.install_map is None else self.install_map.target_bytes(copied)
         if len(copied) < len(names):
             loaded = ((r, name) for r in self.layout.manifest.tensors for name in self._names(r))
             num_bytes += sum(record.num_bytes for record, name in loaded if name not in self.copied)
@@ -329,7 +325,7 @@ class Install:
                 blocks = (block for part in parts for block in part.copies.blocks)
                 sources = (source for part in parts for source in part.copies.sources)
                 payloads = [payload for part in parts for payload in part.copies.payloads]
-                self._staged = kept = parts, BlockCopies(self._map, blocks, sources, payloads)
+                self._staged = kept = parts, BlockCopies(self.install_map, blocks, sources, payloads)
             kept[1].run(is_bound=not rest)
         for part in joined:
             part.copies.run(is_bound=changes is None and not rest)
@@ -362,7 +358,7 @@ class Install:
         parts = [part, *self._joined_parts(assembly)]
         has_rest = any(part.rest for part in parts)
         self.has_lent_views |= has_rest
-        if has_rest or self._map is not None:
+        if has_rest or self.install_map is not None:
             self._load(parts, assembly)
         for part in parts:
             part.copies.run()
@@ -378,16 +374,17 @@ class Install:
         # Digested before the load, since a loader may write into the tensors that it gets.
         for part in parts:
             for name, tensor in part.to_prove:
-                assert self._map is not None
-                assembly.to_prove[name] = self._map.block_digests(name, self._map.source_blocks(name, tensor))
+                install_map = self.install_map
+                assert install_map is not None
+                assembly.to_prove[name] = install_map.block_digests(name, install_map.source_blocks(name, tensor))
         rest = [named for part in parts for named in part.rest]
         self.engine.load(rest if lends else ((name, tensor.clone()) for name, tensor in rest))
         return rest
 
     def prove(self, assembly: Assembly) -> None:
         """After `Engine.commit`, have the map prove the loaded tensors, which can be copied from then on."""
-        assert self._map is not None
-        self._map.prove(assembly.to_prove.items())
+        assert self.install_map is not None
+        self.install_map.prove(assembly.to_prove.items())
 
     def _part(self, index: int, payload: torch.Tensor) -> Part:
         """Return the part of this bucket: its complete tensors, and pieces that are copied.
@@ -396,7 +393,7 @@ class Install:
         """
         part = self._parts.get(index)
         if part is None or part.payload is not payload:
-            part = self._parts[index] = Part(self._map, self.copied, payload)
+            part = self._parts[index] = Part(self.install_map, self.copied, payload)
             stored = part.add_stored(self.layout.manifest, self._whole[index], self._cut | self._other_names.keys())
             if len(stored) < len(self._whole[index]) or self.layout.manifest.pieces:
                 known = self._cut.union(stored)
@@ -413,7 +410,7 @@ class Install:
         whole = assembly.whole + (self._without_elements if is_last else [])
         if not whole:
             return []
-        assembly.whole, part = [], Part(self._map, self.copied)
+        assembly.whole, part = [], Part(self.install_map, self.copied)
         for record, tensor in whole:
             for name in self._names(record):
                 part.add(name, tensor)

@@ -37,7 +37,7 @@ from weightcast.format.geometry import (
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldBlock, HeldWeights
 from weightcast.format.tensor_digest import add, tensor_digest
-from weightcast.native.tables import places, same_members
+from weightcast.native.tables import places, same_members, same_places
 from weightcast.seams.install_map import InstallMap
 
 logger = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class RecordedMap(InstallMap):
             return False
         # An engine may give a parameter other memory.
         is_kept = self._is_looked_up and same_members(*self._members)
-        if is_kept and places(list(self._live.values())) == self._places:
+        if is_kept and same_places(list(self._live.values()), self._places):
             return True
         modules = dict(self._model.named_modules())
         registers = [module._modules for module in modules.values()]

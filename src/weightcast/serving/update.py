@@ -40,6 +40,7 @@ from weightcast.host.memory import host_identity
 from weightcast.native.deltas import ChangedWords
 from weightcast.seams.engine import OnDevice, Undoable
 from weightcast.seams.transport import Bucket, Portion, Receiver
+from weightcast.serving.admission import bound
 from weightcast.serving.install import Assembly, Install
 
 logger = logging.getLogger(__name__)
@@ -275,10 +276,10 @@ class Update:
             if self.state is not State.RECEIVING:
                 raise self._ended("the update was aborted")
             is_first = not self._touched
-            if is_first:
-                self._touch()
+            if is_first:  # not before the first bucket: until then the model's tensors may be replaced
+                self._bind()
             try:
-                if is_first:  # not before the first bucket: until then the model's tensors may be replaced
+                if is_first:
                     self._begin()
                 if bucket is not None:
                     self._install.load_bucket(self._assembly, *bucket)
@@ -290,32 +291,31 @@ class Update:
                 what = f"loading version {self.version.number} failed: {exc}"
                 raise InstallError(what, torn=not self._undo) from exc
 
-    def _begin(self) -> None:
-        """Bind the install to the live tensors, right before the first of them is written."""
-        install = self._install.begun()
-        if install is not self._install and self._installs_changes:
-            raise InstallError("the model's tensors were replaced while this version was installed: publish again")
-        if install is not self._install or self._portion is not None:
+    def _bind(self) -> None:
+        """Bind the install to the live tensors, and keep the undo copy. Nothing is written, and no step may run."""
+        if not self.is_streaming:  # streaming, `open` has waited already
+            self._await_device()
+        install, served = bound(self._install), self._gate.version
+        is_same = install is self._install
+        if self._deltas is not None and self._changes and served is not None and not self._gate.torn:
+            has_base = install.served == served == WeightVersion(self.version.run, self._deltas.version)
+            self._installs_changes = has_base and is_same and install.install_map is not None
+        install.served = self._install.served = None
+        if not is_same or self._portion is not None:
             parts = sorted(self._assembly.parts.items())
             self._install, self._assembly = install, Assembly(install.num_joined, is_staged=not self.is_streaming)
             for index, part in parts:
                 assert part.payload is not None
                 install.stage(index, part.payload, self._assembly)
-
-    def _touch(self) -> None:
-        """Note that the live weights change from now on, and keep the undo copy. No step of generation may run."""
-        if not self.is_streaming:  # streaming, `open` has waited already
-            self._await_device()
-        install, served = self._install, self._gate.version
-        if self._deltas is not None and self._changes and served is not None and not self._gate.torn:
-            has_base = install.served == served == WeightVersion(self.version.run, self._deltas.version)
-            self._installs_changes = has_base and install.is_bound()
-        install.served = None
         if self._undo:
             assert isinstance(self._engine, Undoable)
             undo = install.undo_of(self._assembly, self._changes) if self._installs_changes else None
             self._restore = undo or self._engine.snapshot()
+
+    def _begin(self) -> None:
+        """Note that the live weights change from now on."""
         self._touched = True
+        self._install.begin()
 
     def seal(self, seal: Seal) -> None:
         """Accept the publisher's seal, after which the update can be installed. Never waits. Idempotent.
@@ -354,7 +354,7 @@ class Update:
                 try:
                     with self._agreed_step:
                         if not self.is_streaming:
-                            self._touch()
+                            self._bind()
                     with self._agreed_step:
                         if not self.is_streaming:
                             self._begin()

@@ -144,6 +144,7 @@ class Worker:
         self._num_missed = 0
         """Number of versions that were offered since the one that is served was installed."""
         close_at_exit(self)
+        registry.transport("ipc://")  # a publisher's default: imported now, since its first publish would wait for that
 
     def info(self) -> WeightInfo:
         """Return the engine's abilities and its present state."""
@@ -484,8 +485,8 @@ class Worker:
         engine = self.engine
         if offer.target is not UNSET and self.adapters is not None:
             engine = AdapterUpdate(self.adapters, offer.target, lambda: self.gate.version)
-        known, specs = session.install, engine.specs()
-        if known is not None and known.is_for(offer.manifest_digest, engine, specs):
+        known = session.install
+        if known is not None and known.is_for(offer.manifest_digest, engine):
             return known
         if known is not None and known.manifest_digest == offer.manifest_digest:
             manifest = known.layout.manifest
@@ -501,7 +502,7 @@ class Worker:
                     "again"
                 )
         session.require_origins(manifest)
-        session.install = admit(manifest, offer.manifest_digest, engine, specs)
+        session.install = admit(manifest, offer.manifest_digest, engine, engine.specs())
         return session.install
 
     def _require_adapters(self, offer: Offer) -> None:

@@ -13,7 +13,7 @@ from weightcast.checkpoint.live import CastTo, cast_specs, cast_target, is_memor
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
-from weightcast.native.tables import places
+from weightcast.native.tables import places, same_places
 from weightcast.seams.source import Regions
 
 
@@ -55,7 +55,7 @@ class TensorSource:
         views = list(tensors.values())
         lie_at = (list(tensors), places(views), lazy_views(views)) if have_memory else None
         formers = list(self.tensors.values())
-        if lie_at is not None and lie_at == self._places and places(formers) == lie_at[1]:
+        if lie_at is not None and lie_at == self._places and same_places(formers, lie_at[1]):
             return  # the former tensors are still there, and keep this memory alive: it is the same memory
         unknown = [f"{name!r} is {t.dtype}" for name, t in tensors.items() if t.dtype not in DTYPE_NAMES]
         if unknown:

@@ -46,7 +46,17 @@ from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, Wei
 from weightcast.format.packed_base import PackedBase
 from weightcast.format.plan import plan
 from weightcast.host.copy import PreparedCopies
-from weightcast.native.tables import Chunks, PackTable, Sums, added, digest, places, spans_of, unfilled_chunks
+from weightcast.native.tables import (
+    Chunks,
+    PackTable,
+    Sums,
+    added,
+    digest,
+    places,
+    same_places,
+    spans_of,
+    unfilled_chunks,
+)
 from weightcast.seams.source import Held, LookedAtRegions, Regions
 from weightcast.trainer.sent_digests import SentDigests
 
@@ -373,7 +383,7 @@ class SeenRegions:
             return regions is self.regions
         held = list(itertools.chain.from_iterable(regions.values()))
         are_kept = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
-        if are_kept and places([view for _, view in held]) == self._places:
+        if are_kept and same_places([view for _, view in held], self._places):
             return True
         found, formers = list(map(_seen, held)), self._seen
         if found == formers:
