@@ -329,9 +329,9 @@ class WorkerLink:
                 raise OSError(errno.ENOTCONN, "the link was closed in this process")
             sock = connect(self.address, self._deadline_seconds)
             with on_failure(sock.close):
-                sock.setblocking(False)
                 self._sock = sock
-                self.send(hello)
+                sock.sendall(frame(hello))
+                sock.setblocking(False)
         except OSError as exc:
             if short := shortage(exc):
                 raise WeightcastError(f"can't open the link to the publisher at {self.address}: {short}") from exc
@@ -354,11 +354,14 @@ class WorkerLink:
         return str(name[0]) if name and isinstance(name, tuple) else ""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one message. Raises OSError if the publisher is gone or does not read for the deadline."""
+        """Send one message, unless the link is not open or the publisher does not read for the deadline.
+
+        Errors are ignored: the link itself notices that the publisher is gone.
+        """
         data, sock = memoryview(frame(message)), self._sock
         if sock is None:
-            raise OSError(errno.ENOTCONN, f"the link to {self.address} is not open")
-        with self._sending:
+            return
+        with self._sending, contextlib.suppress(OSError):
             while data:
                 try:
                     data = data[sock.send(data) :]
@@ -366,7 +369,7 @@ class WorkerLink:
                     poll = select.poll()
                     poll.register(sock, select.POLLOUT)
                     if not poll.poll(self._deadline_seconds * 1000):
-                        raise TimeoutError(f"the publisher read nothing for {self._deadline_seconds:g} s") from None
+                        return
 
     def await_welcome(self) -> None:
         """Wait until the publisher has answered the hello. Raises PeerDiedError, PeerTimeoutError."""
@@ -542,9 +545,9 @@ class Link:
                         return message
                 if self.ended:
                     raise PeerDiedError(f"the link of {self.peer} ended: {self.ended}", peer=self.peer)
-                if deadline.has_passed:
+                if not (seconds := deadline.remaining_seconds):
                     break
-                self._condition.wait(deadline.remaining_seconds)
+                self._condition.wait(seconds)
         self.end(f"no {kind.__name__} for version {version} within {deadline.seconds:g} s", goes_on=True)
         what = f"{self.peer} sent no {kind.__name__} for version {version} within {deadline.seconds:g} s"
         raise PeerTimeoutError(what, peer=self.peer)

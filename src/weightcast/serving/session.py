@@ -274,10 +274,9 @@ class PublisherSession:
             )
 
     def send(self, message: LinkMessage) -> None:
-        """Send over the link. Errors are ignored: the link itself notices that the publisher is gone."""
+        """Send over the link, if there is one by now. Errors are ignored; see `WorkerLink.send`."""
         if self._links:
-            with contextlib.suppress(OSError):
-                self._links[0].send(message)
+            self._links[0].send(message)
 
     def abort_update(self, error: WeightcastError) -> None:
         """Abort an update in progress, and report the error over the link."""

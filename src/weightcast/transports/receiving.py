@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import collections
-import contextlib
 import dataclasses
 import logging
 import os
@@ -17,7 +16,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
-import msgspec
 import torch
 
 from weightcast.errors import (
@@ -87,11 +85,16 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
             if wanted is None:
                 self._require_open()
                 raise UpdateAbortedError("no update is open: call open() first (end() closes an update)")
-        while wanted.num_read < wanted.num_buckets:
+        while True:
             start = time.monotonic()
             with self._condition:
                 while True:
-                    self._check_live(wanted)
+                    if self._wanted is not wanted:
+                        raise self._ended(wanted)
+                    self._check_sender(wanted)
+                    if wanted.num_read == wanted.num_buckets:
+                        wanted.is_done = True
+                        return
                     bucket = self._next_bucket(wanted)
                     if bucket is not None:
                         break
@@ -103,11 +106,7 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
             index = bucket.index
             yield bucket
             del bucket
-            if wanted.num_read == wanted.num_buckets:
-                with self._condition:
-                    self._check_live(wanted)
             self._release(wanted, index)
-        wanted.is_done = True
 
     def end(self) -> None:
         """Release every bucket and wake an iteration, which raises UpdateAbortedError. Idempotent, from any thread."""
@@ -152,13 +151,11 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
     def _silence(self, wanted: W, seconds: float) -> str:
         return f"nothing of version {wanted.version.number} arrived from the publisher for {seconds:g} s"
 
-    def _check_live(self, wanted: W) -> None:
-        """Raise if the update has ended for any reason."""
-        if self._wanted is not wanted:
-            self._require_open()
-            what = f"this worker ended version {wanted.version.number} before all of it had arrived"
-            raise UpdateAbortedError(f"{what}: end() was called in this process")
-        self._check_sender(wanted)
+    def _ended(self, wanted: W) -> UpdateAbortedError:
+        """Return the error for an update that this worker has ended. Raises ClosedError if the receiver was closed."""
+        self._require_open()
+        what = f"this worker ended version {wanted.version.number} before all of it had arrived"
+        return UpdateAbortedError(f"{what}: end() was called in this process")
 
     def _require_open(self, version: WeightVersion | None = None) -> None:
         """Raise ClosedError if this is closed, ValueError for a version of another run."""
@@ -241,8 +238,7 @@ class PeerReceiver(ReceivingEnd[V]):
             wanted = self._want(manifest, version, staged)
             self._check_sender(wanted)
             self._wanted = wanted
-            self._tell(records.Opened(version.number, self.mapped_generation))
-            self._condition.notify_all()
+            self._link.send(records.Opened(version.number, self.mapped_generation))
 
     # --- methods that a transport implements; the caller holds the condition ---
 
@@ -262,11 +258,6 @@ class PeerReceiver(ReceivingEnd[V]):
 
     # --- records ---
 
-    def _tell(self, record: msgspec.Struct) -> None:
-        # If the sender is gone, the link reports it.
-        with contextlib.suppress(OSError):
-            self._link.send(record)
-
     def _on_record(self, record: Any) -> None:
         wanted = self._wanted
         if not isinstance(record, records.BeginUpdate | records.UpdateAborted):
@@ -284,7 +275,7 @@ class PeerReceiver(ReceivingEnd[V]):
                     wanted.unlike = f"the publisher begins (buckets, staged) = {found}, but has offered {expected}"
 
     def _leave(self, wanted: V) -> None:
-        self._tell(records.UpdateEnded(wanted.version.number))
+        self._link.send(records.UpdateEnded(wanted.version.number))
 
     def _check_sender(self, wanted: V) -> None:
         self._link.condition.read()
@@ -427,7 +418,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
         if read is None or read.query():
             wanted.unreleased, wanted.poll_seconds = None, MAX_SECONDS
             if self._wanted is wanted:
-                self._tell(records.Released(ready.version, ready.generation, ready.index))
+                self._link.send(records.Released(ready.version, ready.generation, ready.index))
 
     def _leave(self, wanted: PeerUpdate) -> None:
         # Close the descriptors of arenas that were announced but not mapped.

@@ -560,7 +560,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
                 found = self._pin(wanted)
             if found is not None and self._wanted is not wanted:
                 found.close()
-            self._check_live(wanted)
+            if self._wanted is not wanted:
+                raise self._ended(wanted)
             wanted.pinned = found
         pinned = wanted.pinned
         if pinned is None:
@@ -588,7 +589,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
                 wait([following])
             else:
                 run_into(here, functools.partial(_read, pinned, wanted, index))
-        self._check_live(wanted)
+        if self._wanted is not wanted:
+            raise self._ended(wanted)
         wanted.reads.popleft().result()
         if number + 1 == wanted.num_buckets:
             pinned.close()

@@ -150,7 +150,7 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
                     answer: records.Joining | records.JoinFailed = self._answer(record)
                 except WeightcastError as exc:
                     answer = records.JoinFailed(record.epoch, str(exc)[:MAX_REASON_CHARACTERS], is_own=True)
-                self._tell(answer)
+                self._link.send(answer)
             case records.Connect():
                 if self._stream is not None and self._epoch == record.epoch:
                     self._stream.start()
@@ -175,7 +175,7 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
 
     def _tell_read_along(self, wanted: BroadcastUpdate) -> None:
         number = wanted.version.number
-        self._tell(records.Progress(self._epoch, number, wanted.num_received, wanted.num_buckets))
+        self._link.send(records.Progress(self._epoch, number, wanted.num_received, wanted.num_buckets))
 
     def _leave_group(self) -> None:
         stream, self._stream = self._stream, None
@@ -208,7 +208,7 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
         target = self._buffers.target(wanted.manifest, index, is_here=is_here)
         with self._condition:
             if not stream.is_left:
-                self._tell(stream.progress(wanted))
+                self._link.send(stream.progress(wanted))
         return target
 
     @property
@@ -237,7 +237,7 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
                 return
             stream.num_received = target.index + 1
             wanted.num_received = max(wanted.num_received, stream.num_received)
-            self._tell(stream.progress(wanted))
+            self._link.send(stream.progress(wanted))
             self._condition.notify_all()
 
     def on_broken(self, stream: BroadcastStream, reason: str, *, is_own: bool = False) -> None:
@@ -248,7 +248,7 @@ class CollectiveReceiver(PeerReceiver[BroadcastUpdate]):
         with self._condition:
             if not stream.is_left:
                 self._leave_group()
-                self._tell(records.JoinFailed(stream.join.epoch, reason[:MAX_REASON_CHARACTERS], is_own))
+                self._link.send(records.JoinFailed(stream.join.epoch, reason[:MAX_REASON_CHARACTERS], is_own))
 
 
 @dataclasses.dataclass(eq=False)
