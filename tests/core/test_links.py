@@ -258,3 +258,31 @@ def test_a_link_that_was_closed_before_it_was_opened_is_never_opened(leaves_noth
         with pytest.raises(PeerDiedError, match="the link was closed in this process"):
             worker.open(Hello(RUN, "engine", 0, listener.secret))
         assert not listener.links()
+
+
+def test_a_publisher_that_is_dropped_while_its_link_is_read_leaves_no_thread_that_fails(
+    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A garbage collection in the reading thread ends the links, which reads them, while the worker leaves."""
+    is_dropped = threading.Event()
+    with contextlib.closing(LinkListener(RUN)) as listener:
+        worker = WorkerLink(listener.address, lease_seconds=PATIENCE_SECONDS, deadline_seconds=PATIENCE_SECONDS)
+        worker.open(Hello(RUN, "engine", 0, listener.secret))
+        (read,) = listener.wait("engine", 1, PATIENCE_SECONDS)
+        feed = read._frames.feed
+
+        def drop(data: bytes) -> Any:
+            monkeypatch.undo()
+            worker.close()
+            listener.end_links("the publisher was garbage-collected without close()")
+            yield from feed(data)
+            is_dropped.set()
+
+        monkeypatch.setattr(read._frames, "feed", drop)
+        worker.send(Accepted(0))
+        assert is_dropped.wait(PATIENCE_SECONDS)
+        for _ in Deadline(PATIENCE_SECONDS).polls():
+            if not listener._open_links:
+                break
+        listener._thread.join(0.2)
+        assert listener._thread.is_alive()

@@ -801,7 +801,8 @@ class LinkListener:
         link.end(reason)
         if self.joined.get((link.engine, link.engine_rank)) is link:
             del self.joined[link.engine, link.engine_rank]
-        del self._open_links[link._sock.fileno()]
+        if self._open_links.pop(link._sock.fileno(), None) is None:
+            return  # a garbage collection while it was read has dropped the publisher, and with it this link
         self.condition.poller.unregister(link._sock)
         link._sock.close()
 
