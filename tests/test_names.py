@@ -50,7 +50,7 @@ WORDS = {
     "place": Word(
         "where a tensor lies in memory",
         ("place", "places", "placed", "placing"),
-        frozenset({"place", "places", "_places", "are_in_place", "_require_in_place", "reads_in_place"}),
+        frozenset({"place", "places", "_places", "same_places", "are_in_place", "_require_in_place", "reads_in_place"}),
     ),
     "whole": Word(
         "a tensor in one piece, where a rank or a bucket could have a part of it",

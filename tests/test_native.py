@@ -32,6 +32,7 @@ from weightcast.native.tables import (
     places,
     quantise,
     same_members,
+    same_places,
 )
 
 THREADS = [1, 3]
@@ -423,6 +424,8 @@ def test_places_change_with_memory_sizes_strides_and_dtypes(make: Any) -> None:
     found: list[Any] = [make(tensor), torch.zeros(3)]
     before = places(found)
     assert places(found) == before
+    assert same_places(found, before)
+    assert not any(same_places(found, other) for other in (before[:-1], before + bytes(8), before[8:], b""))
     tensor.mul_(2)
     assert places(found) == before
     others = [tensor.clone(), tensor.t(), tensor.view(6, 4), tensor[:3], tensor.view(torch.int32), tensor.view(2, 2, 6)]
@@ -430,8 +433,10 @@ def test_places_change_with_memory_sizes_strides_and_dtypes(make: Any) -> None:
         if make in (torch.nn.Parameter, Answering) and not other.is_floating_point():
             continue
         assert places([make(other), found[1]]) != before
-    assert places(found[::-1]) != before
-    assert places(found[:1]) != before
+        assert not same_places([make(other), found[1]], before)
+    assert not same_places(found[::-1], before)
+    assert not same_places(found[:1], before)
+    assert not same_places([], before)
     assert places([]) == b""
 
 
@@ -455,9 +460,13 @@ def test_tables_and_places_take_what_dlpack_has_no_word_for() -> None:
         torch.zeros([1] * 9),
         torch.randn(3, requires_grad=True),
     ]
-    assert places(tensors) == places(tensors)
+    assert same_places(tensors, places(tensors))
     with pytest.raises((AttributeError, TypeError)):
         places([3])  # type: ignore[list-item]
+    with pytest.raises((AttributeError, TypeError)):
+        same_places([3], b"")  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        same_places(tensors, bytearray(64))  # type: ignore[arg-type]
 
 
 def test_members_are_the_same_until_one_is_another() -> None:

@@ -424,6 +424,11 @@ def _new_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
         return _decoders.setdefault(kind, msgspec.json.Decoder(kind))
 
 
+# A first update would wait for these.
+for _kind in (_EncodedManifest, *_COLUMNS.values()):
+    _new_decoder(_kind)
+
+
 def _name_of(kind: object) -> str:
     """Return the name of a message type. Used only for errors, since formatting a union is slow."""
     return getattr(kind, "__name__", None) or str(kind)
