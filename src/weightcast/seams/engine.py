@@ -2,7 +2,7 @@
 
 One update, called by the worker:
 
-    Engine.specs()                       when a version is offered
+    Engine.specs()                       when a version is offered; of a known manifest, not while a map is up to date
     Engine.load(tensors)                 staged: once, while the engine is paused; streaming: for each bucket
     Engine.commit(version)               every tensor was loaded: serve the version
     Engine.discard()                     any failure

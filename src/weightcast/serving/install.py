@@ -259,9 +259,10 @@ class Install:
         """
         if self.manifest_digest != manifest_digest or self.engine is not engine:
             return False
-        if self.install_map is None:
+        if self.install_map is None or not isinstance(engine, Mapped):
             return engine.specs() is self.specs
-        return not self.install_map.is_stale and self.install_map.revision == self._revision
+        is_current = engine.install_map is self.install_map and self.install_map.revision == self._revision
+        return is_current and not self.install_map.is_stale
 
     def is_bound(self) -> bool:
         """Bind the map to the live tensors; return whether they are those that this install was made for."""
