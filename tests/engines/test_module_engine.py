@@ -20,7 +20,7 @@ from weightcast.format.manifest import WeightVersion
 from weightcast.format.plan import plan
 from weightcast.seams.engine import Casting, Engine, ExposesTensors, Undoable
 from weightcast.seams.install_map import Mapped
-from weightcast.serving.admission import admit, bound
+from weightcast.serving.admission import admit, replacement_of
 from weightcast.serving.install import BlockCopies
 
 VERSION = WeightVersion("0" * 32, 7)
@@ -571,11 +571,12 @@ def test_a_module_of_another_form_is_not_copied_to(change: Callable[[nn.Module],
     install = admit(manifest, manifest.digest(), engine, engine.specs())
     assert install.copied == {spec.name for spec in engine.specs()}
     change(net)
+    assert not install.is_bound()
     if cast and change is nn.Module.half:
-        assert bound(install).install_map is engine.install_map is not install_map
+        assert replacement_of(install).install_map is engine.install_map is not install_map
     else:
         with pytest.raises(IncompatibleWeightsError, match="not fit this engine"):
-            bound(install)
+            replacement_of(install)
     assert install_map.is_stale
     assert engine.install_map.bind()
 

@@ -19,7 +19,7 @@ from weightcast.format.plan import plan
 from weightcast.integrations.plugin.dry_run import dry_run
 from weightcast.integrations.plugin.rank_consensus import RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
-from weightcast.serving.admission import admit, bound
+from weightcast.serving.admission import admit, replacement_of
 from weightcast.serving.follower import Follower
 from weightcast.serving.install import Assembly, BlockCopies
 from weightcast.serving.install_map import StridedBlock
@@ -80,7 +80,8 @@ def test_buckets_that_a_streamed_version_lent_to_the_loader_may_have_been_writte
     engine = ModelEngine(Copied(), reference={"weight": torch.ones(8, 8)})
     payload = torch.ones(64).view(torch.uint8)
     for has_lent in (True, False):
-        install = bound(admit(manifest, manifest.digest(), engine, None))
+        install = admit(manifest, manifest.digest(), engine, None)
+        assert install.is_bound()
         install.begin()
         staged = Assembly(install.num_joined, is_staged=True)
         install.stage(0, payload, staged)
@@ -92,7 +93,8 @@ def test_buckets_that_a_streamed_version_lent_to_the_loader_may_have_been_writte
     # The model is no longer what was recorded: its loader gets all of it.
     assert engine.install_map is not None
     monkeypatch.setattr(engine.install_map, "bind", lambda: False)
-    install = bound(install)
+    assert not install.is_bound()
+    install = replacement_of(install)
     install.begin()
     install.load_bucket(Assembly(install.num_joined, is_staged=False), 0, payload)
     assert install.has_lent_views

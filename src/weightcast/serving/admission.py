@@ -33,18 +33,17 @@ def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[Tenso
         raise UnsupportedError(str(exc)) from exc
 
 
-def bound(install: Install) -> Install:
-    """Bind an install to the live tensors, right before the first of them is written; return it, or its replacement.
+def replacement_of(install: Install) -> Install:
+    """Return an install of the same offer, for one that is not bound any more since its engine has other tensors.
 
-    Raises what `admit` raises, with nothing written, if the engine has other tensors than at the offer.
+    Raises what `admit` raises. Nothing has been written by then.
     """
-    if install.install_map is None or install.is_bound():
-        return install
     layout, digest, engine = install.layout, install.manifest_digest, install.engine
     specs = engine.specs()
     if specs is not install.specs:
         return admit(layout.manifest, digest, engine, specs)
-    return Install(layout, digest, engine, specs, uses_map=install.install_map.bind())
+    is_bound = install.install_map is not None and install.install_map.bind()
+    return Install(layout, digest, engine, specs, uses_map=is_bound)
 
 
 def check_undo(manifest: Manifest, engine: Engine) -> None:

@@ -265,8 +265,8 @@ class Install:
         return is_current and not self.install_map.is_stale
 
     def is_bound(self) -> bool:
-        """Bind the map to the live tensors; return whether they are those that this install was made for."""
-        return self.install_map is not None and self.install_map.bind() and self.install_map.revision == self._revision
+        """Bind the map, if there is one, to the live tensors; return whether this install was made for these."""
+        return self.install_map is None or (self.install_map.bind() and self.install_map.revision == self._revision)
 
     def begin(self) -> None:
         """Begin the engine's install, right before the first tensor is written."""

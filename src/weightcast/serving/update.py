@@ -40,7 +40,7 @@ from weightcast.host.memory import host_identity
 from weightcast.native.deltas import ChangedWords
 from weightcast.seams.engine import OnDevice, Undoable
 from weightcast.seams.transport import Bucket, Portion, Receiver
-from weightcast.serving.admission import bound
+from weightcast.serving.admission import replacement_of
 from weightcast.serving.install import Assembly, Install
 
 logger = logging.getLogger(__name__)
@@ -295,8 +295,8 @@ class Update:
         """Bind the install to the live tensors, and keep the undo copy. Nothing is written, and no step may run."""
         if not self.is_streaming:  # streaming, `open` has waited already
             self._await_device()
-        install, served = bound(self._install), self._gate.version
-        is_same = install is self._install
+        is_same, served = self._install.is_bound(), self._gate.version
+        install = self._install if is_same else replacement_of(self._install)
         if self._deltas is not None and self._changes and served is not None and not self._gate.torn:
             has_base = install.served == served == WeightVersion(self.version.run, self._deltas.version)
             self._installs_changes = has_base and is_same and install.install_map is not None
