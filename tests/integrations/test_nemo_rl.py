@@ -175,9 +175,9 @@ def test_every_rollout_worker_has_each_version(
             assert all(sum(batches) == len(SHAPES) and len(batches) > 1 for batches in refit.batches)
 
 
-@pytest.mark.parametrize(("is_near", "expected"), [(True, "ipc"), (False, "gloo")])
+@pytest.mark.parametrize("is_near", [True, False])
 def test_the_transport_is_that_of_the_hosts(
-    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, is_near: bool, expected: str
+    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, is_near: bool
 ) -> None:
     made, transport = [], registry.transport
     monkeypatch.setattr(registry, "transport", lambda url: made.append(url.partition(":")[0]) or transport(url))
@@ -188,7 +188,7 @@ def test_the_transport_is_that_of_the_hosts(
             monkeypatch.setattr(far, "prepare", lambda: {"endpoint": (url, token, "another host")})
         assert refit.run(1) == [None] * 3
         refit.require_step(1)
-        assert made[0] == expected
+        assert set(made) == ({"ipc"} if is_near else {"ipc", "gloo"})  # each worker imports the default one, ipc
 
 
 def test_small_tensors_come_in_one_batch(make_engine: Callable[..., Any]) -> None:

@@ -246,7 +246,7 @@ def test_an_engine_that_stops_leaves_nothing_that_ends_the_trainers_process(
     for index in range(len(MANIFEST.buckets)):
         if index == 3:
             hall.nccl.kill(hall.member(2))
-            monkeypatch.setattr(receivers["b"], "_tell", lambda record: None)
+            monkeypatch.setattr(receivers["b"]._link, "send", lambda record: None)
         send(recovering, MANIFEST, 1, index)
     assert readers["a"].result() == expected(1)
     with pytest.raises(WeightcastError):
