@@ -155,7 +155,7 @@ def test_what_other_ranks_read_is_put_together_once_all_of_it_is_here() -> None:
     manifest, engine = plan([TensorSpec("big", "float32", (100, 50))], 4096), RecordingEngine()
     payloads = [torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in manifest.buckets]
     buffers = [BucketBuffer(torch.zeros(HEADER_BYTES, dtype=torch.uint8), payload) for payload in payloads]
-    portion, install = Portion.of(manifest, 0, 2), admit(manifest, manifest.digest(), engine, None)
+    portion, install = Portion.of(manifest, 0, 2), admit(manifest, manifest.digest(), engine)
 
     def fill(index: int) -> None:
         views = install.layout.views(index, payloads[index])

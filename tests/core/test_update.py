@@ -58,7 +58,7 @@ def update_of(ends: TransportEnds, engine: RecordingEngine, *, install: InstallM
     sender = ends.sender()
     receiver, digest = ends.receiver(sender), MANIFEST.digest()
     offer = Offer(RUN, 1, digest, install=install)
-    way = admit(MANIFEST, digest, engine, None)
+    way = admit(MANIFEST, digest, engine)
     update = Update(offer, way, receiver=receiver, gate=Gate(), deadline_seconds=60.0)
     update.open()
     sender.open(MANIFEST, version(1), peers=["a"], staged=install == "staged")
@@ -140,7 +140,7 @@ def test_an_update_that_is_given_up_while_a_step_of_generation_ends_opens_no_rec
 ) -> None:
     """Nobody would end it."""
     receiver, digest, gate = ends.receiver(ends.sender()), MANIFEST.digest(), Gate()
-    install = admit(MANIFEST, digest, RecordingEngine(), None)
+    install = admit(MANIFEST, digest, RecordingEngine())
     offer = Offer(RUN, 1, digest, install="streaming")
     update = Update(offer, install, receiver=receiver, gate=gate, deadline_seconds=60.0)
     begin_writing = gate.begin_writing

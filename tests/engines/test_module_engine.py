@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import hypothesis
 import pytest
@@ -568,7 +568,7 @@ def test_a_module_of_another_form_is_not_copied_to(change: Callable[[nn.Module],
     net = make_net()
     engine = ModuleEngine(net, cast=cast)
     install_map, manifest = engine.install_map, plan(engine.specs(), 1 << 20)
-    install = admit(manifest, manifest.digest(), engine, engine.specs())
+    install = admit(manifest, manifest.digest(), engine)
     assert install.copied == {spec.name for spec in engine.specs()}
     change(net)
     assert not install.is_bound()
@@ -606,6 +606,47 @@ def test_a_model_of_another_form_refuses_a_manifest_that_it_has_installed_before
         assert not report.ok
         assert not client.gate.torn
         assert "has the shape [64, 64], the engine has [64, 32]" in str(report)
+
+
+def test_a_model_whose_data_has_another_dtype_takes_that_dtype() -> None:
+    """By then no member was replaced, so that `specs` alone does not see it."""
+    served, trained = nn.Linear(64, 64), nn.Linear(64, 64)
+    engine = ModuleEngine(served)
+    with Publisher(ModuleSource(trained), transport="memory://", engines=[LocalEngine(engine)]) as publisher:
+        assert publisher.publish().ok
+        served.half()
+        trained.half()
+        assert publisher.publish().ok
+        assert torch.equal(served.weight, trained.weight)
+    served.double()
+    worker = LocalEngine(engine)
+    with Publisher(ModuleSource(trained, dtype="engine"), transport="memory://", engines=[worker]) as publisher:
+        assert publisher.publish().ok
+    assert served.weight.dtype == torch.float64
+    assert torch.equal(served.weight, trained.weight.double())
+
+
+def test_an_engine_that_refuses_is_asked_again_of_a_known_manifest() -> None:
+    class Refusing(ModuleEngine):
+        refuses = False
+
+        def specs(self) -> Any:
+            if self.refuses:
+                raise ValueError("this engine was told to refuse")
+            return super().specs()
+
+    served, trained = nn.Linear(64, 64), nn.Linear(64, 64)
+    engine = Refusing(served)
+    options = PublishOptions(on_failure="report")
+    client = LocalEngine(engine)
+    with Publisher(ModuleSource(trained), transport="memory://", engines=[client], options=options) as publisher:
+        assert publisher.publish().ok
+        engine.refuses = True
+        report = publisher.publish()
+        assert not report.ok
+        assert "this engine was told to refuse" in str(report)
+        engine.refuses = False
+        assert publisher.publish().ok
 
 
 @pytest.mark.parametrize("install", ["staged", "streaming"])

@@ -80,7 +80,7 @@ def test_buckets_that_a_streamed_version_lent_to_the_loader_may_have_been_writte
     engine = ModelEngine(Copied(), reference={"weight": torch.ones(8, 8)})
     payload = torch.ones(64).view(torch.uint8)
     for has_lent in (True, False):
-        install = admit(manifest, manifest.digest(), engine, None)
+        install = admit(manifest, manifest.digest(), engine)
         assert install.is_bound()
         install.begin()
         staged = Assembly(install.num_joined, is_staged=True)

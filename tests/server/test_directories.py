@@ -31,13 +31,7 @@ MAX_BEHIND = 1
 
 
 class RefusingEngine(ModuleEngine):
-    """Refuses offers while it is told to."""
-
     refuses = False
-
-    def refuse(self, refuses: bool) -> None:
-        self.refuses = refuses
-        self.install_map.revision += 1  # of a known manifest only the map is asked
 
     def specs(self) -> Any:
         if self.refuses:
@@ -345,7 +339,7 @@ def test_no_stale_token_behind_a_ready_gate(fleet: Fleet, num_publishes: int) ->
             fill(number)
             refusing = chosen.sample(list(fleet.models), 2)
             for server in fleet.models:
-                server.worker.engine.refuse(server in refusing)  # type: ignore[attr-defined]
+                server.worker.engine.refuses = server in refusing  # type: ignore[attr-defined]
             report = publisher.publish(number)
             # Others fail only if they are replaced meanwhile; one that refuses may be replaced, or leave.
             assert moment != "between" or set(report.failures) == {server.url for server in refusing}
@@ -354,7 +348,7 @@ def test_no_stale_token_behind_a_ready_gate(fleet: Fleet, num_publishes: int) ->
                 change()
         moment = ""
         for server in fleet.models:
-            server.worker.engine.refuse(False)  # type: ignore[attr-defined]
+            server.worker.engine.refuses = False  # type: ignore[attr-defined]
         fill(num_publishes + 1)
         assert publisher.publish().ok
         assert {serves(model) for model in fleet.models.values()} == {num_publishes + 1}

@@ -74,10 +74,14 @@ class ModuleEngine:
         return self.install_map.devices
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Return the tensors that the module accepts; the same object until its names, shapes or dtypes change."""
-        self.install_map.look()
+        """Return the tensors that the module accepts; the same object until its names, shapes or dtypes change.
+
+        This reads no tensor: other data (`param.data = ...`) is found by `InstallMap.bind`.
+        """
         if self.install_map.is_stale:
-            self.install_map = _ModuleMap(self._checkpoint)
+            self.install_map.look()
+            if self.install_map.is_stale:
+                self.install_map = _ModuleMap(self._checkpoint)
         return self.install_map.specs
 
     def can_cast(self, offered: str, held: str) -> bool:
@@ -231,7 +235,9 @@ class _ModuleMap(InstallMap):
 
     @property
     def is_stale(self) -> bool:
-        return self._checkpoint.specs is not self._own_specs or self._checkpoint.has_other_members()
+        checkpoint = self._checkpoint
+        is_looked_up = checkpoint.specs is self._own_specs and checkpoint.views is self.live
+        return not is_looked_up or checkpoint.has_other_members()
 
     def bind(self) -> bool:
         self.look()

@@ -2,7 +2,7 @@
 
 One update, called by the worker:
 
-    Engine.specs()                       when a version is offered; of a known manifest, not while a map is up to date
+    Engine.specs()                       when a version is offered
     Engine.load(tensors)                 staged: once, while the engine is paused; streaming: for each bucket
     Engine.commit(version)               every tensor was loaded: serve the version
     Engine.discard()                     any failure
@@ -27,7 +27,9 @@ class Engine(Protocol):
     def specs(self) -> Sequence[TensorSpec] | None:
         """Return the tensors that the engine accepts, or None if it does not know them; then `load` must refuse others.
 
-        Return the same object as long as nothing has changed, so that an offer is checked only once.
+        Return the same object as long as nothing has changed, so that an offer is checked only once. An engine that is
+        `Mapped` need not look at its tensors' memory for that: its map's `bind` is called before an unknown manifest is
+        checked, and before each install.
         """
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

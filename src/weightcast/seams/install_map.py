@@ -44,8 +44,8 @@ class InstallMap:
 
     @property
     def is_stale(self) -> bool:
-        """True if the engine's model has changed since the map was made. Asked at each offer of a known manifest, in
-        place of `Engine.specs`; changes that it does not see have to be found by `bind`.
+        """True if the engine's model has changed since the map was made. Asked at each offer of a known manifest, so
+        it should read no tensor; changes that it does not see have to be found by `bind`.
         """
         return False
 

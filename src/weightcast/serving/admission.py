@@ -14,14 +14,25 @@ from weightcast.format.bucket import Layout
 from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.host import memory as host_memory
 from weightcast.seams.engine import Casting, Engine, Undoable, Validating
+from weightcast.seams.install_map import Mapped
 from weightcast.serving.install import Install
 
 
-def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[TensorSpec] | None) -> Install:
-    """Check a valid manifest with this digest against the engine; return the install. `specs`: from `engine.specs()`.
+def present_specs(engine: Engine) -> Sequence[TensorSpec] | None:
+    """Return `engine.specs()`, after a look at the memory of all tensors that it lists."""
+    specs = engine.specs()
+    if specs is not None and isinstance(engine, Mapped) and engine.install_map is not None:
+        engine.install_map.bind()
+        specs = engine.specs()
+    return specs
+
+
+def admit(manifest: Manifest, digest: str, engine: Engine) -> Install:
+    """Check a valid manifest with this digest against the engine; return the install.
 
     Raises IncompatibleWeightsError, whose `problems` name every tensor that does not fit, or UnsupportedError.
     """
+    specs = present_specs(engine)
     if specs is not None and not _are_equal(manifest, specs):
         can_cast = engine.can_cast if isinstance(engine, Casting) else None
         require_fit(manifest.tensors, specs, can_cast=can_cast)
@@ -39,11 +50,10 @@ def replacement_of(install: Install) -> Install:
     Raises what `admit` raises. Nothing has been written by then.
     """
     layout, digest, engine = install.layout, install.manifest_digest, install.engine
-    specs = engine.specs()
-    if specs is not install.specs:
-        return admit(layout.manifest, digest, engine, specs)
+    if engine.specs() is not install.specs:
+        return admit(layout.manifest, digest, engine)
     is_bound = install.install_map is not None and install.install_map.bind()
-    return Install(layout, digest, engine, specs, uses_map=is_bound)
+    return Install(layout, digest, engine, install.specs, uses_map=is_bound)
 
 
 def check_undo(manifest: Manifest, engine: Engine) -> None:

@@ -175,7 +175,7 @@ class Follower(ClosedOnExit):
         version, manifest = kept.version, kept.manifest
         install, digest = self._install, kept.manifest_digest
         if install is None or not install.is_for(digest, self._engine):
-            install = self._install = admit(manifest, digest, self._engine, self._engine.specs())
+            install = self._install = admit(manifest, digest, self._engine)
         if self._undo:
             check_undo(manifest, self._engine)
         update = Update(

@@ -257,10 +257,10 @@ class Install:
 
         Memory that was replaced (`param.data = ...`) is found when the map is bound.
         """
-        if self.manifest_digest != manifest_digest or self.engine is not engine:
+        if self.engine is not engine or self.manifest_digest != manifest_digest or self.specs is not engine.specs():
             return False
         if self.install_map is None or not isinstance(engine, Mapped):
-            return engine.specs() is self.specs
+            return True
         is_current = engine.install_map is self.install_map and self.install_map.revision == self._revision
         return is_current and not self.install_map.is_stale
 

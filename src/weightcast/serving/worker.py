@@ -63,7 +63,7 @@ from weightcast.seams.engine import Engine, ExposesTensors, SaysDtypes, Undoable
 from weightcast.seams.install_map import Mapped
 from weightcast.seams.transport import Portion
 from weightcast.serving.adapters import AdapterTable, AdapterUpdate
-from weightcast.serving.admission import admit, check_undo, require_engine
+from weightcast.serving.admission import admit, check_undo, present_specs, require_engine
 from weightcast.serving.install import Install, device_of_weights
 from weightcast.serving.install_map import RecordedMap, held_weights
 from weightcast.serving.session import PublisherSession
@@ -502,7 +502,7 @@ class Worker:
                     "again"
                 )
         session.require_origins(manifest)
-        session.install = admit(manifest, offer.manifest_digest, engine, engine.specs())
+        session.install = admit(manifest, offer.manifest_digest, engine)
         return session.install
 
     def _require_adapters(self, offer: Offer) -> None:
@@ -573,7 +573,7 @@ class Worker:
 
         If the engine's loader has to be recorded for that, generation waits. Raises UnsupportedError.
         """
-        held = self.engine.specs()
+        held = present_specs(self.engine)
         if held is not None:
             by_name = {name: spec.dtype for spec in held for name in spec.names}
             return {
@@ -605,7 +605,7 @@ class Worker:
         with self.gate.exclusive(deadline_seconds=self.install_deadline_seconds):
             if self.gate.torn:
                 raise EngineTornError(self.gate.torn)
-            info, specs = self.info(), {spec.name: spec for spec in self.engine.specs() or ()}
+            info, specs = self.info(), {spec.name: spec for spec in present_specs(self.engine) or ()}
             weights, num_bytes = HeldWeights(info.run, info.weight_version, [], {}), 0
             for number, (name, tensor) in enumerate(self.engine.tensors()):
                 if number < start or (names and name not in names):
