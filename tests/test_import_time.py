@@ -71,6 +71,19 @@ def test_a_side_does_not_load_the_others(
     assert not names & set(foreign)
 
 
+def test_a_first_publish_imports_nothing_and_makes_no_decoder() -> None:
+    code = """
+import sys, msgspec, torch, weightcast
+engine, source = (made(torch.nn.Linear(8, 8)) for made in (weightcast.ModuleEngine, weightcast.ModuleSource))
+with weightcast.EngineServer(engine) as server, weightcast.Publisher(source, engines=[server.url]) as publisher:
+    publisher.prepare()
+    modules, msgspec.json.Decoder = set(sys.modules), None
+    publisher.publish()
+    print(*set(sys.modules) - modules)
+"""
+    assert run(code).split() == []
+
+
 def test_no_distributed_group_and_no_thread_is_made() -> None:
     code = """
 import threading, weightcast

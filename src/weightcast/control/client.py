@@ -10,6 +10,7 @@ publisher connects, never configured.
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401 (of every host name; the first connection would import it)
 import re
 import select
 import socket
@@ -31,7 +32,7 @@ from weightcast.errors import (
     PeerTimeoutError,
     WeightcastError,
 )
-from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, decode
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, decode, decoder
 from weightcast.format.messages import (
     DtypesQuestion,
     HeldWeights,
@@ -250,6 +251,10 @@ class _Finished(msgspec.Struct):
 
 class _Specs(msgspec.Struct):
     tensors: list[TensorSpec]
+
+
+for _kind in (_AnyInfo, WeightInfo, _Finished):
+    decoder(_kind)
 
 
 class HttpRoutes:

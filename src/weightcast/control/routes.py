@@ -31,7 +31,7 @@ from weightcast.errors import (
     UpdateAbortedError,
     to_record,
 )
-from weightcast.format.manifest import MAX_BYTES, MAX_MESSAGE_BYTES, TensorSpec, decode
+from weightcast.format.manifest import MAX_BYTES, MAX_MESSAGE_BYTES, TensorSpec, decode, decoder
 from weightcast.format.messages import (
     DtypesQuestion,
     HeldWeights,
@@ -280,6 +280,8 @@ def guarded(
     server's, and Starlette raises an unexpected error again after its handler, so that uvicorn closes the connection.
     """
     expected = None if token is None else f"Bearer {token}".encode()
+    if kind is not None:
+        decoder(kind)
 
     async def handle(request: Request) -> Response:
         given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")

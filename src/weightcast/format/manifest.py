@@ -401,7 +401,7 @@ def decode(
     if len(data) > max_bytes:
         raise malformed("too_large", f"a message of {len(data)} bytes; the limit is {max_bytes}")
     try:
-        return (_decoders.get(kind) or _new_decoder(kind)).decode(data)  # type: ignore[no-any-return]
+        return (_decoders.get(kind) or decoder(kind)).decode(data)  # type: ignore[no-any-return]
     except msgspec.ValidationError as exc:
         raise malformed("type", f"not a {what or _name_of(kind)} of protocol {PROTOCOL}: {exc}") from exc
     except (msgspec.DecodeError, UnicodeError) as exc:
@@ -413,20 +413,22 @@ def decode(
 
 def convert(values: Any, kind: Any) -> Any:
     """Convert values, as decoded from JSON without a type, to `kind`. Raises msgspec.ValidationError."""
-    _new_decoder(kind)
+    decoder(kind)
     return msgspec.convert(values, kind)
 
 
-def _new_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    """Return the decoder of a message type. It is made by the first call, of which an update need not be the one."""
     # msgspec attaches a Struct's description to its class before it is complete, and another thread that decodes the
     # class meanwhile crashes.
     with _making_decoder:
-        return _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+        if kind not in _decoders:
+            _decoders[kind] = msgspec.json.Decoder(kind)
+        return _decoders[kind]
 
 
-# A first update would wait for these.
 for _kind in (_EncodedManifest, *_COLUMNS.values()):
-    _new_decoder(_kind)
+    decoder(_kind)
 
 
 def _name_of(kind: object) -> str:

@@ -314,7 +314,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
         device: torch.device | None = None,
     ) -> None:
         """Make a receiver. `device`: the GPU for which an arena on a GPU is mapped."""
-        super().__init__(run, link, deadline_seconds, self.announcements | records.BucketReady | records.FromSender)
+        super().__init__(run, link, deadline_seconds, self.announcements | records.FromArena)
         self._device = device
 
     def reread(self, bucket: Bucket) -> bool:

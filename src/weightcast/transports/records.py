@@ -74,4 +74,5 @@ class UpdateEnded(msgspec.Struct, frozen=True, tag="ended", tag_field="kind"):
 
 
 FromSender: TypeAlias = BeginUpdate | UpdateAborted
+FromArena: TypeAlias = BucketReady | FromSender
 FromPeer: TypeAlias = Opened | UpdateEnded

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from weightcast.errors import ManifestError, WeightcastError
-from weightcast.format.manifest import Manifest
+from weightcast.format.manifest import Manifest, decoder
+from weightcast.format.messages import LinkMessage
 from weightcast.host.descriptors import shortage_now
 from weightcast.seams.transport import Portion
 from weightcast.transports.ipc import records
 from weightcast.transports.ipc.arena import MappedSharedArena, OwnedSharedArena
 from weightcast.transports.receiving import ArenaReceiver, MappedArena
+from weightcast.transports.records import FromArena
 from weightcast.transports.sending import ArenaSender
 
 if TYPE_CHECKING:
@@ -65,3 +67,7 @@ class IpcReceiver(ArenaReceiver):
                 raise WeightcastError(f"can't open the publisher's arena: {short}")
             raise ManifestError("the publisher announced an arena without its file descriptor", fault="type")
         return MappedSharedArena(record, descriptor)
+
+
+for _records in (IpcSender.messages, IpcReceiver.announcements | FromArena):
+    decoder(LinkMessage | _records)
