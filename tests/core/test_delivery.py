@@ -89,9 +89,9 @@ def test_what_an_engine_has_in_memory_is_copied_there_piece_by_piece(
 
     class Counted(PreparedCopies):
         def __init__(
-            self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor | int], *payloads: Any
+            self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor | int], *payloads: Any, **known: Any
         ) -> None:
-            super().__init__(targets, sources, *payloads)
+            super().__init__(targets, sources, *payloads, **known)
             prepared.append([target.shape for target in targets])
 
     monkeypatch.setattr(installs, "PreparedCopies", Counted)

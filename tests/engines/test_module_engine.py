@@ -626,6 +626,28 @@ def test_a_model_whose_data_has_another_dtype_takes_that_dtype() -> None:
     assert torch.equal(served.weight, trained.weight.double())
 
 
+@pytest.mark.parametrize("num_bytes", [0, 100])
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_a_storage_that_has_shrunk_is_found_before_anything_is_written(install: str, num_bytes: int) -> None:
+    served, trained = nn.Linear(64, 64), nn.Linear(64, 64)
+    client = LocalEngine(ModuleEngine(served))
+    options = PublishOptions(install=install, on_failure="report")  # type: ignore[arg-type]
+    with Publisher(ModuleSource(trained), transport="memory://", engines=[client], options=options) as publisher:
+        assert publisher.publish().ok
+        former = served.bias.clone()
+        served.weight.untyped_storage().resize_(num_bytes)
+        with torch.no_grad():
+            trained.bias.fill_(2.0)
+        report = publisher.publish()
+        assert not report.ok
+        assert "'weight' is a Parameter of layout torch.strided, not one block of memory: its storage was freed" in str(report)
+        assert not client.gate.torn
+        assert torch.equal(served.bias, former)
+        served.weight.untyped_storage().resize_(served.weight.nbytes)
+        assert publisher.publish().ok
+        assert torch.equal(served.weight, trained.weight)
+
+
 def test_an_engine_that_refuses_is_asked_again_of_a_known_manifest() -> None:
     class Refusing(ModuleEngine):
         refuses = False

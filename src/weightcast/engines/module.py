@@ -227,6 +227,8 @@ class _ModuleMap(InstallMap):
     look that found moved tensors, `specs` after one that found other tensors, for which another map is needed.
     """
 
+    is_within_storage = True  # the checkpoint looks at the storages of all tensors whenever one has moved
+
     def __init__(self, checkpoint: LiveCheckpoint) -> None:
         super().__init__(checkpoint.views)
         self._checkpoint = checkpoint
@@ -254,7 +256,7 @@ class _ModuleMap(InstallMap):
     def _index(self) -> None:
         self._checkpoint.require_memory()
         conversion.require_apart(self._checkpoint.views)
-        self._live = self.live = self._checkpoint.views
+        self.live = self._checkpoint.views
         self.specs = self._checkpoint.specs
         self.views = list(self.live.values())
         self.devices = list(dict.fromkeys(view.device for view in self.views))

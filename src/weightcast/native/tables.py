@@ -150,9 +150,11 @@ class CopyTable:
         *,
         targets_in: Sequence[torch.Tensor] = (),
         sources_in: Sequence[torch.Tensor] = (),
+        is_within_storage: bool = False,
     ) -> None:
         """Make a table. `targets_in`, `sources_in`: payloads that have all targets or all sources, if there are such.
         Only then one of these may be the address of a contiguous tensor of the other one's shape and dtype.
+        `is_within_storage`: the caller has checked that no target ends beyond its storage.
 
         Raises ValueError for a tensor that reaches outside of its storage, or of the payloads.
         """
@@ -179,6 +181,8 @@ class CopyTable:
         self.num_bytes = int(self.rows[:, 2].sum() + (self.strided[:, 2] * counts.prod(axis=1)).sum())
         numbers = np.concatenate([self.pairs, self.strided_pairs])
         for side, (tensors, payloads) in enumerate(sides):
+            if is_within_storage and side == 0:
+                continue
             if payloads:
                 spans = spans_of((payload.data_ptr(), payload.data_ptr() + payload.nbytes) for payload in payloads)
                 starts = np.concatenate([self.rows[:, side], self.strided[:, side]])

@@ -28,8 +28,8 @@ class Engine(Protocol):
         """Return the tensors that the engine accepts, or None if it does not know them; then `load` must refuse others.
 
         Return the same object as long as nothing has changed, so that an offer is checked only once. An engine that is
-        `Mapped` need not look at its tensors' memory for that: its map's `bind` is called before an unknown manifest is
-        checked, and before each install.
+        `Mapped` need not look at its tensors' memory for that: its map's `bind` is called before a manifest is refused,
+        and before each install.
         """
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -32,8 +32,9 @@ def admit(manifest: Manifest, digest: str, engine: Engine) -> Install:
 
     Raises IncompatibleWeightsError, whose `problems` name every tensor that does not fit, or UnsupportedError.
     """
-    specs = present_specs(engine)
+    specs = engine.specs()
     if specs is not None and not _are_equal(manifest, specs):
+        specs = present_specs(engine) or ()
         can_cast = engine.can_cast if isinstance(engine, Casting) else None
         require_fit(manifest.tensors, specs, can_cast=can_cast)
     if isinstance(engine, Validating):

@@ -75,9 +75,10 @@ class BlockCopies:
         revision, copies = self._prepared or (-1, None)
         is_known = copies is not None and revision == self._install_map.revision
         if copies is None or not is_known or not copies.are_in_place(targets=not is_bound):
-            find = self._install_map.target_blocks
-            targets = [t for each in self.blocks for t in (find(each) if isinstance(each, str) else find(*each))]
-            copies = PreparedCopies(targets, self.sources, self.payloads)
+            find, live = self._install_map.target_blocks, self._install_map.live
+            targets = [t for each in self.blocks for t in ((live[each],) if isinstance(each, str) else find(*each))]
+            is_within = is_bound and self._install_map.is_within_storage
+            copies = PreparedCopies(targets, self.sources, self.payloads, is_within_storage=is_within)
             self._prepared = self._install_map.revision, copies
         return copies
 
