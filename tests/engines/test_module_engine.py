@@ -640,7 +640,7 @@ def test_a_storage_that_has_shrunk_is_found_before_anything_is_written(install: 
             trained.bias.fill_(2.0)
         report = publisher.publish()
         assert not report.ok
-        assert "'weight' is a Parameter of layout torch.strided, not one block of memory: its storage was freed" in str(report)
+        assert "'weight' is a Parameter of layout torch.strided, not one block of memory" in str(report)
         assert not client.gate.torn
         assert torch.equal(served.bias, former)
         served.weight.untyped_storage().resize_(served.weight.nbytes)

@@ -227,7 +227,7 @@ class _ModuleMap(InstallMap):
     look that found moved tensors, `specs` after one that found other tensors, for which another map is needed.
     """
 
-    is_within_storage = True  # the checkpoint looks at the storages of all tensors whenever one has moved
+    is_within_storage = True  # of all views, which the checkpoint makes again whenever a tensor has moved
 
     def __init__(self, checkpoint: LiveCheckpoint) -> None:
         super().__init__(checkpoint.views)
@@ -245,6 +245,9 @@ class _ModuleMap(InstallMap):
         self.look()
         return self.specs == self._own_specs
 
+    def are_copied_as_is(self, names: Sequence[str], dtypes: Sequence[torch.dtype]) -> list[bool]:
+        return [self._host_dtypes.get(name) is dtype for name, dtype in zip(names, dtypes, strict=True)]
+
     def look(self) -> None:
         """Look up every tensor of the module. Raises ValueError for tensors that can't be written to."""
         self._checkpoint.refresh()
@@ -259,6 +262,7 @@ class _ModuleMap(InstallMap):
         self.live = self._checkpoint.views
         self.specs = self._checkpoint.specs
         self.views = list(self.live.values())
+        self._host_dtypes = {name: view.dtype for name, view in self.live.items() if view.is_cpu}
         self.devices = list(dict.fromkeys(view.device for view in self.views))
         self.by_name = {name: spec for spec in self.specs for name in spec.names}
 

@@ -450,10 +450,10 @@ def check_names(names: Sequence[str], aliases: Mapping[str, tuple[str, ...]], gr
         if len(others) > MAX_ALIASES:
             raise malformed("count", f"{name[:80]!r} has {len(others)} aliases; the limit is {MAX_ALIASES}")
     every = [*names, *itertools.chain.from_iterable(aliases.values())]
-    lengths = map(len if all(map(str.isascii, every)) else _name_bytes, every)
-    for name, length in zip(every, lengths, strict=True):
-        if not 0 < length <= MAX_NAME_BYTES:
-            raise malformed("name", f"the name {name[:80]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
+    lengths = [*map(len if all(map(str.isascii, every)) else _name_bytes, every)]
+    if every and not 0 < min(lengths) <= max(lengths) <= MAX_NAME_BYTES:
+        name = next(n for n, length in zip(every, lengths, strict=True) if not 0 < length <= MAX_NAME_BYTES)
+        raise malformed("name", f"the name {name[:80]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
     if len(set(every)) < len(every):
         raise malformed("duplicate", f"the name {Counter(every).most_common(1)[0][0]!r} occurs twice")
     for name, group in groups.items():

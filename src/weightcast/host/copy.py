@@ -59,14 +59,12 @@ class PreparedCopies:
         is_within_storage: bool = False,
     ) -> None:
         """`payloads`: those in host memory that have all sources. With them a source may be the address of a contiguous
-        tensor of its target's shape and dtype. `is_within_storage`: the caller has checked that of the targets.
+        tensor of its target's shape and dtype. `is_within_storage`: see `CopyTable`.
 
         Raise ValueError for a tensor that ends beyond its storage, which may have been freed; RuntimeError for a tensor
         without memory that torch would have to copy.
         """
-        self._table = table = CopyTable(
-            targets, sources, sources_in=payloads, is_within_storage=is_within_storage
-        )
+        self._table = table = CopyTable(targets, sources, sources_in=payloads, is_within_storage=is_within_storage)
         others = [(targets[number], _tensor_at(sources[number], targets[number], payloads)) for number in table.others]
         if any(not tensor.data_ptr() and tensor.nbytes for tensor in itertools.chain.from_iterable(others)):
             raise RuntimeError("a tensor to copy has no memory, since its storage was freed: load it back first")

@@ -181,7 +181,7 @@ class CopyTable:
         self.num_bytes = int(self.rows[:, 2].sum() + (self.strided[:, 2] * counts.prod(axis=1)).sum())
         numbers = np.concatenate([self.pairs, self.strided_pairs])
         for side, (tensors, payloads) in enumerate(sides):
-            if is_within_storage and side == 0:
+            if tensors is targets and is_within_storage:
                 continue
             if payloads:
                 spans = spans_of((payload.data_ptr(), payload.data_ptr() + payload.nbytes) for payload in payloads)

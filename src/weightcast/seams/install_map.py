@@ -40,8 +40,8 @@ class InstallMap:
     """Names whose tensors `load` gets even if they are copied."""
 
     is_within_storage = False
-    """True if `bind` makes sure that each live tensor ends within its storage. Otherwise that is checked before they
-    are first copied to."""
+    """True if `bind` makes sure that each live tensor ends within its storage. Otherwise that is checked before the
+    first copy."""
 
     def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
         self.live = live

@@ -77,8 +77,8 @@ def _are_equal(manifest: Manifest, specs: Sequence[TensorSpec]) -> bool:
         return False
     if {spec.name: spec.aliases for spec in specs if spec.aliases} != manifest.aliases:
         return False
-    forms = map(manifest.forms.__getitem__, manifest.form_numbers)
-    return all(s.dtype == form.dtype and s.shape == form.shape for s, form in zip(specs, forms, strict=True))
+    forms = [manifest.forms[number] for number in manifest.form_numbers]
+    return [s.dtype for s in specs] == [f.dtype for f in forms] and [s.shape for s in specs] == [f.shape for f in forms]
 
 
 def require_fit(
