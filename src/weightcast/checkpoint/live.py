@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -463,6 +464,10 @@ class LiveCheckpoint:
         """Return whether parameters, buffers or modules were replaced since the last look; reads no tensor."""
         return self._changes.has_other_members()
 
+    def devices(self) -> list[torch.device]:
+        """Return all devices that have tensors of the module now; parameters and modules are those of the last look."""
+        return self._changes.devices()
+
     def require_memory(self) -> None:
         """Raise ValueError if a tensor is on the meta device."""
         for name, view in self.views.items():
@@ -574,6 +579,10 @@ class TensorChangeDetector:
     def has_other_members(self) -> bool:
         """Return whether parameters, buffers or modules were replaced; reads no tensor."""
         return not same_members(*self._members)
+
+    def devices(self) -> list[torch.device]:
+        found = dict.fromkeys(map(operator.attrgetter("device"), self._locals))
+        return [device for device in found if device.type != "meta"]
 
     def has_changed(self) -> bool:
         if self.has_other_members() or not same_places(self._locals, self._places):

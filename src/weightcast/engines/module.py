@@ -69,9 +69,10 @@ class ModuleEngine:
 
     @property
     def devices(self) -> Collection[torch.device]:
-        """All devices that have weights of the module."""
-        self.install_map.look()
-        return self.install_map.devices
+        """All devices that have tensors of the module."""
+        if self._checkpoint.has_other_members():
+            self.install_map.look()
+        return self._checkpoint.devices()
 
     def specs(self) -> Sequence[TensorSpec]:
         """Return the tensors that the module accepts; the same object until its names, shapes or dtypes change.
@@ -245,6 +246,9 @@ class _ModuleMap(InstallMap):
         self.look()
         return self.specs == self._own_specs
 
+    def target_bytes(self, names: Iterable[str]) -> int:
+        return sum(map(self._num_bytes.__getitem__, names))
+
     def are_copied_as_is(self, names: Sequence[str], dtypes: Sequence[torch.dtype]) -> list[bool]:
         return [self._host_dtypes.get(name) is dtype for name, dtype in zip(names, dtypes, strict=True)]
 
@@ -262,6 +266,7 @@ class _ModuleMap(InstallMap):
         self.live = self._checkpoint.views
         self.specs = self._checkpoint.specs
         self.views = list(self.live.values())
+        self._num_bytes = {name: view.nbytes for name, view in self.live.items()}
         self._host_dtypes = {name: view.dtype for name, view in self.live.items() if view.is_cpu}
         self.devices = list(dict.fromkeys(view.device for view in self.views))
         self.by_name = {name: spec for spec in self.specs for name in spec.names}

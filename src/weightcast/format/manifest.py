@@ -271,8 +271,8 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         if max(self.form_numbers, default=-1) >= len(self.forms):
             raise malformed("shape", f"a tensor of form {max(self.form_numbers)}; there are {len(self.forms)} forms")
         check_names(self.names, self.aliases, self.groups)
-        unknown = (self.pieces.keys() | self.aliases.keys() | self.groups.keys()).difference(self.names)
-        if unknown:
+        named = self.pieces.keys() | self.aliases.keys() | self.groups.keys()
+        if named and (unknown := named.difference(self.names)):
             raise malformed("name", f"pieces, aliases or a group of {min(unknown)[:80]!r}, a name that no tensor has")
         of_form = dict(zip(reversed(self.form_numbers), reversed(self.names), strict=True))
         for number, form in enumerate(self.forms):
