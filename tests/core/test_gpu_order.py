@@ -409,6 +409,30 @@ def test_an_engine_whose_module_moves_says_where_it_is_now(gpu: LazyGpu) -> None
     assert list(engine.devices) == [gpu.device]
 
 
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_a_module_that_moved_since_the_last_offer_is_not_written_to(gpu: LazyGpu, install: str) -> None:
+    """Work on the GPU may still read its weights, and nobody has waited for that."""
+
+    class Moving(ModuleEngine):
+        devices = (torch.device("cpu"),)
+
+    net = torch.nn.Linear(8, 8).requires_grad_(False)
+    weights = {name: torch.full_like(value, 2.0) for name, value in net.state_dict().items()}
+    engine = Moving(net)
+    with fleet(TensorSource(weights), engine, install=install) as (publisher, (client,)):
+        publisher.publish()
+        for parameter in net.parameters():
+            parameter.data = parameter.clone()
+        engine.devices = (gpu.device,)
+        weights["bias"].fill_(3.0)
+        with pytest.raises(PublishError, match=f"moved from cpu to {gpu.device} since the last offer: publish again"):
+            publisher.publish()
+        assert not client.gate.torn
+        assert torch.equal(net.bias, torch.full((8,), 2.0))
+        publisher.publish()
+        assert torch.equal(net.bias, torch.full((8,), 3.0))
+
+
 def test_targets_of_several_dtypes_are_copied_in_batches_of_their_own(gpu: LazyGpu) -> None:
     dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
     targets = [gpu.tensor(torch.zeros(64, dtype=dtype)) for dtype in dtypes]

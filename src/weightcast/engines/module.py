@@ -263,7 +263,7 @@ class _ModuleMap(InstallMap):
     def _index(self) -> None:
         self._checkpoint.require_memory()
         conversion.require_apart(self._checkpoint.views)
-        self.live = self._checkpoint.views
+        self._live = self.live = self._checkpoint.views
         self.specs = self._checkpoint.specs
         self.views = list(self.live.values())
         self._num_bytes = {name: view.nbytes for name, view in self.live.items()}

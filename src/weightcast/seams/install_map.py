@@ -33,9 +33,6 @@ class InstallMap:
     revision = 0
     """Grows whenever copies that were prepared by this map, or the set of copied tensors, are out of date."""
 
-    devices: Collection[torch.device] = ()
-    """All devices that have live tensors, as the engine's `specs` has found them; empty if it has not."""
-
     also_loaded: Collection[str] = frozenset()
     """Names whose tensors `load` gets even if they are copied."""
 
@@ -44,8 +41,7 @@ class InstallMap:
     first copy."""
 
     def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
-        self.live = live
-        """The live tensors by name, as found by the last `bind`."""
+        self._live = live
 
     @property
     def is_stale(self) -> bool:
@@ -57,7 +53,7 @@ class InstallMap:
     @property
     def proven(self) -> Collection[str]:
         """The names that an install by this map copies."""
-        return self.live.keys()
+        return self._live.keys()
 
     def bind(self) -> bool:
         """Find the present memory of every live tensor.
@@ -68,7 +64,7 @@ class InstallMap:
 
     def can_copy(self, name: str) -> bool:
         """Return whether copies of this tensor are known, so that it is copied once it is proven."""
-        return name in self.live
+        return name in self._live
 
     def can_copy_pieces(self, name: str) -> bool:
         """Return whether a piece of this tensor can be copied by itself: all its blocks are regions of the tensor."""
@@ -76,7 +72,7 @@ class InstallMap:
 
     def target_bytes(self, names: Iterable[str]) -> int:
         """Return the size of this rank's parts of these tensors, in the live parameters' dtypes."""
-        return sum([self.live[name].nbytes for name in names])
+        return sum([self._live[name].nbytes for name in names])
 
     def source_blocks(self, name: str, tensor: torch.Tensor, piece: Region | None = None) -> list[torch.Tensor]:
         """Return views of a contiguous tensor's blocks that this rank needs, in the order of `target_blocks`.
@@ -89,13 +85,13 @@ class InstallMap:
         """Return, for each tensor of this name and dtype, whether it is only copied, all of it, to one live tensor of
         its shape and dtype in host memory. That takes its address, and no `source_blocks`: override both or none.
         """
-        known, loaded = self.live, self.also_loaded
+        known, loaded = self._live, self.also_loaded
         live = zip(names, map(known.get, names), dtypes, strict=True)
         return [t is not None and t.dtype is dtype and t.is_cpu and name not in loaded for name, t, dtype in live]
 
     def target_blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
         """Return the views of live parameters, as found by `bind`, to which the source blocks are copied."""
-        return [self.live[name] if piece is None else narrow(self.live[name], piece)]
+        return [self._live[name] if piece is None else narrow(self._live[name], piece)]
 
     def block_digests(self, name: str, sources: Sequence[torch.Tensor]) -> list[str]:
         """Return the digests of source blocks after a cast to the live dtypes, for `prove`."""

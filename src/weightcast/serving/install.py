@@ -75,8 +75,8 @@ class BlockCopies:
         revision, copies = self._prepared or (-1, None)
         is_known = copies is not None and revision == self._install_map.revision
         if copies is None or not is_known or not copies.are_in_place(targets=not is_bound):
-            find, live = self._install_map.target_blocks, self._install_map.live
-            targets = [t for each in self.blocks for t in ((live[each],) if isinstance(each, str) else find(*each))]
+            find = self._install_map.target_blocks
+            targets = [t for each in self.blocks for t in (find(each) if isinstance(each, str) else find(*each))]
             is_within = is_bound and self._install_map.is_within_storage
             copies = PreparedCopies(targets, self.sources, self.payloads, is_within_storage=is_within)
             self._prepared = self._install_map.revision, copies
@@ -195,7 +195,7 @@ class Install:
         self.engine = engine
         self.specs = specs
         self.install_map = install_map = engine.install_map if uses_map and isinstance(engine, Mapped) else None
-        self.device = device_of_weights(engine if install_map is None or not install_map.devices else install_map)
+        self.device = device_of_weights(engine)
         self._revision = 0 if install_map is None else install_map.revision
         self.copied = frozenset[str]() if install_map is None else frozenset(install_map.proven)
         manifest = layout.manifest
@@ -441,8 +441,8 @@ def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -
     return tensor
 
 
-def device_of_weights(engine: Engine | InstallMap) -> torch.device:
-    """Return the first GPU among the engine's devices, or those of its map, else the CPU."""
+def device_of_weights(engine: Engine) -> torch.device:
+    """Return the first GPU among the engine's devices, else the CPU."""
     # Not by isinstance(engine, OnDevice): before Python 3.12 that evaluates the property, which searches the model.
     devices: Collection[torch.device] = getattr(engine, "devices", ())
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

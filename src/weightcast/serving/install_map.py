@@ -228,7 +228,7 @@ class RecordedMap(InstallMap):
     def target_blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
         found = self._blocks.get((name, piece))
         if found is None:
-            found = [copy.block.of(self.live[copy.target].data) for copy in self._copies[name]]
+            found = [copy.block.of(self._live[copy.target].data) for copy in self._copies[name]]
             if piece is not None:
                 whole = zip(found, self._regions[name], strict=True)
                 found = [
@@ -245,7 +245,7 @@ class RecordedMap(InstallMap):
             return False
         # An engine may give a parameter other memory.
         is_kept = self._is_looked_up and same_members(*self._members)
-        if is_kept and same_places(list(self.live.values()), self._places):
+        if is_kept and same_places(list(self._live.values()), self._places):
             return True
         modules = dict(self._model.named_modules())
         registers = [module._modules for module in modules.values()]
@@ -259,7 +259,7 @@ class RecordedMap(InstallMap):
                 registers.append(register)
             if tensor is None or tensor.is_meta or _form(tensor) != target:
                 logger.warning("%s has changed since the model's loader was recorded, which is recorded again", name)
-                self.live, self._is_expired = {}, True
+                self._live, self._is_expired = {}, True
                 return False
             live[name] = tensor
         self._members, self._is_looked_up = ModuleMembers.of(registers), True
@@ -267,11 +267,11 @@ class RecordedMap(InstallMap):
         moved = {
             name
             for name, tensor in live.items()
-            if self.live.get(name) is not tensor or self._addresses[name] != addresses[name]
+            if self._live.get(name) is not tensor or self._addresses[name] != addresses[name]
         }
-        if moved or len(live) != len(self.live):
+        if moved or len(live) != len(self._live):
             self.revision += any(copy.target in moved for name in self._proven for copy in self._copies[name])
-            self.live, self._blocks, self._addresses = live, {}, addresses
+            self._live, self._blocks, self._addresses = live, {}, addresses
         self._places = places(list(live.values()))
         return True
 

@@ -297,6 +297,9 @@ class Update:
             self._await_device()
         is_same, served = self._install.is_bound(), self._gate.version
         install = self._install if is_same else replacement_of(self._install)
+        if (found := install.device) != (former := self._install.device):
+            # Kernels that run on the other device were not waited for.
+            raise InstallError(f"the weights were moved from {former} to {found} since the last offer: publish again")
         if self._deltas is not None and self._changes and served is not None and not self._gate.torn:
             has_base = install.served == served == WeightVersion(self.version.run, self._deltas.version)
             self._installs_changes = has_base and is_same and install.install_map is not None
