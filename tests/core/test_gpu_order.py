@@ -414,23 +414,34 @@ def test_a_module_that_moved_since_the_last_offer_is_not_written_to(gpu: LazyGpu
     """Work on the GPU may still read its weights, and nobody has waited for that."""
 
     class Moving(ModuleEngine):
-        devices = (torch.device("cpu"),)
+        """Its model moves when it was asked so many times where it is."""
+
+        moves_after = 0
+
+        @property
+        def devices(self) -> list[torch.device]:
+            self.moves_after -= 1
+            if self.moves_after == 0:
+                for parameter in net.parameters():
+                    parameter.data = parameter.clone()
+            return [torch.device("cpu") if self.moves_after >= 0 else gpu.device]
 
     net = torch.nn.Linear(8, 8).requires_grad_(False)
     weights = {name: torch.full_like(value, 2.0) for name, value in net.state_dict().items()}
     engine = Moving(net)
+    engine.moves_after = 1000
     with fleet(TensorSource(weights), engine, install=install) as (publisher, (client,)):
         publisher.publish()
-        for parameter in net.parameters():
-            parameter.data = parameter.clone()
-        engine.devices = (gpu.device,)
         weights["bias"].fill_(3.0)
+        engine.moves_after = 1
         with pytest.raises(PublishError, match=f"moved from cpu to {gpu.device} since the last offer: publish again"):
             publisher.publish()
         assert not client.gate.torn
         assert torch.equal(net.bias, torch.full((8,), 2.0))
         publisher.publish()
         assert torch.equal(net.bias, torch.full((8,), 3.0))
+        engine.moves_after = 1000
+        publisher.publish()
 
 
 def test_targets_of_several_dtypes_are_copied_in_batches_of_their_own(gpu: LazyGpu) -> None:
