@@ -414,7 +414,7 @@ class LiveCheckpoint:
     """The checkpoint form of a module, updated by `refresh`.
 
     `views` (by name) is a new object only if `refresh` has found other tensors, `specs` only if these have other names,
-    shapes or dtypes.
+    shapes or dtypes. `changes` has the tensors of the module that it last found.
     """
 
     def __init__(
@@ -455,18 +455,15 @@ class LiveCheckpoint:
         """
         for module in self._fsdp2_modules:
             module.reshard()  # what a forward pass has left unsharded, since optimizers update only the shards
-        is_other = self._changes.has_changed()
+        is_other = self.changes.has_changed()
         if self._fsdp1_states:
             is_other |= any(wrapper._handle._training_state != was for wrapper, was in self._fsdp1_states.items())
         return ((merge and self.merging is not None) or is_other) and self._derive()
 
-    def has_other_members(self) -> bool:
-        """Return whether parameters, buffers or modules were replaced since the last look; reads no tensor."""
-        return self._changes.has_other_members()
-
     def devices(self) -> list[torch.device]:
-        """Return all devices that have tensors of the module now; parameters and modules are those of the last look."""
-        return self._changes.devices()
+        """Return all devices that have tensors of the module now, if it has the `changes.members` of the last look."""
+        found = dict.fromkeys(map(operator.attrgetter("device"), self.changes.tensors))
+        return [device for device in found if device.type != "meta"]
 
     def require_memory(self) -> None:
         """Raise ValueError if a tensor is on the meta device."""
@@ -515,7 +512,7 @@ class LiveCheckpoint:
         self._fsdp1_states = {wrapper: wrapper._handle._training_state for wrapper in _fsdp1_wrappers(self._module)}
         if self._on_adapters is not None:
             adapters.require_merged(name for spec in specs for name in spec.names)
-        self._changes = TensorChangeDetector(self._module, with_buffers=self._buffers != "none")
+        self.changes = TensorChangeDetector(self._module, with_buffers=self._buffers != "none")
         memory, parts = list[torch.Tensor](), list[tuple[Any, ...]]()
         for number, view in enumerate(views.values()):
             if view.is_meta and (owner := blocks.owner(view)) is not None:
@@ -567,25 +564,19 @@ class TensorChangeDetector:
             registers += [part._parameters, part._modules]
             if with_buffers:
                 registers.append(part._buffers)
-        self._members = ModuleMembers.of(registers)
-        tensors = [value for value in self._members.values if isinstance(value, torch.Tensor)]
+        self.members = ModuleMembers.of(registers)
+        """Whether these are the same is found without reading a tensor."""
+        tensors = [value for value in self.members.values if isinstance(value, torch.Tensor)]
         locals_ = list(map(sharding.local_tensor, tensors))
         self._sharded = [(tensor, local) for tensor, local in zip(tensors, locals_, strict=True) if local is not tensor]
-        self._locals = locals_
+        self.tensors = locals_
+        """The parameters and buffers; of a sharded one the local part."""
         self._places = places(locals_)
         self._complex = [tensor for tensor in locals_ if tensor.is_complex()]
         self._lazy = lazy_views(self._complex)
 
-    def has_other_members(self) -> bool:
-        """Return whether parameters, buffers or modules were replaced; reads no tensor."""
-        return not same_members(*self._members)
-
-    def devices(self) -> list[torch.device]:
-        found = dict.fromkeys(map(operator.attrgetter("device"), self._locals))
-        return [device for device in found if device.type != "meta"]
-
     def has_changed(self) -> bool:
-        if self.has_other_members() or not same_places(self._locals, self._places):
+        if not same_members(*self.members) or not same_places(self.tensors, self._places):
             return True
         if self._complex and lazy_views(self._complex) != self._lazy:
             return True

@@ -21,6 +21,7 @@ from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.host import device as host_device
+from weightcast.native.tables import same_members
 from weightcast.seams.adapters import AdapterLayers
 from weightcast.seams.install_map import InstallMap
 
@@ -70,7 +71,7 @@ class ModuleEngine:
     @property
     def devices(self) -> Collection[torch.device]:
         """All devices that have tensors of the module."""
-        if self._checkpoint.has_other_members():
+        if not same_members(*self._checkpoint.changes.members):
             self.install_map.look()
         return self._checkpoint.devices()
 
@@ -240,7 +241,7 @@ class _ModuleMap(InstallMap):
     def is_stale(self) -> bool:
         checkpoint = self._checkpoint
         is_looked_up = checkpoint.specs is self._own_specs and checkpoint.views is self.live
-        return not is_looked_up or checkpoint.has_other_members()
+        return not is_looked_up or not same_members(*checkpoint.changes.members)
 
     def bind(self) -> bool:
         self.look()
