@@ -565,7 +565,7 @@ class TensorChangeDetector:
             if with_buffers:
                 registers.append(part._buffers)
         self.members = ModuleMembers.of(registers)
-        """Whether these are the same is found without reading a tensor."""
+        """Compared without reading a tensor."""
         tensors = [value for value in self.members.values if isinstance(value, torch.Tensor)]
         locals_ = list(map(sharding.local_tensor, tensors))
         self._sharded = [(tensor, local) for tensor, local in zip(tensors, locals_, strict=True) if local is not tensor]
