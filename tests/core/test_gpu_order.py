@@ -409,39 +409,62 @@ def test_an_engine_whose_module_moves_says_where_it_is_now(gpu: LazyGpu) -> None
     assert list(engine.devices) == [gpu.device]
 
 
+class Moving(ModuleEngine):
+    """Its model moves to the GPU right after it was asked so many times where it is."""
+
+    num_asked = -1
+    moved_to: torch.device | None = None
+
+    @property
+    def devices(self) -> list[torch.device]:
+        self.num_asked -= 1
+        found = [self.moved_to or torch.device("cpu")]
+        if self.num_asked == 0:
+            self.move(torch.device("cuda", 0))
+        return found
+
+    def move(self, device: torch.device) -> None:
+        self.moved_to = device
+        for parameter in self._model.parameters():
+            parameter.data = parameter.clone()
+
+
 @pytest.mark.parametrize("install", ["staged", "streaming"])
-def test_a_module_that_moved_since_the_last_offer_is_not_written_to(gpu: LazyGpu, install: str) -> None:
-    """Work on the GPU may still read its weights, and nobody has waited for that."""
+def test_a_module_that_moved_since_the_last_publish_is_waited_for(
+    gpu: LazyGpu, install: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work on the GPU may still read its weights, when these are copied for the undo or written."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(host_device, "synchronize", waited.append)
+    net = torch.nn.Linear(8, 8).requires_grad_(False)
+    weights = {name: torch.full_like(value, 2.0) for name, value in net.state_dict().items()}
+    engine, known = Moving(net), list[list[torch.device]]()
+    snapshot = engine.snapshot
+    monkeypatch.setattr(engine, "snapshot", lambda: (known.append(list(waited)), snapshot())[1])
+    with fleet(TensorSource(weights), engine, install=install, undo=True) as (publisher, _):
+        publisher.publish()
+        weights["bias"].fill_(3.0)
+        engine.move(gpu.device)
+        publisher.publish()
+    assert known == [[], [gpu.device]]
+    assert torch.equal(net.bias, torch.full((8,), 3.0))
 
-    class Moving(ModuleEngine):
-        """Its model moves when it was asked so many times where it is."""
 
-        moves_after = 0
-
-        @property
-        def devices(self) -> list[torch.device]:
-            self.moves_after -= 1
-            if self.moves_after == 0:
-                for parameter in net.parameters():
-                    parameter.data = parameter.clone()
-            return [torch.device("cpu") if self.moves_after >= 0 else gpu.device]
-
+def test_a_module_that_moves_while_a_version_streams_is_not_written_to(gpu: LazyGpu) -> None:
+    """Nobody has waited for the GPU, and with NCCL it is too late for that."""
     net = torch.nn.Linear(8, 8).requires_grad_(False)
     weights = {name: torch.full_like(value, 2.0) for name, value in net.state_dict().items()}
     engine = Moving(net)
-    engine.moves_after = 1000
-    with fleet(TensorSource(weights), engine, install=install) as (publisher, (client,)):
+    with fleet(TensorSource(weights), engine, install="streaming") as (publisher, (client,)):
         publisher.publish()
         weights["bias"].fill_(3.0)
-        engine.moves_after = 1
-        with pytest.raises(PublishError, match=f"moved from cpu to {gpu.device} since the last offer: publish again"):
+        engine.num_asked = 1
+        with pytest.raises(PublishError, match=f"moved from cpu to {gpu.device} since the offer: publish again"):
             publisher.publish()
         assert not client.gate.torn
         assert torch.equal(net.bias, torch.full((8,), 2.0))
         publisher.publish()
         assert torch.equal(net.bias, torch.full((8,), 3.0))
-        engine.moves_after = 1000
-        publisher.publish()
 
 
 def test_targets_of_several_dtypes_are_copied_in_batches_of_their_own(gpu: LazyGpu) -> None:

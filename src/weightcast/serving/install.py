@@ -260,8 +260,6 @@ class Install:
         """
         if self.engine is not engine or self.manifest_digest != manifest_digest or self.specs is not engine.specs():
             return False
-        if self.device != device_of_weights(engine):
-            return False
         if self.install_map is None or not isinstance(engine, Mapped):
             return True
         is_current = engine.install_map is self.install_map and self.install_map.revision == self._revision

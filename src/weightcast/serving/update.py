@@ -297,9 +297,10 @@ class Update:
             self._await_device()
         is_same, served = self._install.is_bound(), self._gate.version
         install = self._install if is_same else replacement_of(self._install)
-        if (found := install.device) != (former := self._install.device):
-            # Kernels that run on the other device were not waited for.
-            raise InstallError(f"the weights were moved from {former} to {found} since the last offer: publish again")
+        has_moved = install.device != self._install.device
+        if has_moved and self.is_streaming:  # with NCCL the new device can't be waited for any more
+            devices = f"from {self._install.device} to {install.device}"
+            raise InstallError(f"the weights were moved {devices} since the offer: publish again")
         if self._deltas is not None and self._changes and served is not None and not self._gate.torn:
             has_base = install.served == served == WeightVersion(self.version.run, self._deltas.version)
             self._installs_changes = has_base and is_same and install.install_map is not None
@@ -310,6 +311,8 @@ class Update:
             for index, part in parts:
                 assert part.payload is not None
                 install.stage(index, part.payload, self._assembly)
+        if has_moved:
+            self._await_device()
         if self._undo:
             assert isinstance(self._engine, Undoable)
             undo = install.undo_of(self._assembly, self._changes) if self._installs_changes else None

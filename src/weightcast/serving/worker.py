@@ -486,7 +486,12 @@ class Worker:
         if offer.target is not UNSET and self.adapters is not None:
             engine = AdapterUpdate(self.adapters, offer.target, lambda: self.gate.version)
         known = session.install
-        if known is not None and known.is_for(offer.manifest_digest, engine):
+        if (
+            known is not None
+            and known.is_for(offer.manifest_digest, engine)
+            # Streaming waits for the device's kernels before the next look at the tensors; staged, right after that.
+            and (offer.install == "staged" or known.device == device_of_weights(engine))
+        ):
             return known
         if known is not None and known.manifest_digest == offer.manifest_digest:
             manifest = known.layout.manifest
