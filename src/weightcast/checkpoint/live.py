@@ -461,7 +461,7 @@ class LiveCheckpoint:
         return ((merge and self.merging is not None) or is_other) and self._derive()
 
     def devices(self) -> list[torch.device]:
-        """Return all devices that have tensors of the module now, if it has the `changes.members` of the last look."""
+        """Return all devices but meta that have tensors of the module now. It must have the same `changes.members`."""
         found = dict.fromkeys(map(operator.attrgetter("device"), self.changes.tensors))
         return [device for device in found if device.type != "meta"]
 

@@ -10,7 +10,7 @@ publisher connects, never configured.
 from __future__ import annotations
 
 import contextlib
-import encodings.idna  # noqa: F401 (of every host name; the first connection would import it)
+import encodings.idna  # noqa: F401 (socket encodes host names with it: else imported by the first connection)
 import re
 import select
 import socket

@@ -418,7 +418,7 @@ def convert(values: Any, kind: Any) -> Any:
 
 
 def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    """Return the decoder of a message type. It is made by the first call, of which an update need not be the one."""
+    """Return the decoder of a message type. The first call makes it: early, where an update would wait for that."""
     # msgspec attaches a Struct's description to its class before it is complete, and another thread that decodes the
     # class meanwhile crashes.
     with _making_decoder:

@@ -37,8 +37,8 @@ class InstallMap:
     """Names whose tensors `load` gets even if they are copied."""
 
     is_within_storage = False
-    """True if `bind` makes sure that each live tensor ends within its storage. Otherwise that is checked before the
-    first copy."""
+    """True if `bind` makes sure that each live tensor ends within its storage. Copies that are prepared right after it
+    don't check that again; all others do."""
 
     def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
         self._live = live
